@@ -440,9 +440,10 @@ def _place(array: Any) -> str:
 def _readable(steps: int, last: int, width: int) -> bool:
     """Return whether a kernel's 16-byte accesses can read an array.
 
-    For this, the rows must be contiguous, 16-byte aligned, and a multiple of 16 bytes long. `steps`
-    is the bitwise OR of the address and all strides in bytes; it is a multiple of 16 if and only if
-    each of these is. `last` is the last axis' stride and `width` its length, in elements.
+    Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
+    long. `steps` is the bitwise OR of the address and all strides in bytes; it is a multiple of 16
+    if and only if each of these is. `last` is the last axis' stride and `width` its length, in
+    elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -62,7 +62,7 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return the tables in GPU memory; `aside` uploads them once per device."""
+    """Return the tables in GPU memory; they are copied there once per device."""
     return Uploaded(tables)
 
 

@@ -93,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return the same array as `constant`, for a job that has already been checked."""
+    """Return an array filled with `value`, as `constant` does, for an already checked job."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)

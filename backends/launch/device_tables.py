@@ -77,7 +77,8 @@ class Lowered:
 
     @property
     def kind(self) -> np.ndarray:
-        """FULL or MASKED for each visit: whether the tile pair needs no mask, or one."""
+        """FULL or MASKED for each visit (tile pair): MASKED if the mask removes some of its
+        scores."""
         return self._csr[2]
 
     @property

@@ -156,7 +156,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 def has_known_slope(problem: Problem) -> bool:
     """Return whether the score function's derivative does not depend on the score.
 
-    For example, it does not if the function only adds a bias or multiplies by a factor.
+    For example, the derivative of a function that adds a bias, or multiplies by a factor, does not.
     """
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 

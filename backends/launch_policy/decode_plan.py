@@ -122,7 +122,7 @@ class Decode:
     def grid(self) -> tuple[int, int]:
         """The grid of thread blocks.
 
-        If a second kernel merges, the row tiles of a split follow each other along x.
+        If a second kernel merges the splits, the row tiles of a split follow each other along x.
         """
         blocks = len(self.items) * self.problem.kv_heads
         if self.prefix:

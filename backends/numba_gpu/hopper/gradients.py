@@ -135,8 +135,8 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return the function that computes P = exp2(c S) and queues dV + P dO.
 
-    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries are
-    divided into slices. A slice's product is queued as soon as its part of P is ready. So
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
+    tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
     exponentials overlap with the product dP, for which this function waits, and with the products
     of earlier slices.
 

@@ -227,8 +227,8 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     """Copy two floats to four separate registers: x, y, x, y ("mov").
 
     A register can be the accumulator of one product only, so values that initialise two
-    accumulators must be copied. Without this function LLVM would place the copies right before a
-    product, between two products.
+    accumulators must be copied. Without this function LLVM would place the copies between two
+    successive products.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)

@@ -190,8 +190,8 @@ class KeysOutside(Layout):
     def row_of_threads(self) -> int:
         """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
 
-        The exchange area takes the place of k, v, q and dout. In it, a block of a cluster stores
-        its dK and dV for the other blocks.
+        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
+        cluster stores its dK and dV for the other blocks.
         """
         return 128 * self.groups * 4
 

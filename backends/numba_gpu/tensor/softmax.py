@@ -194,10 +194,10 @@ def row_by_row(n: int) -> Any:
     """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: a lane's row 0, then row 1.
 
     The function does the work of `softmax_base`, `rescaling` and `exponentials`, with the maxima
-    `m` before this visit and `top` after it. ptxas schedules those instructions first that begin
-    the longest dependency chain. Exponentials take the longest time, so they should begin early and
-    never wait. For this reason the sums of row 0 form two chains, and those of row 1 a single
-    chain.
+    `m` before this visit and `top` after it. The assembler ptxas schedules those instructions first
+    that begin the longest dependency chain. Exponentials take the longest time, so they should
+    begin early and never wait. For this reason the sums of row 0 form two chains, and those of row
+    1 a single chain.
     """
     s_kind, pair = floats(n // 2), floats(2)
 
