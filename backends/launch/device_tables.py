@@ -77,8 +77,7 @@ class Lowered:
 
     @property
     def kind(self) -> np.ndarray:
-        """FULL or MASKED for each visit (tile pair): MASKED if the mask removes some of its
-        scores."""
+        """FULL or MASKED for each visit: MASKED if the mask removes some of its scores."""
         return self._csr[2]
 
     @property
