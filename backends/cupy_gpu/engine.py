@@ -72,7 +72,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: deterministic, or fused with dQ accumulated in HBM."""
+    """Run the backward pass: as three passes, or fused with dQ accumulated in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
     job = bias.as_function(job, gradient=True)

@@ -1,4 +1,4 @@
-"""A plot of the HBM that a training step occupies, against the sequence length."""
+"""A plot of the bytes that a forward pass keeps in HBM for the backward, against the length."""
 
 from __future__ import annotations
 

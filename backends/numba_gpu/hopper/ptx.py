@@ -174,9 +174,9 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
 
 
 def fence_async(b: ir.IRBuilder, space: str) -> None:
-    """Order this thread's accesses to `space` before accesses of TMA ("fence.proxy.async").
+    """Order this thread's accesses to `space` with respect to TMA's ("fence.proxy.async").
 
-    In shared memory the fence also orders them before accesses of matrix products.
+    In shared memory the fence also orders them with respect to accesses of matrix products.
     """
     asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
 
