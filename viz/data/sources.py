@@ -29,7 +29,7 @@ def title(algorithm: str) -> str:
 
 
 def direction(trace: Trace) -> str:
-    """Return "forward" or "backward" in words, with the form of the backward if it has several."""
+    """Return "forward" or "backward", with the form of the backward if there are several."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 

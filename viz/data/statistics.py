@@ -19,7 +19,7 @@ _MOST_SCORES = 1 << 28
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """m and l of one query row (arXiv:2307.08691, Algorithm 1, lines 9 and 10).
+    """The softmax's running m and l of one query row (arXiv:2307.08691, Algorithm 1, lines 9, 10).
 
     A visit is the computation of one key tile for the query tile that contains the row.
 

@@ -252,7 +252,7 @@ class RanksFilm:
             text.set_position((x, y))
 
     def shades(self) -> np.ndarray:
-        """Return the colours that the film uses besides the theme's, (n, 3)."""
+        """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
         colors = 255 * np.array(self.shade)
         ground = palette.rgb(self.theme.background)
         return np.concatenate([colors, (colors + ground) / 2])

@@ -42,8 +42,8 @@ def tile_map(
     A partly masked tile has a mark in the corner that the mask removes: at the upper right are
     later keys (causal masks), at the lower left keys before a sliding window. Skipped tiles are
     hatched, and full tiles are plain. A line separates splits of the keys, and a tick at the upper
-    edge marks the start of a KV-cache page. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for
-    a skipped tile.
+    edge marks the start of a KV-cache page. ``ax.images[0]`` holds the tiles' values, (T_r, T_c),
+    with NaN for a skipped tile.
 
     Parameters
     ----------
@@ -134,7 +134,7 @@ def mask(
     """Draw the scores that a mask keeps, and the tiles that kernels compute to get them.
 
     Kernels skip a tile without a kept score. In every other tile they compute all scores, including
-    those that the mask then removes. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
+    those that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q, n_kv, 4).
 
     Parameters
     ----------
