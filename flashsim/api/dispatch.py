@@ -26,7 +26,7 @@ def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
 
 
 def engine(name: str) -> Engine:
-    """Return the engine of this name; import it when it is first used.
+    """Return the backend's engine, which is imported at first use.
 
     Raises
     ------
