@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _stop(number: int, _: Any) -> NoReturn:
-    """Exit as after an error, so that temporary files are removed; a second signal kills."""
+    """On a signal, exit as after an error, to remove temporary files; a second signal kills."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(128 + number)
 

@@ -73,9 +73,9 @@ def kernel(
 ) -> None:
     """Check a Triton or Pallas kernel on the CPU, and count the bytes that each line moves.
 
-    The function gets random arrays for parameters such as q, k and v. Without a function, a Triton
-    file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py runs with your
-    rights, like any program.
+    The function gets random arrays for parameters such as q, k and v. If no function is named, a
+    Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py runs with
+    your user's rights, like any program that you start.
     """
     path, function = _split(target)
     names = dict(_pair("--name", pair) for pair in name or ())
@@ -129,7 +129,7 @@ def kernel(
 
 
 def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole: bool) -> None:
-    """Check the results, write the requested files, and print the report."""
+    """Check the kernel's results, write the requested files, and print the report."""
     from flashsim.own_kernels.answer import LINES, answer
 
     note = ""
@@ -183,7 +183,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Return a number, a flag, a random array (64x200) or the text itself."""
+    """Convert text to a number, a flag or a random array (64x200), or return it unchanged."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
@@ -202,7 +202,7 @@ def _call(
     ndim: int | None,
     seed: int,
 ) -> tuple[Callable[[], Any], bool]:
-    """Return a call of the user's function without arguments, and whether it is attention."""
+    """Return the user's function with its arguments bound, and whether it computes attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
         raise OptionError(
             f"{name} is itself a kernel; name a function that launches the kernel with a grid and "
@@ -253,7 +253,7 @@ _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
-    """Random inputs and the oracle's results for them, in the shapes that the user's file uses."""
+    """Random inputs, and the oracle's results for them, in the shapes that the user's file uses."""
 
     def __init__(self, p: Problem, axes: int, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
@@ -265,7 +265,7 @@ class _Arrays:
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return an array by its name in the papers."""
+        """Return an input or a result by the papers' name for it."""
         x = self._inputs
         known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
         if name not in known and name not in self._more:
@@ -294,7 +294,7 @@ class _Arrays:
 
 
 def _axes(called: Any) -> int | None:
-    """Return how many names a function unpacks a shape to: 3 for ``heads, n, d = q.shape``."""
+    """Return how many names a function unpacks shapes to: 3 for ``heads, n, d = q.shape``."""
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called))))
     except (OSError, TypeError, SyntaxError):
@@ -308,7 +308,7 @@ def _axes(called: Any) -> int | None:
 
 
 def _written(traced: Any, out: Path) -> list[str]:
-    """Write a page and a plot; return a line about each."""
+    """Write an HTML page and a plot of the kernel; return one line about each."""
     from flashsim import viz
 
     out.mkdir(parents=True, exist_ok=True)
