@@ -88,8 +88,7 @@ class Ranks:
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Send array `source` of each rank that has it to the next rank in the ring, as
-        `target`."""
+        """Send each rank's array `source`, if any, to the next rank in the ring, as `target`."""
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes

@@ -220,8 +220,7 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has at a ring step, as `OWN`, `BEFORE` or `AFTER` (its own
-        rows)."""
+        """Return whose keys a rank has at a ring step: `OWN`, `BEFORE` or `AFTER`."""
         member = rank // self.ulysses
         if step == 0:
             return OWN
