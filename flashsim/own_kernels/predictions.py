@@ -75,8 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return a launch's requests to L2, one per piece, in the order in which programs issue
-    them."""
+    """Return a launch's requests to L2, one per piece, in the order in which they are issued."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))

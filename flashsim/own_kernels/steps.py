@@ -54,8 +54,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note a load of keys first .. last - 1; check the `variables` after the tiles before
-        it."""
+        """Note a load of keys first .. last - 1; check the `variables` of the tiles before it."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:

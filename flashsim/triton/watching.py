@@ -20,7 +20,7 @@ from flashsim.triton.machine import Interpreter
 
 
 class Watch:
-    """The launches that `watch` recorded; `result()` returns their trace."""
+    """The kernel launches that `watch` recorded; `result()` returns their trace."""
 
     def __init__(
         self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
@@ -29,13 +29,14 @@ class Watch:
 
     @property
     def launches(self) -> int:
-        """Number of launches so far."""
+        """The number of kernel launches recorded so far."""
         return len(self._machine.recorder.launches)
 
     def result(self, *, unchecked: bool = False) -> KernelTrace:
-        """Return the trace of all launches so far.
+        """Return the trace of all kernel launches so far.
 
-        With `unchecked`, results are not compared; `KernelTrace.check` can compare them later.
+        With `unchecked`, the results are not compared with a reference; `KernelTrace.check` can do
+        that later.
 
         Raises
         ------
@@ -69,7 +70,7 @@ class Watch:
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 
     def codes_of(self, array: Any) -> list[int]:
-        """Return the codes of the tensors that start at an array's first element, also views."""
+        """Return the codes of all tensors that start at an array's first element, also of views."""
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]
