@@ -39,8 +39,7 @@ class BlockPointer:
         return self.base.dtype
 
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
-        """Return handles of the block's pointers and its mask, which is False out of checked
-        bounds."""
+        """Return handles of the block's pointers and of its mask, False out of checked bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)
