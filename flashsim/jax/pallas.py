@@ -299,8 +299,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Note for the user that JAX computes something outside of kernels, which is not
-        counted."""
+        """Note for the user that JAX computes something outside of kernels, uncounted."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
