@@ -126,8 +126,9 @@ class _Late:
     def exec_module(self, module: ModuleType) -> None:
         """Give the module back its own spec, which import replaced; its code has run already.
 
-        Its submodules that are already loaded also get their short names here. Otherwise, importing
-        a submodule by its short name would replace a function of the same name in its package.
+        Its submodules that are already loaded also get their short names here. Without these names,
+        importing a submodule by its short name would replace a function of the same name in its
+        package.
         """
         second = module.__spec__
         assert second is not None

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 
 class FlashSimError(Exception):
-    """Base of every error raised by flashsim."""
+    """Base class of every error that flashsim raises on purpose."""
 
 
 class ShapeError(FlashSimError, ValueError):
@@ -60,8 +60,9 @@ class MemoryModelError(FlashSimError, RuntimeError):
     tile was used after its step or visit (tile pair) had ended. "outside": numbers came from
     outside the simulated machine. "off chip": numbers were read out of SRAM without a store to HBM.
     "unloaded": HBM data was used without a load into SRAM. "unstored": HBM data was read that was
-    never written. "scope": a step or visit was opened or used at an invalid point. "operation": the
-    simulated machine does not have the operation. "machine": any other rule was broken.
+    never written. "scope": a step or visit was opened or used where that is not allowed.
+    "operation": the simulated machine does not have the operation. "machine": any other rule was
+    broken.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -265,8 +266,8 @@ def _type(annotation: str, function: Any) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value matches a type annotation, without consuming an iterator.
 
-    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence, but
-    a string does not.
+    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence; a
+    string does not.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

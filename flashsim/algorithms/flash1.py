@@ -1,6 +1,6 @@
 """The first FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, Algorithms 1 and 4.
 
-The loop is KV-outer: K and V are read once, but O, l and m are read and written at every visit
+Keys are the outer loop: K and V are read once, but O, l and m are read and written at every visit
 (tile pair). FlashAttention-2 swapped the two loops so that O, l and m stay on chip. The comments at
 the right end of the lines are line numbers of the paper's algorithms. If the inputs' type is
 narrower than the accumulators' type, O (and dQ) stay in HBM in the accumulators' type during the

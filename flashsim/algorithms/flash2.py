@@ -97,7 +97,7 @@ def normalised(
 
 
 def backward(machine: Machine) -> None:
-    """Run Algorithm 2 in three passes: delta, then dK and dV, then dQ.
+    """Run the paper's Algorithm 2 in three passes: delta, then dK and dV, then dQ.
 
     This backward pass needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV
     are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ needs a
@@ -113,7 +113,7 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Run Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
+    """Run the paper's Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
 
     This backward pass takes 5 matrix products: 10 N^2 d FLOPs. Each tile's dQ is added by atomics.
     On a GPU the order of the atomics, and so the last bits of dQ, change from run to run.
@@ -130,8 +130,8 @@ def backward_once(machine: Machine) -> None:
     """Run Algorithm 2 in one pass, for row tiles that see a single key tile: no sums in HBM.
 
     All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
-    separate pass. Each tile's dQ is complete, so it is stored directly in its final type. The
-    results are deterministic.
+    separate pass. Each tile's dQ is complete, so it is stored directly in its final type. This
+    backward pass is deterministic.
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
@@ -179,7 +179,7 @@ def _sink_gradient(
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
-    """Compute dK and dV in a KV-outer loop.
+    """Compute dK and dV in a loop with keys outermost.
 
     A thread block computes one tile of keys of one key head, for all query heads that share it.
     `dq` says what happens to each tile pair's dQ: "" if it is not computed, "reduce" if it is added
@@ -230,7 +230,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
 
 
 def _dq_pass(machine: Machine) -> None:
-    """Compute dQ in a Q-outer loop, as in the forward pass."""
+    """Compute dQ in a loop with queries outermost, as in the forward pass."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule

@@ -58,10 +58,10 @@ def _split(machine: Machine) -> None:
 def _combine(machine: Machine) -> None:
     """Run step 2: merge the parts of a row tile in a fixed order, for the same bits in every run.
 
-    The parts of a shared prefix come before the parts of an entry's own keys. This function merges
-    one part after another. FlashAttention's combine kernel and flashsim's GPU kernel first compute
-    the largest LSE of all parts, and then the weighted sum. Merging one by one and the weighted sum
-    give the same result except for rounding.
+    When results are merged, the parts of a shared prefix come before the parts of an entry's own
+    keys. This function merges one part after another. FlashAttention's combine kernel and
+    flashsim's GPU kernel first compute the largest LSE of all parts, and then the weighted sum.
+    Merging one by one and the weighted sum give the same result except for rounding.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:

@@ -151,7 +151,7 @@ class BlockTable(Tensor):
         return (entries.stop - entries.start) * TABLE_ITEM
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the numbers of the pages with these keys."""
+        """Return the page numbers of these keys."""
         return self.data[..., self._entries(rows)]
 
 

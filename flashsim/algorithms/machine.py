@@ -81,7 +81,7 @@ class Machine:
         return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
 
     def has(self, name: str) -> bool:
-        """Return whether the algorithm has this stage for this problem."""
+        """Return whether the algorithm runs this stage (kernel) for this problem."""
         return name in self._plan
 
     @contextmanager

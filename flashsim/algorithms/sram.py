@@ -156,7 +156,7 @@ class Sram:
         return tile
 
     def has(self, name: str) -> bool:
-        """Return whether the stage has an on-chip buffer of this name."""
+        """Return whether this stage (kernel) has an on-chip buffer of this name."""
         return any(buffer.name == name for buffer in self.stage.buffers)
 
     def _tile_of(self, name: str, rows: slice, cols: slice) -> int:

@@ -22,7 +22,7 @@ from flashsim.algorithms.score_tile import (
 
 
 def forward(machine: Machine) -> None:
-    """Algorithm 0: S = Q K^T; P = softmax(S); O = P V."""
+    """Run the paper's Algorithm 0: S = Q K^T; P = softmax(S); O = P V."""
     _scores(machine)
     _softmax(machine)
     hbm, p = machine.hbm, machine.problem
@@ -84,7 +84,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run Algorithm 3, from the P (and the softcap's derivative) that the forward pass saved."""
+    """Run the paper's Algorithm 3, from the P (and softcap's derivative) that forward saved."""
     _dv(machine)
     hbm = machine.hbm
     with machine.stage("dp") as sram:

@@ -133,7 +133,8 @@ def compare(
 ) -> Comparison:
     """Run several algorithms on the same inputs, with traces, and compare them in one table.
 
-    All algorithms get one tiling, unless `tiling` is "fit", so that only the algorithm differs.
+    Unless `tiling` is "fit", all algorithms get the same tiling, so that only the algorithm
+    differs.
 
     Parameters
     ----------

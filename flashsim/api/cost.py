@@ -68,7 +68,7 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
 
 
 def fits(nbytes: int, instead: str) -> None:
-    """Raise `OptionError` if this machine has less than `nbytes` bytes of memory."""
+    """Raise `OptionError` if this computer has less than `nbytes` bytes of memory."""
     there = memory()
     if nbytes > there:
         raise OptionError(
@@ -78,5 +78,5 @@ def fits(nbytes: int, instead: str) -> None:
 
 
 def memory() -> int:
-    """Return the size of this machine's memory, in bytes."""
+    """Return the size of this computer's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

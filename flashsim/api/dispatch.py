@@ -1,4 +1,4 @@
-"""Find the engine for the name of a backend."""
+"""Find the engine (the code that computes a pass) for the name of a backend."""
 
 from __future__ import annotations
 

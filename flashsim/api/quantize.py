@@ -1,4 +1,4 @@
-"""`quantize`: round q, k and v to FP8, with scales."""
+"""`quantize`: round q, k and v to FP8, and return scales for them."""
 
 from __future__ import annotations
 

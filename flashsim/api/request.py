@@ -51,9 +51,9 @@ class Checked:
     captured: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the engine, so that a `Result` can be pickled.
+        """Return this object's state without the engine, so that a `Result` can be pickled.
 
-        The engine is a module; unpickling finds it by its name.
+        The engine is a module, which unpickling finds by its name.
         """
         return {name: x for name, x in self.__dict__.items() if name != "engine"}
 

@@ -41,7 +41,7 @@ class _Pass:
 
     @property
     def trace(self) -> Trace:
-        """The trace: every transfer of the pass.
+        """The trace, which has every transfer of the pass.
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Result(_Pass):
 
     @property
     def problem(self) -> Problem:
-        """The problem that was solved.
+        """The attention problem that was solved.
 
         Raises
         ------
@@ -160,9 +160,9 @@ class Result(_Pass):
         """Compute the gradients with the algorithm of the forward pass, recomputing P.
 
         The FlashAttention-2 paper's backward pass (Algorithm 2 of arXiv:2307.08691) is one KV-outer
-        pass that adds to dQ by atomics; flashsim calls it "flash2-fused". The backward of "flash2"
-        has three passes and no atomics: delta; dK and dV; dQ. Because the dQ pass recomputes the
-        scores, "flash2" takes 7 matrix products instead of 5.
+        pass that adds to dQ by atomics; flashsim calls it "flash2-fused". The backward pass of
+        "flash2" has three parts and no atomics: delta; dK and dV; dQ. Because the dQ pass
+        recomputes the scores, "flash2" takes 7 matrix products instead of 5.
 
         This method reads the inputs of `run`, `out` and `lse` without a copy, so do not change them
         in place before you call it.

@@ -106,7 +106,8 @@ def granularity(
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
     """Return q's, k's and v's scales: (), (batch, heads) or (batch, heads, blocks).
 
-    `values` says whether to read the arrays (of any library) on the CPU and check their numbers.
+    `values` says whether the scales' numbers are checked: the arrays (of any library) are then read
+    on the CPU.
 
     Raises
     ------

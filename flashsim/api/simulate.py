@@ -90,8 +90,8 @@ def simulate(
 ) -> OwnResult:
     """Run an algorithm that you wrote on the simulated machine, and count every byte.
 
-    The algorithm is a function of one argument, the machine. The function moves tiles between HBM
-    and SRAM, as the built-in algorithms do (`flashsim/algorithms/`).
+    The algorithm is a Python function of one argument, the simulated machine. The function moves
+    tiles between HBM and SRAM, as the built-in algorithms do (`flashsim/algorithms/`).
     `docs/guides/your_own_algorithm.md` has examples.
 
     Parameters

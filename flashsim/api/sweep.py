@@ -67,7 +67,8 @@ class Sweep:
     def table(self) -> report.Table:
         """Return a short table: the parameters that vary, and the figures.
 
-        `csv`, `json`, `rows` and `dataframe` have every column, and the full text of each status.
+        The methods and attributes `csv`, `json`, `rows` and `dataframe` have every column, and the
+        full text of each status.
         """
         told = [  # n_kv is left out if it is always n_q
             name
@@ -101,7 +102,7 @@ class Sweep:
         return self.full_table().json()
 
     def dataframe(self) -> Any:
-        """Return all columns as a `pandas.DataFrame`; missing figures are missing values.
+        """Return all columns as a `pandas.DataFrame`, in which missing figures are missing values.
 
         Raises
         ------

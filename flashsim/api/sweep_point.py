@@ -52,7 +52,10 @@ Key = tuple[Cell, ...]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One combination of a sweep's parameters. `tiling` is a `Tiling`, a preset's name or "fit"."""
+    """One combination of a sweep's parameters.
+
+    The field `tiling` is a `Tiling`, a preset's name or "fit".
+    """
 
     method: str
     algorithm: str
@@ -84,7 +87,7 @@ class SweepPoint:
         return key_of(self.parameters())
 
     def parameters(self) -> Row:
-        """Return the parameters as plain values, the first columns of the point's row."""
+        """Return the parameters as plain values, which are the first columns of the point's row."""
         return {
             **{name: getattr(self, name) for name in PARAMETERS},
             "window": None if self.window is None else f"{self.window[0]},{self.window[1]}",
@@ -120,7 +123,7 @@ def seconds(point: SweepPoint) -> float:
 
 
 def measure(point: SweepPoint) -> Row:
-    """Return the row of one point: its parameters, its figures, and "ok" or the error."""
+    """Return a point's row: its parameters, its figures, and "ok" or the error."""
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
         problem = point.problem()

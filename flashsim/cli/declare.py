@@ -81,7 +81,7 @@ class Format:
 
 
 def flag(name: str) -> str:
-    """Return the option's name as the user types it."""
+    """Return an option's name in the form that the user types."""
     return "--" + name.strip("_").replace("_", "-")
 
 

@@ -73,9 +73,9 @@ def kernel(
 ) -> None:
     """Check a Triton or Pallas kernel on the CPU, and count the bytes that each line moves.
 
-    The function gets random arrays for parameters such as q, k and v. If no function is named, a
-    Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py runs with
-    your user's rights, like any program that you start.
+    The user's function gets random arrays for parameters such as q, k and v. If no function is
+    named, a Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py
+    runs with your user's rights, like any program that you start.
     """
     path, function = _split(target)
     names = dict(_pair("--name", pair) for pair in name or ())
@@ -145,7 +145,7 @@ def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole:
 
 
 def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
-    """Trace a call of a function that calls Pallas kernels."""
+    """Trace a function call that runs Pallas kernels."""
     from flashsim.jax import trace_kernel
 
     inner = call.func

@@ -80,7 +80,7 @@ def walkthrough(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Follow small numbers through softmax and FlashAttention, step by step."""
+    """Show each step of softmax and FlashAttention on a few small numbers."""
     from flashsim.studies import walkthrough as walks
 
     if name is None:
@@ -319,7 +319,7 @@ def versions(
 
 
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
-    """List the GPUs that can be simulated, with the source of each figure.
+    """List the GPUs that can be simulated, and where each of their figures comes from.
 
     If sizes are passed, the command shows how many thread blocks fill each GPU (SMs x blocks per
     SM). It also shows how many blocks flash-decode launches, and how many splits of the keys it

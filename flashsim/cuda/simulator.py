@@ -153,7 +153,7 @@ class BlockWatch:
         self._first: dict[Any, int] = {}
 
     def array(self, array: np.ndarray) -> WatchedArray:
-        """Return a watched view of an argument."""
+        """Return a view of an argument that records accesses."""
         self.itemsizes.append(array.itemsize)
         strides = tuple(s // array.itemsize for s in array.strides)
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
@@ -229,7 +229,7 @@ def merged(
 
 @contextmanager
 def counted_barriers(thread_class: Any):
-    """Return a context manager in which each thread counts the barriers that it passes.
+    """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
     The context also shortens Python's thread switch interval: a simulated thread that waits at a
     barrier loops, and keeps others from running.

@@ -201,7 +201,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Return the bytes loaded and stored to merge each step's out and LSE with earlier results."""
+    """Return the HBM bytes moved to merge each step's out and LSE with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:
@@ -217,7 +217,7 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Return the bytes loaded and stored to sum gradients.
+    """Return the HBM bytes moved to sum the gradients of several blocks.
 
     dQ is summed over the steps of a rank; dK and dV are summed over ring members. The gradients of
     a rank's own block of scores are added last.

@@ -41,7 +41,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of a group at step `now` of a pass, and their counts for each step so far."""
+    """All ranks of a `Group` at step `now` of a pass, and their counts for each step so far."""
 
     def __init__(self, group: Group) -> None:
         self.group = group

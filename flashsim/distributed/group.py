@@ -169,7 +169,7 @@ class Group:
 
     @property
     def order(self) -> str:
-        """How rows are distributed over members: "in order", "zigzag" or "striped"."""
+        """How rows are distributed over ring members: "in order", "zigzag" or "striped"."""
         return _ORDER.get(self.scheme, "in order")
 
     @property
@@ -201,16 +201,16 @@ class Group:
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks that exchange heads with a rank, including itself."""
+        """Return the ranks of a team: those that exchange heads with a rank, including itself."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
     def successor(self, rank: int) -> int:
-        """Return the rank to which a rank sends K and V."""
+        """Return the next rank in the ring, to which a rank sends its K and V."""
         return (rank + self.ulysses) % self.ranks
 
     def predecessor(self, rank: int) -> int:
-        """Return the rank from which a rank receives K and V."""
+        """Return the previous rank in the ring, from which a rank receives K and V."""
         return (rank - self.ulysses) % self.ranks
 
     def source(self, rank: int, step: int) -> int:

@@ -274,7 +274,7 @@ def require_statement(name: str, statement: object) -> None:
 
 
 def solved(marked: str) -> str:
-    """Return a reference's source without the comments TODO, LEFT OUT and END: the solution."""
+    """Return a reference's source as a solution, without the comments TODO, LEFT OUT, END."""
     return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", marked, flags=re.M)
 
 

@@ -20,7 +20,7 @@ Transfers = Mapping[tuple[str, str], int]
 
 
 class KernelCase(NamedTuple):
-    """One graded call of a solution: a task, and the kind of its inputs."""
+    """One graded call of a solution: a `Task`, and the kind of its inputs."""
 
     task: Task
     kind: str

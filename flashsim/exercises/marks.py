@@ -26,7 +26,7 @@ class Mark:
 
 
 class Refused(Exception):
-    """Raised for a file that cannot be graded; `kind` becomes the `Mark.kind`."""
+    """Error for a file that cannot be graded; its `kind` becomes the `Mark.kind`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)

@@ -167,7 +167,7 @@ def _plain(value: Any, kind: str) -> Any:
 
 
 def graph_of(entry: Any) -> Graph:
-    """Return the graph that `Graph.entry` wrote to a file.
+    """Return the graph that was written to a file by `Graph.entry`.
 
     Raises
     ------

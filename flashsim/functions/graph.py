@@ -160,7 +160,7 @@ class Graph:
         dtype: str = "float64",
         read: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """Return the value of every node, as `evaluate` computes it.
+        """Return the value of every node for these arguments, as `evaluate` computes it.
 
         `read` holds the values of load nodes that are not to be loaded again.
         """

@@ -117,7 +117,7 @@ class Bounds:
 
         The table is along the one axis whose index depends on q, k or the score; if there is not
         exactly one such axis, there is no table. All other axes, whose indices depend at most on b
-        and h, are reduced.
+        and h, are reduced to their minimum and maximum.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64

@@ -1,9 +1,9 @@
 """Trace a score or mask function: call it once with symbols that record its operations.
 
-The traced function is plain Python. It may use operators and the NumPy, torch and JAX functions
-that the module `names` lists. A traced function may also index arrays of its closure or its globals
-by expressions. Real arrays do not accept symbols as indices, so flashsim calls a copy of the
-function in which `Captured` objects replace the arrays.
+The traced function is plain Python. It may use Python's operators, and the NumPy, torch and JAX
+functions that the module `names` lists. A traced function may also index arrays of its closure or
+its globals by expressions. Real arrays do not accept symbols as indices, so flashsim calls a copy
+of the function in which `Captured` objects replace the arrays.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def dot_product_attention(
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
     """Return the term that is added to the scores: the bias, and -inf for masked keys.
 
-    The mask and the lengths both mask keys.
+    Both the mask and the sequence lengths can mask keys.
     """
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:

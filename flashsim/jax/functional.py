@@ -250,7 +250,7 @@ def _known(offsets: Any) -> Any:
 def _call(
     target: str, question: Asked, operands: dict[str, Any], results: Sequence[Any]
 ) -> Sequence[Any]:
-    """Make XLA call one of the functions in `flashsim.jax.foreign`."""
+    """Call one of the foreign functions of `flashsim.jax.foreign` through XLA."""
     request, deterministic, graphs = question
     alone = "sinks" in operands or bool(graphs)
     alone |= any(name in operands or getattr(request, name) is not None for name in OFFSETS)

@@ -6,8 +6,8 @@ branches and calls itself, and JAX computes arithmetic on the CPU, in the kernel
 stores and atomics of refs (Pallas's array references) use `flashsim.jax.refs`, and are reported to
 an `Observer` with their source line. `flashsim.jax.pallas_launch` runs the grid of a `pallas_call`.
 
-Primitives are recognized by their names, and indexers by their fields, so no private module of JAX
-is imported.
+JAX's primitives are recognized by their names, and indexers by their fields, so no private module
+of JAX is imported.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Equation:
-    """One equation of a jaxpr, prepared for evaluation."""
+    """One equation of a jaxpr, in a form that is quick to evaluate."""
 
     run: Callable[[Equation, list[Any]], Any]
     equation: Any
@@ -266,7 +266,7 @@ class Walker:
         raise UnsupportedError(f"flashsim cannot evaluate the primitive {name}: {REFUSED[name]}")
 
     def _bind(self, step: Equation, inputs: list[Any]) -> Any:
-        """Compute a primitive with JAX."""
+        """Compute one primitive with JAX itself."""
         primitive = step.equation.primitive
         refs = any(isinstance(value, Ref) for value in inputs)
         if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
@@ -456,7 +456,7 @@ def bind_params(equation: Any) -> dict[str, Any]:
 
 
 def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a list into three: `first` values, `second` values, and the rest."""
+    """Split a list into three: the first `first` values, the next `second` values, and the rest."""
     return (
         list(values[:first]),
         list(values[first : first + second]),

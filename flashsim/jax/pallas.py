@@ -42,8 +42,9 @@ def trace_kernel(
 ) -> KernelTrace:
     """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
-    The function runs on the CPU. Its Pallas kernels are evaluated one primitive after another; JAX
-    evaluates everything else. The function needs no changes; `interpret=True` makes no difference.
+    The user's function runs on the CPU. Its Pallas kernels are evaluated one primitive after
+    another; JAX evaluates everything else. The user's function needs no changes; `interpret=True`
+    makes no difference.
 
     Parameters
     ----------
@@ -309,7 +310,7 @@ class PallasNotes:
             self._outside[primitive] = self._outside.get(primitive, 0) + sum(sizes)
 
     def done(self) -> KernelRecord:
-        """Return the record of everything that was reported."""
+        """Return the record of all accesses and FLOPs reported so far."""
         models = " and ".join(sorted(self.models))
         self.recorder.source = f"pallas {jax.__version__}, {models} model"
         others = [f"{name} ({size:,} B)" for name, size in sorted(self._outside.items()) if size]

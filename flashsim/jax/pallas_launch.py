@@ -4,10 +4,10 @@ In the model ``gpu``, a block is a view of device memory. In this model, a progr
 the kernel reads or writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs
 to Triton.
 
-In the model ``tpu``, one core runs the grid's steps in order, with the last axis fastest. A
-pipeline copies each operand's block to VMEM before a step, unless the previous step had the same
-block. The pipeline copies an output's block back if the next step has another block. Reads and
-writes by the kernel itself stay on chip. Refs in HBM (`pl.ANY`) are copied by
+In the model ``tpu``, one core runs the grid's steps in order, with the last axis fastest. In this
+model, a pipeline copies each operand's block to VMEM before a step, unless the previous step had
+the same block. The pipeline copies an output's block back if the next step has another block. Reads
+and writes by the kernel itself stay on chip. Refs in HBM (`pl.ANY`) are copied by
 `pltpu.make_async_copy`.
 """
 
@@ -288,7 +288,7 @@ def on_tpu(
 ) -> dict[str, tuple[tuple[int, ...], int]]:
     """Return the bytes of VMEM by name: every buffer of each block, and scratch buffers.
 
-    One buffer per input is left out, because the trace contains it as a loaded tile.
+    One buffer per input is left out of these bytes, because the trace contains it as a loaded tile.
     """
     found = {}
     for operand in here.operands:

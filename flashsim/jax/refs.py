@@ -56,9 +56,9 @@ class Lanes:
     """The elements of one access, one lane each.
 
     `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
-    array; it is None if a lane is outside. If the lanes are a box, `axes` has (first, length, step)
-    per dimension of the array, and `dims` lists the dimensions that the value has. If the lanes are
-    not a box, `arrays` holds their coordinates.
+    array; it is None if any lane is outside. If the lanes are a box, `axes` has (first, length,
+    step) per dimension of the array, and `dims` lists the dimensions that the value has. If the
+    lanes are not a box, `arrays` holds their coordinates.
     """
 
     ref: Ref
@@ -83,7 +83,7 @@ class Lanes:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """Booleans: whether each lane lies inside the window and the array."""
+        """Booleans that say whether each lane lies inside the window and the array."""
         kept = np.ones(self.shape, bool)
         ref = self.ref
         for at, first, length, size in zip(

@@ -29,7 +29,7 @@ _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 @dataclass(frozen=True)
 class Sides:
-    """How a tensor is tiled.
+    """How a kernel's tensor is tiled.
 
     `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE for queries by
     keys. `rows` is the number of the tensor's axis that holds the rows. `vector` is True for a
@@ -289,7 +289,7 @@ class Geometry:
 
 
 def _scale(given: object, width: int) -> float | None:
-    """Return a kernel's scale, or None if it is 1 / sqrt(d) up to rounding."""
+    """Return a kernel's softmax scale, or None if it is 1 / sqrt(d) up to rounding."""
     if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
         return None
     return float(given)

@@ -1,8 +1,8 @@
 """Predict the DRAM bytes and the roofline of a user's kernel, with the models of built-in kernels.
 
 For DRAM bytes, the kernel's recorded accesses are replayed through the L2 model. Programs start in
-the order of the grid, as many at a time as the device has room for. Each program makes one access
-per time step.
+the order of the grid, as many at a time as the device has room for. In this replay, each program
+makes one access per time step.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ WORK = np.dtype(
 
 @dataclass(eq=False)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a user's kernel.
 
     Attributes
     ----------
@@ -103,7 +103,7 @@ class Clash:
     `kind` is "two stores" or "read of another's store". `first` and `second` are program numbers,
     in the order in which the simulation ran the programs. `line` is the source line of the second
     program's access. `element` is the row-major number of the first element with this conflict.
-    `count` is the number of accesses with such a conflict.
+    `count` is the number of accesses that conflict in this way.
     """
 
     kind: str

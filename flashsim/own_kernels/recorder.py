@@ -409,7 +409,7 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows, read-only.
+        """Return all rows added so far, read-only.
 
         The result shares memory with the recorder; rows added later use a new chunk.
         """

@@ -1,7 +1,7 @@
 """Calls of `attention` that go straight to an engine: checked at first, then run without checks.
 
-A model makes the same attention call again and again. A `Ready` is a checked call, cached under
-everything that the checks read. Eagerly a `Ready` runs as a plain `torch.autograd.Function`. Under
+A model makes the same attention call again and again. A `Ready` is a checked call, cached under all
+values that the checks read. Eagerly a `Ready` runs as a plain `torch.autograd.Function`. Under
 torch.compile a `Ready` runs inside the operator ``flashsim::attend``, which has fewer arguments
 than ``flashsim::attention`` and so takes torch's dispatcher less time. Observers and transforms of
 operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) get ``flashsim::attention``

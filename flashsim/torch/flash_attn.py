@@ -2,10 +2,10 @@
 
 Code written for the ``flash_attn`` package (FlashAttention-2) runs by changing one import; for
 FlashAttention-3's ``flash_attn_interface`` there is `flashsim.torch.flash_attn_interface`. The
-functions have the names, layouts, defaults and results of that package: tensors are (batch, n,
-heads, head_dim), or (tokens, heads, head_dim) for packed sequences, and the causal mask and the
-window are aligned to the end of the keys. The functions raise UnsupportedError for dropout. They
-also raise it for ALiBi (a bias) on a GPU, with packed sequences, and over a cache.
+functions have the names, layouts, defaults and results of that package. Tensors are (batch, n,
+heads, head_dim), or (tokens, heads, head_dim) for packed sequences; the causal mask and the window
+are aligned to the end of the keys. The functions raise UnsupportedError for dropout. They also
+raise it for ALiBi (a bias) on a GPU, with packed sequences, and over a cache.
 """
 
 from __future__ import annotations
@@ -246,8 +246,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
-    On a GPU, the kernel reads cache lengths and block tables while it runs. So a call does not wait
-    for the GPU, and a CUDA graph can capture it. The docstring of `flash_attn_func` explains
+    On a GPU, the kernel reads cache lengths and block tables while it runs. So such a call does not
+    wait for the GPU, and a CUDA graph can capture it. The docstring of `flash_attn_func` explains
     arguments that are not listed here.
 
     Parameters

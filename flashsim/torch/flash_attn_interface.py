@@ -150,7 +150,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    Offsets and lengths are read on the host. `flash_attn_func` explains the other arguments.
+    Sequence offsets and lengths are read on the host. `flash_attn_func` explains the other
+    arguments.
 
     Parameters
     ----------
@@ -256,5 +257,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: FlashAttention-3 plans its tile scheduler here; flashsim needs no such step."""
+    """Return None: FlashAttention-3 plans its tile scheduler here; flashsim needs no plan."""
     return

@@ -37,7 +37,8 @@ def flex_attention(
     """Compute attention with a score function and a mask, like torch's `flex_attention`.
 
     It has a gradient on the CPU and on a GPU: for query, key, value, sinks, and each captured
-    tensor of `score_mod` with ``requires_grad``. Compiled code calls it uncompiled.
+    tensor of `score_mod` with ``requires_grad``. Code compiled by ``torch.compile`` runs this
+    function uncompiled.
 
     Parameters
     ----------
@@ -168,7 +169,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return booleans (batch, heads, rows, columns) of blocks: which are listed, and as full."""
+    """Return which blocks are listed, and which as full: booleans (batch, heads, rows, columns)."""
     listed = block_mask.to_dense().bool()
     full = torch.zeros_like(listed)
     if block_mask.full_kv_num_blocks is not None:
@@ -184,7 +185,7 @@ def _same_tiles(
 ) -> bool:
     """Return whether a mask function keeps scores in exactly the blocks that are listed.
 
-    This is so after `create_block_mask`; then the function alone describes the whole mask.
+    This is so for masks of `create_block_mask`; then the function alone describes the whole mask.
     """
     problem = Problem(
         *(query.shape[2], key.shape[2]),

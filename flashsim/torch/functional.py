@@ -222,8 +222,8 @@ class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
     q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass, the function saves q,
-    k, v, the output and L, which is (batch, n_q). This is the interface of Stanford CS336's
-    assignment 2.
+    k, v, the output and L, which is (batch, n_q). This function has the interface that Stanford
+    CS336's assignment 2 asks for.
     """
 
     jvp = staticmethod(ops.no_forward_mode)

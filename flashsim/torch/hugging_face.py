@@ -1,10 +1,10 @@
 """Makes flashsim an attention of Hugging Face's transformers, with its own mask function.
 
-Once per step, a model calls the mask function for its layers' mask, and passes the result to the
-attention function. flashsim's mask function returns a `Band` if the mask is full, causal or a
-window, with or without padding. For any other pattern, the mask function returns the mask tensor
-itself. It never returns None: if it did, the layer's own `is_causal` would decide, which is wrong
-or missing in some layers written for eager attention alone.
+Once per step, a model in transformers calls the mask function for its layers' mask, and passes the
+result to the attention function. flashsim's mask function returns a `Band` if the mask is full,
+causal or a window, with or without padding. For any other pattern, the mask function returns the
+mask tensor itself. It never returns None: if it did, the layer's own `is_causal` would decide,
+which is wrong or missing in some layers written for eager attention alone.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Band:
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Band:
-        """Return this object unchanged."""
+        """Return this same object, unchanged."""
         return self
 
     @classmethod

@@ -72,8 +72,8 @@ def has_values(x: Tensor) -> bool:
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """Return the pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    The mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if it
-    adds only 0, or about the lowest number of its type. An additive mask per head that cannot be
+    Such a mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if
+    it adds only 0, or about the lowest number of its type. An additive mask per head that cannot be
     read counts as a bias, because boolean masks rarely differ between heads.
     """
     bias = added(mask, batch, heads)

@@ -103,7 +103,7 @@ def readable(x: Tensor) -> Tensor:
     """Return the tensor in a form that every engine can read.
 
     In this form, the last axis is contiguous, nothing is broadcast, and no negation is pending.
-    Gradients often come broadcast (``out.sum().backward()``).
+    Gradients are often broadcast (``out.sum().backward()``).
     """
     x = x.detach().resolve_neg()
     return x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
@@ -289,8 +289,8 @@ def forward_folded(
 ) -> Any:
     """Run `function` (`forward` or `differentiable`) under torch.vmap.
 
-    The mapped axis becomes part of the batch. With sinks, which a whole batch shares, the mapped
-    entries run one after another.
+    The mapped axis becomes part of the batch. With attention sinks, which a whole batch shares, the
+    mapped entries run one after another.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:

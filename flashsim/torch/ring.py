@@ -248,7 +248,7 @@ class _Part:
     deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE of this rank's rows (and heads)."""
+        """Return out and LSE for the rows (and heads) that this rank computes."""
         plan, ring = self.plan, self.plan.ring
         keys = parcel(K=k, V=v)
         out = lse = None

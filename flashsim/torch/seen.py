@@ -123,8 +123,8 @@ class Seen:
         Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
         empty if the figure of any call is unknown. There is a row for a backward pass if one ran.
 
-        - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: the bytes that miss L2,
-          from a model of the cache. compulsory B: each input and output counted once.
+        - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
+          model of the cache. compulsory B: each input and output counted once.
         - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. If DRAM bytes
           are not computed, the tensors of each kernel count once instead.
         - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
@@ -164,7 +164,7 @@ class Seen:
         return f"; measured ms: what was run here ({', '.join(places)})" if places else ""
 
     def distinct(self) -> list[list[AttentionCall]]:
-        """Group calls that compute the same thing."""
+        """Return the calls in groups that compute the same thing."""
         groups: dict[Any, list[AttentionCall]] = {}
         for call in self.calls:
             same = (call.api, call.sizes, call.dtype, call.device, call.pattern, call.note)
@@ -379,7 +379,7 @@ def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
 
 
 def _scores(problem: Problem, algorithm: str, direction: str) -> int:
-    """Return the bytes of the N x N matrices that a pass writes to HBM."""
+    """Return the bytes of the N x N score matrices that a pass writes to HBM."""
     written = plans.tensors_of(problem, algorithm, direction, "store")
     return sum(whole_bytes(problem, name) for name in {*written} & {"S", "P", "dP", "dS"})
 

@@ -1,4 +1,4 @@
-"""The functions that count as attention, and how to read the arguments of each.
+"""The functions that count as attention calls, and how to read each one's arguments.
 
 The function `reader` looks up an attention function by its name in torch's dispatcher. It returns a
 reader, which takes the call's arguments, named as in the function's schema, and returns an
@@ -37,7 +37,7 @@ def reader(func: Any) -> tuple[Reader, str] | None:
 
 
 def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    """Return all arguments by name, with defaults filled in."""
+    """Return a call's arguments by name, with defaults filled in."""
     if func is _MULTI_HEAD:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -107,7 +107,7 @@ def _window(left: int | None, right: int | None, causal: bool) -> tuple[int, int
 
 
 def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
-    """Return the offsets of the sequences in a nested tensor."""
+    """Return the offsets of the sequences that a nested tensor holds."""
     return tuple(accumulate((t.shape[axis] for t in x.unbind()), initial=0))
 
 

@@ -98,7 +98,7 @@ class Timer(Ranges):
 def _in_range(
     node: Any, name: str, open_range: Callable[[str], AbstractContextManager[Any]]
 ) -> None:
-    """Make an autograd node run in a profiler range."""
+    """Let an autograd node run in a profiler range."""
     running: list[Any] = []
 
     def begin(_: Any) -> None:

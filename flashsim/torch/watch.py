@@ -236,7 +236,7 @@ class _Recorder:
             self.names.leave(module)
 
     def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """Call `func`, and record the call if it is attention."""
+        """Call the function `func`, and record the call if it is attention."""
         kwargs = kwargs or {}
         if func is torch.ops.flashsim.attention_backward.default:
             self._went_back(args[1])
@@ -300,7 +300,7 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Record a call, and whether its output is differentiated.
+        """Record a call, and note whether its output takes part in a backward pass.
 
         A call whose arguments cannot be read is listed in `Seen.missed`, and no error is raised.
         """

@@ -1,6 +1,6 @@
 """Block pointers (`tl.make_block_ptr` and `tl.advance`) for Triton 3.9, which removed them.
 
-Many homework files use block pointers. Up to Triton 3.8, Triton's interpreter supports them.
+Many homework files use block pointers. Up to version 3.8, Triton's own interpreter supports them.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def arithmetic(op: Any, *operands: Any) -> Any:
 
 
 def refuse(what: str) -> UnsupportedError:
-    """Return the error for an operation on narrow types that this module does not support."""
+    """Return the error for an operation on narrow types that flashsim does not support."""
     return UnsupportedError(
         f"{what} of bfloat16 or FP8 numbers is not supported, because Triton's interpreter "
         "computes it wrongly; convert the numbers first: x.to(tl.float32)"

@@ -61,7 +61,7 @@ class Watch:
         machine.again(machine.ran[verdict.launch], verdict.program, watched)
 
     def record(self) -> KernelRecord:
-        """Return the record so far."""
+        """Return the record of all launches so far."""
         return self._machine.recorder.done()
 
     def values(self) -> list[np.ndarray]:
@@ -88,7 +88,7 @@ def watch(
     programs: Sequence[tuple[int, ...]] | None = None,
     check: bool | Reference = False,
 ) -> Iterator[Watch]:
-    """Run every Triton kernel that is launched inside the block on the CPU, and record it.
+    """Run every Triton kernel that the ``with`` block launches on the CPU, and record it.
 
     Parameters
     ----------

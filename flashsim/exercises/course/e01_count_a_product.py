@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """The loop that the questions are about."""
+    """Run the loop that the questions are about."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("scores") as sram:
         for rows in machine.row_tiles():

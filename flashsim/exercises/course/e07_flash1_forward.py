@@ -3,7 +3,7 @@
 Swap the loops, as the first paper does (arXiv:2205.14135, Algorithm 1). A step owns a tile of
 keys, loads K and V *once*, and loops over the queries. O, l and m of every row then pass
 through HBM in every iteration: load them, update them, store them. Before the loop, a separate
-stage must initialize them in HBM: O = 0, l = 0, m = -inf.
+stage (kernel) must initialize them in HBM: O = 0, l = 0, m = -inf.
 
 Store O (normalised, as in the paper), l and m.
 """

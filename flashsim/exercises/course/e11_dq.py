@@ -17,7 +17,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Compute dQ, the third stage of a backward pass without atomics."""
+    """Compute dQ, the third kernel of a backward pass without atomics."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         for rows in machine.row_tiles():
