@@ -1,7 +1,7 @@
 """Constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
 The constants were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200.
-Those of the Hopper kernels were also fitted to 216 random shapes on one H100. They are tested on
+Those of the Hopper kernels were also fitted to random shapes on one H100. They are tested on
 shapes that the fit does not use (docs/reference/predictions.md). The rates of a chip's units are
 measured without any of these kernels: docs/data/units-h200.csv.
 """
@@ -136,9 +136,10 @@ L2_KEEPS = 2 / 3
 #: The exponent p that combines the time t of tiles and the time h of HBM's bytes: the result is
 #: (t^p + h^p)^(1/p). With p = 1 they would not overlap; with p = infinity they would overlap
 #: completely. `AGAIN` is for kernels that read bytes from HBM again, chosen by looking at six
-#: passes with grouped heads, and for Hopper's backward kernels. `FORWARD` is for Hopper's forward,
-#: whose loads of the next work tile and stores of the last one overlap with its products.
+#: passes with grouped heads, and for Hopper's backward kernels. `FORWARD` is for Hopper's forward.
 AGAIN, FORWARD = 3, 6
+#: The share of the nominal HBM bandwidth that Hopper's forward reaches.
+FORWARD_SHARE = 0.88
 #: The share of the tensor cores' peak that a library's large matrix product reaches: 783 of 989
 #: TFLOP/s in bfloat16, for 8192 x 8192 x 8192, on the same H200.
 MATRIX_SHARE = 0.79

@@ -26,6 +26,7 @@ from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.split import check_splits
+from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 from flashsim.studies.energy import joules
 from flashsim.studies.predict import decode_time
@@ -34,6 +35,7 @@ from flashsim.studies.predict.calibration import (
     AGAIN,
     CALIBRATED,
     FORWARD,
+    FORWARD_SHARE,
     HBM_SHARE,
     L2_KEEPS,
     POWER_AFTER,
@@ -379,16 +381,34 @@ def stage_seconds(
     lost = changeover(c, grid[0] * len(work.visits), places * work.blocks)
     last, mean = last + lost, mean + lost  # every SM loses as much, so there is no tail
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
-    hbm, again = (x / (device.hbm_bandwidth * HBM_SHARE) for x in (once, again))
+    forward = bool(one.kernel.boxes) and one.stage.name == "forward"
+    # The constants of the forward in Python were fitted without the first tiles' own time.
+    in_cpp = forward and one.kernel.file.endswith(".cu")
+    share = FORWARD_SHARE if in_cpp else HBM_SHARE
+    hbm, again = (x / (device.hbm_bandwidth * share) for x in (once, again))
     if once <= L2_KEEPS * device.l2_bytes:  # L2 still has data of the previous kernel or call
         hbm = 0.0
     hbm += again
     if again or one.kernel.boxes:  # blocks wait for HBM at times, not always
-        power = FORWARD if one.stage.name == "forward" else AGAIN
-        seconds = (last**power + hbm**power) ** (1 / power)
+        power = FORWARD if forward else AGAIN
+        waves = -(-grid[0] * len(work.visits) // (places * work.blocks))
+        alone = hbm / waves * _exposed(one, work, traffic) if in_cpp else 0.0
+        seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)
     return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
+
+
+def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
+    """Return the share of a wave's HBM bytes whose transfer does not overlap with its products.
+
+    The blocks of a wave load their outer tiles and first visits at about the same time, and later
+    store together. Their other visits' tiles arrive during products.
+    """
+    visited = {move.tensor for move in one.stage.visit if move.op == "load"}
+    streamed = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
+    streamed /= once_bytes(traffic, one.stage.name)
+    return 1 - streamed + streamed / max(1.0, float(work.visits.mean()))
 
 
 def _alike(
