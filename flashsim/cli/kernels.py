@@ -76,9 +76,9 @@ def kernel(
 ) -> None:
     """Check a Triton or Pallas kernel on the CPU, and count the bytes that each line moves.
 
-    The function gets random arrays for parameters such as q, k and v. Without a function, a Triton
-    file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py runs with your
-    rights, like any program.
+    The user's function gets random arrays for parameters such as q, k and v. If no function is
+    named, a Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py
+    runs with your user's rights, like any program that you start.
     """
     path, function = _split(target)
     names = dict(_pair("--name", pair) for pair in name or ())
@@ -136,7 +136,7 @@ def kernel(
 
 
 def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole: bool) -> None:
-    """Check the results, write the requested files, and print the report."""
+    """Check the kernel's results, write the requested files, and print the report."""
     from flashsim.own_kernels.answer import LINES, answer
 
     note = ""
@@ -152,7 +152,7 @@ def _show(traced: Any, compared: Any, out: Path | None, form: opt.Format, whole:
 
 
 def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
-    """Trace a call of a function that calls Pallas kernels."""
+    """Trace a function call that runs Pallas kernels."""
     from flashsim.jax import trace_kernel
 
     def called(args: Any, keywords: Any) -> Any:
@@ -195,7 +195,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Return a number, a flag, a random array (64x200) or the text itself."""
+    """Convert text to a number, a flag or a random array (64x200), or return it unchanged."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
@@ -215,7 +215,7 @@ def _call(
     layout: str | None,
     seed: int,
 ) -> tuple[functools.partial[Any], bool]:
-    """Return a call of the user's function without arguments, and whether it is attention."""
+    """Return the user's function with its arguments bound, and whether it computes attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
         raise OptionError(
             f"{name} is itself a kernel; name a function that launches the kernel with a grid and "
@@ -281,7 +281,7 @@ _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
-    """Random inputs and the oracle's results for them, in the shapes that the user's file uses."""
+    """Random inputs, and the oracle's results for them, in the shapes that the user's file uses."""
 
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
@@ -294,7 +294,7 @@ class _Arrays:
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return an array by its name in the papers."""
+        """Return an input or a result by the papers' name for it."""
         if self._axes == 2 and self._p.batch * self._p.heads > 1:
             raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
         x = self._inputs
@@ -364,7 +364,7 @@ def _heads_third(axes: tuple[str, ...]) -> bool:
 
 
 def _written(traced: Any, out: Path) -> list[str]:
-    """Write a page and a plot; return a line about each."""
+    """Write an HTML page and a plot of the kernel; return one line about each."""
     from flashsim import viz
 
     out.mkdir(parents=True, exist_ok=True)

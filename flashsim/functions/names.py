@@ -1,4 +1,4 @@
-"""The functions that can be traced, by their names in Python, NumPy, torch and JAX."""
+"""The functions that can be traced, listed by their names in Python, NumPy, torch and JAX."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _recorder_of(args: Iterable[Any]) -> Any:
 
 
 def _applies(name: str) -> Callable[..., Any]:
-    """Return a function of symbols that applies one of OPERATIONS."""
+    """Return a function that applies one of OPERATIONS to symbols."""
 
     def apply(*args: Any) -> Any:
         return _recorder_of(args).symbol(name, *args)
@@ -172,7 +172,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a comparison with its sides exchanged: a > b is b < a."""
+    """Return a comparison with exchanged sides: a > b becomes b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 

@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor that was compared: its largest error, the error allowed, and wrong elements."""
+    """The comparison of one tensor: its largest error, the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -37,13 +37,13 @@ class Output:
 
     @property
     def right(self) -> bool:
-        """Whether no element is wrong."""
+        """Whether no element of the tensor is wrong."""
         return not self.wrong
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check.
+    """The result of checking a kernel's results.
 
     Attributes
     ----------
@@ -120,7 +120,7 @@ def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
 
 
 def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
-    """Compare the stored tensors with a reference; by default, attention in float64."""
+    """Compare the tensors that a kernel stored with a reference (default: float64 attention)."""
     if not values:
         raise TraceError(
             "this record does not hold the tensors' values, so results cannot be checked; trace "
@@ -188,7 +188,7 @@ def _is_m(g: Geometry) -> bool:
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the kernel's inputs: the tensors whose first access is a load."""
+    """Return a kernel's inputs: the tensors that are loaded before anything is stored to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -198,7 +198,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Return softmax(S) V as an attention problem: Q is S, and K is the identity matrix."""
+    """Return a softmax(S) V problem as attention: Q is S, and K is the identity matrix."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -241,7 +241,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return TIMES the error of plain attention in the same type, plus one rounding error."""
+    """Return the allowed error: TIMES that of plain attention in this type, plus one rounding."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -276,7 +276,7 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that reproduces all outputs; "" if none does."""
+    """Return the first known mistake that would give all these outputs; "" if there is none."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
@@ -295,7 +295,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return a mistake in the rows to which results are stored; "" if there is none."""
+    """Return a mistake in the choice of rows to which results are stored; "" if there is none."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:
@@ -323,7 +323,7 @@ def _located(
     want: np.ndarray,
     mistake: str,
 ) -> Verdict:
-    """Return the verdict with the first wrong element, and the program that stored it."""
+    """Return the verdict with the first wrong element added, and the program that stored it."""
     at = np.argwhere(wrong)[0]
     head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
     a, code = g.record.accesses, g.labels.index(name)
@@ -347,7 +347,7 @@ def _located(
 
 
 def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) -> Verdict:
-    """Compare with a user's function, element by element, in the tensors' own shapes."""
+    """Compare with a user's reference function, element by element, in the tensors' own shapes."""
     given = {label: np.array(values[code]) for code, label in enumerate(g.labels)}
     answer = reference(given)
     stored = {g.labels[code]: code for code in g.record.stored}

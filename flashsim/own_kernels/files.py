@@ -1,4 +1,4 @@
-"""Import a user's Python file, as if Python ran it as a script."""
+"""Import a user's Python file in the way in which Python runs a script."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _WORDS = 500
 
 
 def imports(text: str) -> set[str]:
-    """Return the full names of the modules that a file imports: "jax.experimental.pallas"."""
+    """Return the full names of the modules that a file imports, as in "jax.experimental.pallas"."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -62,7 +62,7 @@ def _told(path: Path, error: Exception) -> str:
 
 @contextmanager
 def beside(path: Path, *more: str) -> Iterator[None]:
-    """Let a file import modules from its own folder and from the folders `more`."""
+    """In the ``with`` block, let a file import modules from its own folder and those in `more`."""
     places = [str(path.resolve().parent), *more, *sys.path]
     argv = mock.patch.object(sys, "argv", [str(path)])
     with mock.patch.object(sys, "path", places), argv:
@@ -70,7 +70,7 @@ def beside(path: Path, *more: str) -> Iterator[None]:
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a file and return its module, which does not stay in `sys.modules`."""
+    """Import a file and return its module, which is not left in `sys.modules`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,9 +1,9 @@
-"""`Geometry`: the tile and matrix of each access, and whether a tensor's rows are queries or keys.
+"""`Geometry`: each access's tile and matrix, and whether a tensor's rows are queries or keys.
 
-A kernel only has pointers, and the record says which elements an access touched. From these, this
-module derives each access's rows, columns and head, and the axis along which a tensor is tiled
-(queries, keys, or both, as scores are). It also derives the tile sizes and, unless the user states
-it, the attention problem.
+A kernel only has pointers, so the record of its accesses only says which elements were accessed.
+From the elements, this module derives each access's rows, columns and head. It also derives the
+axis along which a tensor is tiled (queries, keys, or both, as scores are). Finally it derives the
+tile sizes and, unless the user states it, the attention problem.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 @dataclass(frozen=True)
 class Sides:
-    """How a tensor is tiled.
+    """How a kernel's tensor is tiled.
 
-    `axis` is ROW (its rows are queries), COL (keys) or TILE (queries by keys). `rows` is the axis
-    of its shape that holds the rows. `vector` marks a tensor with one number per row.
+    `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE for queries by
+    keys. `rows` is the number of the tensor's axis that holds the rows. `vector` is True for a
+    tensor with one number per row.
     """
 
     axis: int
@@ -44,7 +45,7 @@ class Sides:
 
 
 class Geometry:
-    """Tiles, heads and tiled axes of all tensors and accesses in a record.
+    """The tiles, heads and tiled axes of all tensors and accesses in a record.
 
     Attributes
     ----------
@@ -86,7 +87,7 @@ class Geometry:
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Decode each access's corners into indices along every axis of its tensor."""
+        """Convert the corners of each access into indices along every axis of its tensor."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -105,7 +106,7 @@ class Geometry:
                 self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Distinguish matrices from vectors, and find the axis that holds their rows."""
+        """Find out which tensors are matrices or vectors, and which axis holds their rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
@@ -128,7 +129,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Find out whether Q's rows are heads: one query per head, as in decoding."""
+        """Find out whether Q's rows are heads: each head has one query, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:
@@ -175,7 +176,7 @@ class Geometry:
     # -- sides ----------------------------------------------------------------------------------
 
     def _place_others(self) -> None:
-        """Find the tiled axis of tensors with unknown names, from the tiles that programs touch."""
+        """Find the tiled axis of tensors with unknown names from the tiles that programs access."""
         a = self.record.accesses
         self.outer: list[str] = []
         for launch in range(len(self.record.launches)):
@@ -209,11 +210,11 @@ class Geometry:
     # -- the problem ----------------------------------------------------------------------------
 
     def code(self, label: str) -> int | None:
-        """Return the code of the tensor with that label, or None."""
+        """Return the code of the tensor with that name, or None."""
         return self.labels.index(label) if label in self.labels else None
 
     def constant(self, names: tuple[str, ...]) -> object:
-        """Return the first launch argument with one of these names; None if there is none."""
+        """Return the first launch argument that has one of these names; None if there is none."""
         for launch in self.record.launches:
             for name, value in launch.constants.items():
                 if name.lower() in names:
@@ -298,7 +299,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`: one named in `first`, else a matrix."""
+        """Return the code of a tensor tiled along `axis`: one that `first` names, else a matrix."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -317,7 +318,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """The tile sizes of each launch: (queries, keys)."""
+        """The tile sizes (queries, keys) of each launch."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -346,14 +347,14 @@ def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int
 
 
 def _scale(given: object, width: int) -> float | None:
-    """Return a kernel's scale, or None if it is 1 / sqrt(d) up to rounding."""
+    """Return a kernel's softmax scale, or None if it is 1 / sqrt(d) up to rounding."""
     if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
         return None
     return float(given)
 
 
 def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return int32 (axes, accesses): the indices of elements, from their row-major numbers."""
+    """Return the indices of elements from their row-major numbers, int32 (axes, accesses)."""
     found = np.empty((len(shape), len(numbers)), np.int32)
     for axis in range(len(shape) - 1, 0, -1):
         numbers, found[axis] = np.divmod(numbers, shape[axis])
@@ -362,7 +363,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether the value differs between two accesses of any program."""
+    """Return whether any program has two accesses with different values."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

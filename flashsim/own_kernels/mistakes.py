@@ -1,7 +1,8 @@
-"""Attention with known mistakes: a kernel with the same wrong results has made the same mistake.
+"""Attention with known mistakes: equal wrong results mean that a kernel made the same mistake.
 
-Each variant is computed in float64, one head at a time, and tile by tile where the mistake depends
-on tiles. A variant changes one part of the computation; the rest is right.
+Each wrong variant of attention is computed in float64, one head at a time. It is computed tile by
+tile where the mistake depends on tiles. Each variant changes one part of the computation; all other
+parts are right.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Way:
-    """How attention is computed: the defaults are right, and each other value is a mistake.
+    """How to compute attention: the default values are right, and each other value is a mistake.
 
     Attributes
     ----------
@@ -121,7 +122,7 @@ def _one(
     way: Way,
     block: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute O and L of one head, with the running m, l and O of FlashAttention-2."""
+    """Compute O and L of one head with FlashAttention-2's running m, l and O."""
     s = np.where(keep, q @ k.T * (p.scale * way.factor), -np.inf)
     if way.axis == 0:
         e = np.exp(s - s.max(axis=0, keepdims=True))
@@ -169,7 +170,7 @@ def _one(
 
 @dataclass(frozen=True)
 class Back:
-    """How gradients are computed: the defaults are right.
+    """How to compute gradients: the default values are right.
 
     Attributes
     ----------
@@ -200,7 +201,7 @@ class Back:
 
 
 def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.ndarray]:
-    """Return dQ, dK, dV and delta, from Q, K, V and dO, and from O, L and delta if they exist."""
+    """Return dQ, dK, dV and delta from Q, K, V and dO, and from O, L and delta if these exist."""
     heads = p.batch * p.heads
     dq = np.zeros((heads, p.n_q, p.head_dim))
     dk = np.zeros((p.batch * p.kv_heads, p.n_kv, p.head_dim))

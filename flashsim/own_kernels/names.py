@@ -31,7 +31,7 @@ _KNOWN = {word: paper for paper, words in _PAPERS.items() for word in words.spli
 
 
 def paper_name(parameter: str) -> str | None:
-    """Return the papers' name of a kernel's parameter ("k_ptr": "K"), or None."""
+    """Return the papers' name for a kernel's parameter ("k_ptr": "K"), or None if unknown."""
     word = parameter
     while (shorter := _ENDINGS.sub("", _BEGINNINGS.sub("", word))) not in ("", word):
         word = shorter
@@ -61,7 +61,7 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
 
 
 def identifier(label: str, taken: Iterable[str] = ()) -> str:
-    """Return a label as a trace can store it: an identifier of about 20 characters, unique."""
+    """Return a tensor's name for a trace: a unique identifier of about 20 characters."""
     if label in TENSORS[1:]:
         return label
     word = re.sub(r"\W", "_", label)[:20] or "_"

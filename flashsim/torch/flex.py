@@ -230,7 +230,7 @@ def _of_blocks(block_mask: Any) -> Callable[..., Any]:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return booleans (batch, heads, rows, columns) of blocks: which are listed, and as full."""
+    """Return which blocks are listed, and which as full: booleans (batch, heads, rows, columns)."""
     listed = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is None:
         return listed, torch.zeros_like(listed)
@@ -239,12 +239,15 @@ def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return booleans of blocks: the first `counts` indices of each row. Fake tensors will do."""
+    """Return which blocks are listed, as booleans: the first `counts` indices of each row.
+
+    It also works with fake tensors.
+    """
     columns = indices.shape[-1]
-    places = torch.arange(columns, device=indices.device)
-    at = torch.where(places < counts[..., None], indices, columns).long()
-    found = torch.zeros((*indices.shape[:-1], columns + 1), device=indices.device)
-    return found.scatter(-1, at, 1.0)[..., :columns] > 0
+    number = torch.arange(columns, device=indices.device)
+    at = torch.where(number < counts[..., None], indices, columns).long()
+    listed = torch.zeros((*indices.shape[:-1], columns + 1), device=indices.device)
+    return listed.scatter(-1, at, 1.0)[..., :columns] > 0
 
 
 def _same_tiles(
@@ -252,7 +255,7 @@ def _same_tiles(
 ) -> bool:
     """Return whether a mask function keeps scores in exactly the blocks that are listed.
 
-    This is so after `create_block_mask`; then the function alone describes the whole mask.
+    This is so for masks of `create_block_mask`; then the function alone describes the whole mask.
     """
     problem = Problem(
         *(query.shape[2], key.shape[2]),

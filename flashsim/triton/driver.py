@@ -1,7 +1,8 @@
-"""Replace Triton's GPU driver while kernels are traced, so that files that use a GPU run without.
+"""Replace Triton's GPU driver while kernels are traced, so that files for a GPU run without one.
 
-`triton.runtime.driver.active` needs a GPU. Files also measure times with `do_bench`, and put
-tensors on "cuda". While they are traced, tensors stay on the CPU, and every measured time is NaN.
+The real `triton.runtime.driver.active` needs a GPU. User files also measure times with `do_bench`,
+and put tensors on "cuda". While kernels are traced, tensors stay on the CPU, and every measured
+time is NaN.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from flashsim.triton.installed import installed
 
 
 class Driver:
-    """Replaces Triton's GPU driver on a machine without a GPU."""
+    """Stands in for Triton's GPU driver on a machine without a GPU."""
 
     def get_active_torch_device(self) -> Any:
         """Return torch's CPU device, or "cpu" if torch is not imported."""
@@ -27,17 +28,17 @@ class Driver:
         return torch.device("cpu") if torch is not None else "cpu"
 
     def get_current_device(self) -> int:
-        """Return the number of the current device."""
+        """Return the number of the current device, which is always 0."""
         return 0
 
     def get_current_target(self) -> Any:
-        """Return an A100 as the compilation target."""
+        """Return an A100 as the GPU for which Triton compiles."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 80, 32)
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        """Return a function that measures nothing."""
+        """Return a benchmark function that measures nothing."""
         return _no_time
 
     def get_device_interface(self) -> Any:
@@ -47,7 +48,7 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN instead of a time; `fn` is not called, so its launches are not counted."""
+    """Return NaN as the time; `fn` is not called, so that its launches are not counted."""
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -56,11 +57,11 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 @contextmanager
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
-    """Replace Triton's driver by a `Driver`, and restore the original at the end.
+    """Replace Triton's driver by a `Driver` inside the ``with`` block, and restore it at the end.
 
-    With `available`, `torch.cuda.is_available` returns True, because tests skip without a GPU.
-    Yields a function to call after an import that may have loaded torch or ``triton.testing``: it
-    replaces their functions too.
+    With `available`, `torch.cuda.is_available` returns True, because users' tests skip without a
+    GPU. The ``with`` statement yields a function to call after any import that may have loaded
+    torch or ``triton.testing``: it replaces the functions of those modules too.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -90,7 +91,7 @@ def _back(driver: Any, before: dict[str, Any]) -> None:
 
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
-    """Keep torch's tensors on the CPU when a file puts them on "cuda"."""
+    """Make torch keep tensors on the CPU when a file puts them on "cuda"."""
     torch = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
 

@@ -1,4 +1,4 @@
-"""Hook Triton's interpreter while kernels are traced, and restore it afterwards."""
+"""Replace parts of Triton's interpreter while kernels are traced, and restore them afterwards."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MISSING = object()
 
 @dataclass(eq=False)
 class Ran:
-    """A launch that ran, with everything needed to run one of its programs again.
+    """A kernel launch that ran, with all that is needed to run one of its programs again.
 
     Attributes
     ----------
@@ -59,7 +59,7 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter with recording: `entered` hooks it, and `recorder` holds the record.
+    """Triton's interpreter, which also records accesses: `entered` hooks it, `recorder` collects.
 
     Parameters
     ----------
@@ -98,7 +98,7 @@ class Interpreter:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Hook the interpreter; restore it at the end, even after an error."""
+        """Replace operations of the interpreter in a ``with`` block; restore them at the end."""
         at = self.at
         jit = at.triton.runtime.jit.JITFunction
         tuner = at.triton.runtime.autotuner.Autotuner
@@ -132,7 +132,7 @@ class Interpreter:
                     del scope[name]
 
     def _language(self) -> list[Any]:
-        """Return the objects of Triton's language whose attributes the interpreter changes."""
+        """Return the objects in Triton's language whose attributes the interpreter changes."""
         tl = self.at.tl
         found = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
         found += [getattr(tl, name) for name in ("condition",) if hasattr(tl, name)]
@@ -147,7 +147,7 @@ class Interpreter:
         return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the user's globals before the interpreter adds its own names to them."""
+        """Remember the globals of the user's file before the interpreter adds its own to them."""
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
@@ -157,10 +157,10 @@ class Interpreter:
         return remembering
 
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
-        """Fix the language each time after the interpreter has patched it.
+        """Return a `patch` of Triton's language that also makes the changes that flashsim needs.
 
-        Triton 3.9 needs block pointers. Triton 3.6 converts tensors to integers in a way that
-        NumPy 2.4 refuses.
+        For Triton 3.9 this adds block pointers. For Triton 3.6 it changes how tensors are converted
+        to integers, which NumPy 2.4 refuses.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
@@ -196,7 +196,7 @@ class Interpreter:
         tl.store = block_pointers.storing(tl.store, builder)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Run one configuration of an autotuned kernel, without timing any."""
+        """Run one configuration of an autotuned kernel, without timing any of them."""
 
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -258,12 +258,12 @@ class Interpreter:
         self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
-        """Return the user's line that is running."""
+        """Return the line of the user's kernel that is running, as (file, number)."""
         frame = reader_frame(self.at.folder)
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def reach(self, op: int, pointers: Any, mask: Any) -> Reached:
-        """Record an access of the running program; return the memory that it refers to."""
+        """Record an access of the running program; return the real memory that it refers to."""
         active = np.ones(pointers.data.shape, bool) if mask is None else mask.data
         op = ATOMIC if self.atomic else op
         reached = self.memory.reach(op, pointers.data, active, dtype_of(pointers), self.line())
@@ -285,7 +285,7 @@ class Interpreter:
         self.recorder.held(held)
 
     def locals(self) -> dict[str, Any]:
-        """Return the running kernel's local tensors, by name."""
+        """Return the running kernel's local variables that are tensors, by name."""
         return tiles(reader_frame(self.at.folder), self.at.folder, _run_program.__code__)
 
     def variables(self) -> dict[str, np.ndarray]:
@@ -297,7 +297,7 @@ class Interpreter:
         }
 
     def loaded(self, found: Any) -> Any:
-        """Remember a handle that a load returned, and return it."""
+        """Remember the handle that a load returned, and return it."""
         self._loaded[id(found)] = found
         return found
 
@@ -308,7 +308,7 @@ class Interpreter:
             self.recorder.work("matmul", flops, line=self.line())
 
     def work(self, kind: str, size: int) -> None:
-        """Record one FLOP per element of a tile of `size` elements."""
+        """Record FLOPs for an operation on a tile of `size` elements: one per element."""
         if not self.memory.silent and size > 1:
             self.recorder.work(kind, size, line=self.line())
 
@@ -333,7 +333,7 @@ class Interpreter:
     # -- launches -------------------------------------------------------------------------------
 
     def launch(self, executor: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run a launch, program by program, in the order in which a GPU starts them."""
+        """Run a kernel launch, program by program, in the order in which a GPU starts programs."""
         at, builder = self.at, self.at.interpreter.interpreter_builder
         fn, name = executor.fn, executor.fn.__name__
         spec = inspect.getfullargspec(fn)
@@ -396,9 +396,9 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again, with the memory of before its launch; `look` gets each access.
+        """Run one program again, on memory as it was before its launch; `look` gets each access.
 
-        Nothing is recorded, and the memory is restored at the end.
+        Such a run is not recorded, and the current memory is restored at the end.
         """
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
@@ -449,7 +449,7 @@ class Interpreter:
             yield place
 
     def _convert(self, value: Any) -> Any:
-        """Return an argument in the form that the interpreter's kernels accept."""
+        """Return an argument in the form that interpreted kernels accept."""
         at = self.at
         if isinstance(value, Pointer):
             kind = at.tl.pointer_type(value.element)
@@ -478,7 +478,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return tensors by code: the user's own arrays, or the kernel's copies of JAX arrays."""
+        """Return tensors' arrays by code: the user's own, or the kernel's copies of JAX arrays."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
@@ -489,7 +489,7 @@ class Interpreter:
 
 
 def fit_int(place: Sequence[Any]) -> bool:
-    """Return whether all values are integers."""
+    """Return whether all these values are integers."""
     return all(isinstance(n, (int, np.integer)) for n in place)
 
 
@@ -502,7 +502,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _restore(obj: Any, before: Mapping[str, Any]) -> None:
-    """Restore the attributes of an object of Triton's language."""
+    """Restore the attributes of an object in Triton's language, such as `tl`."""
     for name, value in list(vars(obj).items()):
         if name not in before:
             delattr(obj, name)

@@ -20,7 +20,7 @@ from flashsim.triton.machine import Interpreter
 
 
 class Watch:
-    """The launches that `watch` recorded; `result()` returns their trace."""
+    """The kernel launches that `watch` recorded; `result()` returns their trace."""
 
     def __init__(
         self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
@@ -29,13 +29,14 @@ class Watch:
 
     @property
     def launches(self) -> int:
-        """Number of launches so far."""
+        """The number of kernel launches recorded so far."""
         return len(self._machine.recorder.launches)
 
     def result(self, *, unchecked: bool = False) -> KernelTrace:
-        """Return the trace of all launches so far.
+        """Return the trace of all kernel launches so far.
 
-        With `unchecked`, results are not compared; `KernelTrace.check` can compare them later.
+        With `unchecked`, the results are not compared with a reference; `KernelTrace.check` can do
+        that later.
 
         Raises
         ------
@@ -68,7 +69,7 @@ class Watch:
         machine.again(machine.ran[verdict.launch], verdict.program, watched)
 
     def record(self) -> KernelRecord:
-        """Return the record so far."""
+        """Return the record of all launches so far."""
         return self._machine.recorder.done()
 
     def values(self) -> list[np.ndarray]:
@@ -77,7 +78,7 @@ class Watch:
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 
     def codes_of(self, array: Any) -> list[int]:
-        """Return the codes of the tensors that start at an array's first element, also views."""
+        """Return the codes of all tensors that start at an array's first element, also of views."""
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]
@@ -95,7 +96,7 @@ def watch(
     programs: Sequence[tuple[int, ...]] | None = None,
     check: bool | Reference = False,
 ) -> Iterator[Watch]:
-    """Run every Triton kernel that is launched inside the block on the CPU, and record it.
+    """Run every Triton kernel that the ``with`` block launches on the CPU, and record it.
 
     Parameters
     ----------
