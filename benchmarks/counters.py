@@ -35,8 +35,8 @@ def decode(options: argparse.Namespace) -> None:
     from flashsim import Problem, Tiling
     from flashsim.backends.cupy_gpu import arrays, engine
     from flashsim.backends.cupy_gpu import decode as launcher
-    from flashsim.backends.launch_policy import decode as family
-    from flashsim.engines.engine import Job
+    from flashsim.backends.launch_policy import decode_plan as family
+    from flashsim.engines.protocol import Job
 
     batch, keys, d, page = options.batch, options.keys, options.head_dim, options.page
     whole = {"batch": batch, "heads": 32, "kv_heads": 8, "dtype": "bfloat16"}

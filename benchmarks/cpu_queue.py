@@ -22,7 +22,7 @@ from rich.table import Table
 
 import flashsim
 from flashsim.engines.cpu import engine, work_tiles
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 
 THREADS = (2, 4, 8, 16, 32, 64)
 #: Heads, N, causal; d = 64.

@@ -202,10 +202,10 @@ def splits_of(*sizes: int, splits: int | None = None, batch: int, **problem: Any
     """Return the number of splits per sequence that the kernel's heuristics choose on this GPU."""
     from flashsim import Problem
     from flashsim.backends.cupy_gpu.engine import gpu_of
-    from flashsim.backends.launch_policy import decode
+    from flashsim.backends.launch_policy import decode_plan
 
     p = Problem(*sizes, batch=batch, dtype=DTYPE, **{"kv_heads": 1, **problem})
-    return decode.plan(p, (sizes[1],) * batch, gpu_of(0), splits).splits[0]
+    return decode_plan.plan(p, (sizes[1],) * batch, gpu_of(0), splits).splits[0]
 
 
 class Latent(Bench):

@@ -9,7 +9,7 @@ from predict_times import DATA, H200
 
 from flashsim import Problem
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.decode import CLUSTERS, plan
+from flashsim.backends.launch_policy.decode_plan import CLUSTERS, plan
 from flashsim.report import Table
 from flashsim.studies.predict import decode_time
 from flashsim.studies.predict.calibration import DECODING, DecodeConstants

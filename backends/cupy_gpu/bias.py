@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import UnsupportedError
 from flashsim.functions.builder import Builder
 from flashsim.functions.graph import ArraySpec, Graph

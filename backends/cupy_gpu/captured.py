@@ -10,7 +10,7 @@ import numpy as np
 
 from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.launch.functions import sources_of, tile_of
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.functions.graph import ArraySpec
 from flashsim.functions.mask import MaskFunction
 from flashsim.problem.problem import numpy_dtype

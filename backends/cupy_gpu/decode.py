@@ -19,9 +19,9 @@ from flashsim.backends.cupy_gpu.launching import Argument, Launcher, Parameters,
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy import decode, decode_kernels
-from flashsim.backends.reports import decode as traces
-from flashsim.engines.engine import Job, Outcome
+from flashsim.backends.launch_policy import decode_kernels, decode_plan
+from flashsim.backends.reports import decode_report as traces
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, shown
 from flashsim.problem import checks, live_keys
 from flashsim.problem.problem import Problem
@@ -61,7 +61,7 @@ class Workspace:
             self._held["results"] = held = key, made
         return held[1]
 
-    def partial(self, space: arrays.Space, made: decode.Decode) -> tuple[int, int, int]:
+    def partial(self, space: arrays.Space, made: decode_plan.Decode) -> tuple[int, int, int]:
         """Return the addresses of the partial O, the partial LSE and the arrival counters."""
         outputs, sums = made.partial_elements
         if not outputs:
@@ -84,7 +84,7 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 
 
 def _parts(
-    space: arrays.Space, made: decode.Decode, given: Workspace | None, stream: int
+    space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
     """Return the result of `Workspace.partial`, and an object that keeps the memory alive.
 
@@ -123,11 +123,11 @@ def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
 class _Ready:
     """A compiled decode launch with its table of work tiles uploaded."""
 
-    def __init__(self, made: decode.Decode, device: int) -> None:
+    def __init__(self, made: decode_plan.Decode, device: int) -> None:
         self._items = cupy.asarray(made.items)
         self.items = self._items.data.ptr
         self._args = Argument(decode_kernels.record_dtype(made.problem))
-        self._args.values[0] = decode.record(made)
+        self._args.values[0] = decode_plan.record(made)
         self._parameters = Parameters(self._args.address)
         self._launch = Launcher(
             *(nvrtc.load(made.kernel, device), made.kernel, made.grid),
@@ -181,7 +181,7 @@ class _Ready:
 
 
 @lru_cache(maxsize=256)
-def _ready(made: decode.Decode, device: int) -> _Ready:
+def _ready(made: decode_plan.Decode, device: int) -> _Ready:
     with aside():
         return _Ready(made, device)
 
@@ -214,7 +214,7 @@ class Decoder:
         self, space: arrays.Space, problem: Problem, gpu: Gpu, page: int, splits: int | None
     ) -> None:
         self._space, self._page, p = space, page, problem
-        self._made = made = decode.dynamic(p, gpu, splits, page)
+        self._made = made = decode_plan.dynamic(p, gpu, splits, page)
         with failures.Explaining(), space.active():
             self._ready = _ready(made, space.device)
         width = launch.row_elements(p.head_dim_v)
@@ -309,7 +309,7 @@ def _forward(
             "on a GPU, decoding with a mask or score function cannot be traced; leave trace out"
         )
     splits = _splits(options.get("splits", "auto"))
-    made = decode.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
+    made = decode_plan.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
     with failures.Explaining(), space.on_device():
         with space.active():
@@ -356,12 +356,14 @@ _NOTHING = (0,) * len(_REPORTS)
 _WHOLE = (0, *_NO_LENGTHS, *_NOTHING)  # no table
 
 
-def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[str, cupy.ndarray]:
+def _reports(
+    made: decode_plan.Decode, space: arrays.Space, *, timed: bool
+) -> dict[str, cupy.ndarray]:
     visits = (made.walks, made.n_visits)
     items = (len(made.items) * made.problem.kv_heads, made.row_tiles)
-    shapes = [(*visits, decode.SLOTS), (*items, decode.SLOTS)]
+    shapes = [(*visits, decode_plan.SLOTS), (*items, decode_plan.SLOTS)]
     if timed:
-        shapes += [(*visits, decode.VISIT_STAMPS), (*items, decode.ITEM_STAMPS)]
+        shapes += [(*visits, decode_plan.VISIT_STAMPS), (*items, decode_plan.ITEM_STAMPS)]
     types = ("uint32", "uint32", "uint64", "uint64")
     with space.active():
         return {
@@ -371,7 +373,7 @@ def _reports(made: decode.Decode, space: arrays.Space, *, timed: bool) -> dict[s
 
 
 def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
-    names = {"visit_counts": decode.VISIT_SLOTS, "item_counts": decode.ITEM_SLOTS}
+    names = {"visit_counts": decode_plan.VISIT_SLOTS, "item_counts": decode_plan.ITEM_SLOTS}
     return {
         name: int(total)
         for which in names.keys() & reports.keys()

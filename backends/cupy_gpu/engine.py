@@ -15,14 +15,14 @@ from flashsim.backends import failures
 from flashsim.backends.launch import device_tables
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy.decode import ALGORITHM as DECODE
-from flashsim.backends.launch_policy.decode import CLUSTERS
-from flashsim.backends.launch_policy.decode import OPTIONS as DECODING
+from flashsim.backends.launch_policy.decode_plan import ALGORITHM as DECODE
+from flashsim.backends.launch_policy.decode_plan import CLUSTERS
+from flashsim.backends.launch_policy.decode_plan import OPTIONS as DECODING
 from flashsim.backends.launch_policy.family import Family
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import BackendUnavailable, OptionError, UnsupportedError
 from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem

@@ -13,7 +13,7 @@ from flashsim.backends.cupy_gpu import arrays
 from flashsim.backends.cupy_gpu.launching import launch_once
 from flashsim.backends.launch.kernel import Kernel, whole_sixteens
 from flashsim.backends.launch_policy import quantize as family
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import ShapeError
 
 _SCALES = ("q_scale", "k_scale", "v_scale")

@@ -5,7 +5,7 @@ struct DecodeArgs {
     float* lse;              // (batch * heads, n_q)
     float *o_part, *l_part;  // (slots, kv_heads, rows, FS_HEAD_DIM_V), (slots, kv_heads, rows)
     u32* arrived;  // (batch, kv_heads, row tiles): number of finished splits; 0 between launches
-    const int4* items;       // two int4 per work tile, from launch_policy.decode.items
+    const int4* items;       // two int4 per work tile, from launch_policy.decode_plan.items
     const int* table;        // (batch, table_row): each sequence's page numbers
     // FS_DYNAMIC: per sequence, the end of its live keys, their begin, and its entry of the cache.
     // If absent, these are a.capacity, 0, and the sequence's number. A paged cache uses only

@@ -20,7 +20,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
 if TYPE_CHECKING:
-    from flashsim.engines.engine import Job
+    from flashsim.engines.protocol import Job
 
 _TENSOR = [("data", "<u8"), ("batch", "<i8"), ("head", "<i8"), ("row", "<i8")]
 TENSORS = ("q", "k", "v", "o", "dout", "dq", "dk", "dv")

@@ -143,7 +143,7 @@ class MapType(types.Type):
     """The Numba type of a tensor map (`cupy_gpu.tensor_maps`), the n-th kernel parameter, by value.
 
     TMA needs its address, and Numba passes values. But PTX names a kernel's parameters
-    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.tiles.map_address` finds it by name.
+    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.wgmma_tiles.map_address` finds it by name.
     """
 
     def __init__(self, kernel: str, number: int) -> None:

@@ -18,7 +18,7 @@ from flashsim.backends import failures
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy.family import Family
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 OPTIONS: frozenset[str] = frozenset({"kernel"})

@@ -19,7 +19,7 @@ from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I8, I32, I64, emitted, i32
-from flashsim.backends.numba_gpu.tiles import RowWidth, Tile
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile
 
 device = cuda.jit(device=True, inline="always")
 int32, int64 = types.int32, types.int64

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import (
+from flashsim.algorithms.score_tile import (
     accumulator_name,
     clear_dbias,
     convert,

@@ -16,8 +16,7 @@ import numpy as np
 from flashsim.algorithms.functions import NOTHING, Values, load_own
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.sram import Sram
-from flashsim.algorithms.tiles import (
+from flashsim.algorithms.score_tile import (
     accumulator_name,
     clear_dbias,
     convert,
@@ -27,6 +26,7 @@ from flashsim.algorithms.tiles import (
     score_gradient,
     score_tile,
 )
+from flashsim.algorithms.sram import Sram
 from flashsim.schedule.schedule import Visit
 
 

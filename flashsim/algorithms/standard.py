@@ -11,7 +11,7 @@ import numpy as np
 
 from flashsim.algorithms.functions import load_own
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import (
+from flashsim.algorithms.score_tile import (
     clear_dbias,
     convert,
     finite,

@@ -1,8 +1,8 @@
-"""Convert CPU arrays of any library to NumPy's over the same memory, and back.
+"""Convert CPU arrays of any library to NumPy arrays over the same memory, and back.
 
-Results have the inputs' kind; a subclass of torch's tensors gives a plain tensor. NumPy and torch
-are known by name. Arrays of other libraries come through DLPack. They go back through the library's
-array namespace, as JAX's do, or else as NumPy's. Nothing is copied on the way in.
+Results are arrays of the inputs' library; for a subclass of torch.Tensor, plain tensors. NumPy and
+torch are known by name. Arrays of other libraries are read through DLPack. Results become arrays of
+that library by its array namespace, as JAX has one, or else stay NumPy arrays. No input is copied.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
     """
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
-            for other, y in arrays.items():  # what holds no numbers says so itself
+            for other, y in arrays.items():  # a tensor without numbers raises its own error here
                 host_of(y).take(other, y)
             raise DTypeError(
                 f"all arrays must come from one library, got {name} as {type(x).__module__}."

@@ -34,13 +34,13 @@ from flashsim.trace.trace import Trace
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """Several algorithms on the same inputs; prints as one table.
+    """The results of several algorithms on the same inputs; prints as one table.
 
     Attributes
     ----------
     results : dict of Result, by algorithm
     gradients : dict of Gradients, by algorithm
-        Empty unless `dout` was given.
+        Empty unless `dout` was passed.
     """
 
     results: dict[str, Result]
@@ -86,7 +86,7 @@ class Comparison:
 def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
     """One row per trace or count: its bytes, intensity and peak SRAM.
 
-    The note says whether all have one tile.
+    The note says whether all have the same tile.
     """
     first = sources[0]
     tiles = dict.fromkeys(str(source.tiling) for source in sources)
@@ -133,8 +133,7 @@ def compare(
 ) -> Comparison:
     """Run several algorithms on the same inputs, with traces, and compare them in one table.
 
-    All algorithms get one tiling, unless `tiling` says otherwise, so that the algorithm is what
-    differs.
+    All algorithms get one tiling, unless `tiling` is "fit", so that only the algorithm differs.
 
     Parameters
     ----------
@@ -142,7 +141,7 @@ def compare(
         As in `run`.
     algorithms : sequence of str
     dout : array, optional
-        Gradient of the loss with respect to `out`; if given, the backward passes also run.
+        Gradient of the loss with respect to `out`; with it, the backward passes also run.
     tiling, backward_tiling : Tiling or "fit", optional
         The tiling of the forward passes, and of the backward passes. "fit": each algorithm's own,
         the one that fits and moves the fewest bytes. Default: on the CPU `Tiling.common`, one for
@@ -184,8 +183,8 @@ def compare(
         )
     options = {**with_fields(options, options.pop("decode", None), algorithms)}
     decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
-    # Options of decoding go to those that divide the keys, or to all; these first, since they check
-    # what they are given.
+    # Options of decoding go to the algorithms that split the keys, or to all if none does. Those
+    # run first, since they check the options.
     some, whole = any(map(plans.splits_keys, algorithms)), None
     if None in (tiling, backward_tiling) and _plain(backend, {**decoding, **options}):
         directions = ("forward",) if dout is None else ("forward", "backward")
@@ -211,7 +210,7 @@ def compare(
 
 
 def _plain(backend: str, options: Mapping[str, Any]) -> bool:
-    """Whether nothing but the sizes decides which tiles are possible."""
+    """Return whether the sizes alone decide which tiles are possible."""
     deciding = (*inputs.DECODING, "scales", "block_mask")
     return backend in dispatch.ON_CPU and all(options.get(name) is None for name in deciding)
 
@@ -227,7 +226,7 @@ def _common(
         problem = Problem(n_q, n_kv, head_dim, head_dim_v, dtype=dtype)
         return Tiling.common(problem, device, algorithms, directions)
     except (FlashSimError, AttributeError, IndexError, TypeError, ValueError):
-        return None  # `run` says what is wrong with them
+        return None  # `run` raises the error
 
 
 def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
@@ -243,7 +242,7 @@ def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
     if len(lengths) > 1:
         raise OptionError(
             f"cache_seqlens has {len(lengths)} different lengths, which only algorithm "
-            "'flash-decode' takes; compare 'flash-decode' alone, or give all entries one length"
+            "'flash-decode' takes; compare 'flash-decode' alone, or make all entries equally long"
         )
     for n in lengths:
         k, v = k[..., :n, :], v[..., :n, :]

@@ -10,19 +10,19 @@ from flashsim.errors import OptionError
 from flashsim.l2.requests import requests
 from flashsim.report import format_cell
 
-#: A core of 2020 in NumPy: seconds a visit besides its products, FLOPs of products a second, and
-#: bytes that the events of a visit take. Orders of magnitude, for a warning.
+#: For one core of 2020 in NumPy: seconds per visit without its products, FLOPs of products per
+#: second, and bytes of a visit's events. Orders of magnitude, for a warning.
 VISIT, FLOPS, EVENTS = 40e-6, 30e9, 1500
-#: The CPU engine's own: visits cost nothing beside their products.
+#: The same for the CPU engine: a visit's cost is that of its products.
 NUMBA_FLOPS = 60e9
-#: Of replaying a request through a model of L2: seconds, and bytes while its stage is replayed, at
-#: one size of the cache and at all of them.
+#: Per request that is replayed through a model of L2: seconds, and bytes while its stage is
+#: replayed, for one size of the cache and for all sizes.
 REQUEST, REQUEST_BYTES = 0.2e-6, (7, 50)
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and time of passes that run one after the other."""
+    """The memory and time of passes that run one after another."""
 
     seconds: float
     nbytes: int
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
-    """The cost of executing these passes and keeping what they return.
+    """Return the cost of executing these passes and keeping their results.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
-    """The cost of replaying the requests of these passes through a model of the L2 cache.
+    """Return the cost of replaying the requests of these passes through a model of the L2 cache.
 
     Raises
     ------
@@ -78,5 +78,5 @@ def fits(nbytes: int, instead: str) -> None:
 
 
 def memory() -> int:
-    """The size of this machine's memory, in bytes."""
+    """Return the size of this machine's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -21,18 +21,18 @@ from flashsim.schedule.split import check_splits
 class DecodeOptions:
     """The options of ``algorithm="flash-decode"`` in one object, checked when it is made.
 
-    Give it to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be given
+    Pass it to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be passed
     to them as a keyword of the same name. Arrays are kept, not copied, so a server can change the
     lengths in place between calls. Two objects are equal only if they are the same object.
 
     Attributes
     ----------
     splits : int, "auto" or "fa3"
-        The number of parts of the keys. "auto" fills the device's SMs once; "fa3" ("simulator" and
+        The number of splits of the keys. "auto" fills the device's SMs once; "fa3" ("simulator" and
         `count` only) is FlashAttention-3's rule.
     pack_gqa : bool
-        The query heads of a key head share a tile, so K and V are loaded once for them. "cupy"
-        supports only True.
+        Whether the query heads of a KV head share a tile, so that K and V are loaded once for all
+        of them. "cupy" supports only True.
     cache_seqlens : sequence or array of int, (batch,), optional
         The number of live keys per batch entry. The causal mask is aligned to their end. Default:
         the whole cache.
@@ -85,7 +85,7 @@ class DecodeOptions:
 
 
 def _check_lengths(lengths: Any) -> None:
-    """Raise unless these are integers of one axis. Of an array on a GPU, no number is read."""
+    """Raise unless these are integers on one axis. Numbers on a GPU are not read."""
     if hasattr(lengths, "shape") and hasattr(lengths, "dtype"):
         kind = str(lengths.dtype).removeprefix("torch.")
         if len(lengths.shape) != 1 or not kind.startswith(("int", "uint")):
@@ -111,8 +111,8 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
     Raises
     ------
     DTypeError, OptionError
-        If `decode` is no `DecodeOptions`, if a field is given twice, or if none of the algorithms
-        splits keys.
+        If `decode` is not a `DecodeOptions`, if a field is passed twice, or if none of the
+        algorithms splits the keys.
     """
     if decode is None:
         return options
@@ -128,32 +128,32 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
     for name in DecodeOptions.__dataclass_fields__:
         if options.get(name) is not None:
             raise OptionError(
-                f"{name} was given beside decode=; set it in flashsim.DecodeOptions({name}=...)"
+                f"{name} was passed beside decode=; set it in flashsim.DecodeOptions({name}=...)"
             )
     return {**options, **fields}
 
 
 def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a closed form takes besides its problem.
+    """Return the fields that a closed form takes in addition to its problem.
 
-    The problem must say the same as the others: which pages there are, and where V is.
+    The other fields, about pages and about V, must agree with the problem.
 
     Raises
     ------
     OptionError
-        If it does not.
+        If they do not agree.
     """
     rest = dict(fields)
     rest.pop("workspace", None)
     if rest.pop("block_table", None) is not None and problem.page_size is None:
         raise OptionError(
-            "decode has a block_table, but the problem has no page_size; give "
+            "decode has a block_table, but the problem has no page_size; pass "
             "Problem(page_size=...), or leave block_table out"
         )
     width = rest.pop("head_dim_v", None)
     if width is not None and not (problem.latent and problem.head_dim_v == width):
         raise OptionError(
-            f"decode has head_dim_v={width}, so V is the first columns of K; give "
+            f"decode has head_dim_v={width}, so V is the first columns of K; pass "
             f"Problem(latent=True, head_dim_v={width}), or leave head_dim_v out of decode"
         )
     return rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from flashsim.engines.engine import Engine
+from flashsim.engines.protocol import Engine
 from flashsim.errors import require_numba
 from flashsim.problem import checks
 
@@ -26,12 +26,12 @@ def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
 
 
 def engine(name: str) -> Engine:
-    """Return the engine of that name; import it at first use.
+    """Return the engine of this name; import it when it is first used.
 
     Raises
     ------
     OptionError
-        If there is no such engine.
+        If no engine has this name.
     BackendUnavailable
         If a package that it needs is not installed.
     """

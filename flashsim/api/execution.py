@@ -69,8 +69,8 @@ def run(
         See `Problem`.
     bias : array, (1 or batch, 1 or heads, n_q, n_kv), optional
         Added to the scores, in q's dtype; leading axes may be left out. -inf masks a score. So
-        does a number near the lowest finite number of the type that scores are computed in.
-    block_mask : BlockMask, or a boolean grid with one value per tile (then give `tiling`), optional
+        does a number near the lowest finite number of the type in which scores are computed.
+    block_mask : BlockMask, or a boolean grid with one value per tile (then pass `tiling`), optional
     mask_mod, score_mod : callable, optional
         ``mask_mod(b, h, q, k)`` returns whether a score is kept, and ``score_mod(score, b, h, q,
         k)`` the score to use, as in PyTorch's FlexAttention. They are traced once: plain Python
@@ -135,7 +135,7 @@ def run(
     ------
     FlashSimError
         Every error is also a built-in error, such as ValueError or TypeError. Its message says what
-        was wrong, what was given, and what is possible.
+        was wrong, what was passed, and what is possible.
     """
     if decode is not None:
         options = with_fields(options, decode, [algorithm])
@@ -183,7 +183,7 @@ def backward(
     Parameters
     ----------
     q, k, v : array
-        The arrays that `run` got.
+        The arrays that were passed to `run`.
     out, lse, dout : array
         out and lse as `run` returned them; dout is the gradient of the loss with respect to `out`.
     dlse : array, optional

@@ -31,7 +31,7 @@ from flashsim.schedule.tiling import Tiling
 
 AXES = {2: "(n, d)", 3: "(heads, n, d)", 4: "(batch, heads, n, d)"}
 
-#: Options of algorithms that divide the keys (`Split`), and of caches.
+#: Options of algorithms that split the keys (`Split`), and of KV caches.
 DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix", "head_dim_v")
 
 
@@ -72,11 +72,11 @@ class Request(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """Checked 4-D arrays and their problem; `ndim` is the number of axes that the user gave.
+    """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
     `empty`: the size of the batch, the queries or the keys is 0. The problem then has size 1 in its
     place, and neither offsets nor a block mask nor functions. `captured`: the arrays of the score
-    function as the user gave them.
+    function as the user passed them.
     """
 
     problem: Problem
@@ -95,7 +95,7 @@ class Inputs(NamedTuple):
 def offsets(cu_seqlens: Any) -> Any:
     """Return offsets of packed sequences; a tensor becomes a tuple.
 
-    A tensor may change later, and its hash is only its id. Reading one on a GPU waits for the GPU.
+    A tensor may change later, and its hash is only its id. Reading a tensor on a GPU waits for it.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -149,7 +149,7 @@ def prepare(
     Raises
     ------
     ShapeError, DTypeError, OptionError, MaskError
-        Each says what was wrong, what was given and what is possible.
+        Each message says what was wrong, what was passed and what is possible.
     """
     shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:
@@ -212,7 +212,7 @@ def prepare(
     }
     try:
         problem = _same_problem(**fields)
-    except TypeError:  # an unhashable argument, such as a window given as a list; or an error
+    except TypeError:  # an unhashable argument, such as a list as the window; or an error
         problem = Problem(**fields)
     checks.one_of("nan_policy", request.nan_policy, ("propagate", "raise"))
     if request.nan_policy == "raise":
@@ -227,7 +227,7 @@ def prepare(
     return Inputs(*checked_parts, sinks, score_arrays, mask_arrays, captured)
 
 
-#: Validated once for the same arguments: short GPU calls feel the difference.
+#: The same arguments are validated only once, because it takes a large part of a short GPU call.
 _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
@@ -241,8 +241,8 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
         return v, False
     if v is not None:
         raise OptionError(
-            f"head_dim_v={shown(width)} says that V is the first columns of k, but v was given as "
-            "well; give v=None, or leave head_dim_v out"
+            f"head_dim_v={shown(width)} makes V the first columns of k, but v was passed too; pass "
+            "v=None, or leave head_dim_v out"
         )
     width = checks.positive_int("head_dim_v", width)
     if width > shape_of("k", k)[-1]:
@@ -334,6 +334,6 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
     if tiling is None:
         raise MaskError(
             "a block_mask that is a plain grid has one value per tile, so it needs an explicit "
-            "tiling; give tiling, or pass flashsim.BlockMask(grid, block_q, block_k)"
+            "tiling; pass tiling, or flashsim.BlockMask(grid, block_q, block_k)"
         )
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)

@@ -18,19 +18,19 @@ from flashsim.problem.problem import Problem
 
 Shapes = tuple[tuple[int, ...], ...]
 
-#: Options that say which keys of a cache there are.
+#: Options that choose the live keys of a KV cache.
 CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 
 
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
-    """The shapes of q, k and v if the keys of each entry's pages lay in one row.
+    """Return the shapes that q, k and v would have if each entry's pages were in one row.
 
-    Only the table's shape and type are read, so a table on a GPU causes no wait.
+    Only the table's shape and type are read, so there is no wait for a table on a GPU.
 
     Raises
     ------
     ShapeError, DTypeError
-        If the table does not have one row per entry, or K's pages do not match V's.
+        If the table does not have one row per entry, or the pages of K and V do not match.
     """
     q, k, v = shapes
     table = check_table_kind(block_table)
@@ -61,7 +61,7 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
 def live_problem(
     whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
-    """The problem of the live keys, and the options with lengths and pages as plain integers.
+    """Return the problem of the live keys, and the options with lengths and pages as integers.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of live keys per entry; the arguments are those of `live_problem`.
+    """Return the number of live keys per entry; takes the arguments of `live_problem`.
 
     Raises
     ------
@@ -111,7 +111,9 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
         options.get("cache_seqlens"), whole.batch, whole.n_kv, paged="block_table" in options
     )
     if whole.cu_seqlens_q is not None:
-        raise OptionError("cache_seqlens and cu_seqlens both say how long sequences are; give one")
+        raise OptionError(
+            "cache_seqlens and cu_seqlens both set the sequence lengths; pass only one"
+        )
     if whole.bias is not None:
         raise UnsupportedError(
             f"{' and '.join(CACHES & options.keys())} takes no bias; run each batch entry in "
@@ -139,7 +141,7 @@ def _checked_table(
     The pages of a shared prefix must be the same in every row.
     """
     said = checks.as_array("block_table", said)
-    if said.dtype.kind == "u":  # what is beyond int64 would look negative
+    if said.dtype.kind == "u":  # a number beyond int64 would look negative
         said = np.minimum(said, np.uint64(checks.LARGEST))
     table = said.astype(np.int64)
     live_keys.check_pages(table, lengths, pool[2], pool[0], prefix)

@@ -21,7 +21,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Combine attention of the same queries over two disjoint sets of keys, a and b.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
-    out_b``. This is FlashDecoding's second step for two parts. If a row saw no key on one side
+    out_b``. This is FlashDecoding's second step for two splits. If a row saw no key on one side
     (lse = -inf, out = 0), the result is the other side's.
 
     An LSE is a natural logarithm. Some libraries (FlashInfer) return one to base 2: multiply it by
@@ -67,7 +67,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
 
 def _on_gpu(**named: Any) -> tuple[Any, Any]:
     """Merge on the GPU that holds the arrays, by `flashsim.backends.cupy_gpu.merge`."""
-    engine = dispatch.engine("cupy")  # or say what is missing
+    engine = dispatch.engine("cupy")  # raises if a package is missing
     from flashsim.backends.cupy_gpu import merge as gpu
 
     arrays = gpu.held({name: adopted(engine, name, x) for name, x in named.items()})
@@ -82,7 +82,7 @@ def _check_lse(**arrays: Any) -> None:
             bad = int((~(lse < np.inf)).sum())
         if bad:
             raise OptionError(
-                f"{name} holds {bad:,} values that cannot be an LSE (NaN or +inf): an LSE is the "
-                "natural log of a row's sum of exponentials, and -inf for a row that sees no "
+                f"{name} contains {bad:,} values that cannot be an LSE (NaN or +inf): an LSE is "
+                "the natural log of a row's sum of exponentials, and -inf for a row that sees no "
                 "key; multiply a base-2 LSE by math.log(2)"
             )

@@ -62,7 +62,7 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Any, Any, Any]:
-        """The scales of q, k and v."""
+        """Return the scales of q, k and v."""
         return self.q_scale, self.k_scale, self.v_scale
 
     @property
@@ -152,7 +152,7 @@ def quantize(
     if backend == "simulator":
         q, k, v = array_libraries.take(host, q=q, k=k, v=v)
     else:
-        engine = dispatch.engine(backend)  # or say what is missing
+        engine = dispatch.engine(backend)  # raises if a package is missing
         q, k, v = (adopted(engine, name, x) for name, x in (("q", q), ("k", k), ("v", v)))
     prepared = inputs.prepare(q, k, v)
     if prepared.problem.fp8:
@@ -176,8 +176,8 @@ def quantize(
     for name, x in wide.items():
         if not np.isfinite(x).all():
             raise OptionError(
-                f"{name} holds NaN or infinity (in float32), which cannot be scaled; remove them "
-                "first"
+                f"{name} contains NaN or infinity (in float32), which cannot be scaled; remove "
+                "them first"
             )
     if rotate is not None:
         wide |= {name: rotated(wide[name], about["signs"]) for name in "qk"}
@@ -224,7 +224,7 @@ def _quantized(
         most = np.maximum.reduceat(most, starts, axis=-1)
         most = most if granularity == "block" else most[..., 0]
     largest = np.float32(ml_dtypes.finfo(kind).max)
-    scale = most / largest  # 0 of zeros, and of what is too small for a scale in float32
+    scale = most / largest  # 0 for zeros, and for numbers that are too small for a scale in float32
     scale = np.asarray(np.where(scale == 0, 1, scale), np.float32)
     # A quotient may come out one rounding above the largest number, and e4m3 has no infinity.
     scaled = np.clip(x / _spread(scale, x, side), -largest, largest)

@@ -13,8 +13,8 @@ from flashsim.api import array_libraries, dispatch, inputs, scales
 from flashsim.api.arrays import expand, only_dlpack, require_numpy
 from flashsim.api.inputs import Request
 from flashsim.api.kv_cache import CACHES, check_alike, live_lengths, live_problem
-from flashsim.engines.engine import Engine, Job
 from flashsim.engines.nothing import Nothing
+from flashsim.engines.protocol import Engine, Job
 from flashsim.errors import (
     BackendUnavailable,
     OptionError,
@@ -29,7 +29,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 
-#: Options that may be None, which is the same as not given.
+#: Options that may be None, which is the same as leaving them out.
 _OR_NONE = {*CACHES, "precision"}
 
 
@@ -38,7 +38,7 @@ class Checked:
     """A request that passed every check: the job, its engine, and the kind of its arrays.
 
     `empty`: the batch, the queries or the keys have size 0, and the engine is `Nothing`.
-    `captured`: the arrays of the score function as the user gave them.
+    `captured`: the arrays of the score function as the user passed them.
     """
 
     engine: Engine
@@ -53,7 +53,7 @@ class Checked:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without the engine, so that a `Result` can be pickled.
 
-        The engine is a module, which unpickling finds again by its name.
+        The engine is a module; unpickling finds it by its name.
         """
         return {name: x for name, x in self.__dict__.items() if name != "engine"}
 
@@ -62,7 +62,7 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """Return the same job with other arrays, which look like those that were checked.
+        """Return the same job with other arrays, which look like the checked ones.
 
         The job keeps its memo if the checks saw every value that the memo may depend on.
         """
@@ -88,11 +88,11 @@ class Checked:
     ) -> Job:
         """Return the job of the requested backward pass after the forward pass `mine`.
 
-        `dlse` says whether the caller gives a gradient of the LSE, and `captured` names the
+        `dlse` says whether the caller passes a gradient of the LSE, and `captured` names the
         captured arrays of the score function whose gradients it wants.
         """
         engine = self.engine
-        form = plans.backward_form(mine.algorithm, deterministic)  # or say what it may be
+        form = plans.backward_form(mine.algorithm, deterministic)  # raises if there is none
         if trace is not None:
             trace = inputs.check_trace_mode(trace, self.backend)
         job = replace(
@@ -123,12 +123,12 @@ class Checked:
         return replace(job, algorithm=algorithm, deterministic=ordered)
 
 
-#: Requests that passed every check, under all that the checks look at: a short call takes less time
-#: than they do.
+#: Requests that passed every check; the key is everything that the checks read. The checks take
+#: longer than a short call.
 _KEPT: dict[tuple[Any, ...], Checked] = {}
 _MOST_KEPT = 256
 _PLAIN = frozenset({"kernel", "allow_tf32", "threads", "micro_kernel"})
-#: Of these the checks see on a GPU the shape and the type alone.
+#: On a GPU, the checks read only the shape and the type of these.
 _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
@@ -194,7 +194,7 @@ def _key(
 
 
 def _with(problem: Problem, **fields: Any) -> Problem:
-    """The problem with other fields; itself if they are the same."""
+    """Return the problem with other fields; the same object if they are equal."""
     same = all(getattr(problem, name) == value for name, value in fields.items())
     return problem if same else replace(problem, **fields)
 
@@ -261,7 +261,7 @@ def _check(
         )
     if problem.scales is not None and not empty:
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)
-    if on_cpu:  # on a GPU, what lives of a cache is the launcher's to say, when lengths are known
+    if on_cpu:  # on a GPU, the launcher finds the live keys of a cache, once the lengths are known
         require_numpy(backend, q=prepared.q, k=prepared.k, v=prepared.v, bias=prepared.bias)
         cached = not empty and options.keys() & CACHES
         if cached and not any(live_lengths(problem, options)):

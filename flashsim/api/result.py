@@ -20,7 +20,7 @@ from flashsim.api.arrays import (
     warn_of_overflow,
 )
 from flashsim.api.request import Checked, adopted
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TraceError, UnsupportedError, own_errors
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -30,7 +30,7 @@ from flashsim.version import __version__
 
 
 class _Pass:
-    """Base class of results: holds the trace of a pass, if one was requested."""
+    """Base class of results, with the trace of a pass if one was requested."""
 
     _trace: Trace | None
 
@@ -67,7 +67,7 @@ class Gradients(_Pass):
     dbias : array or None
         Shaped like the bias; None without a bias.
     captured : dict
-        Gradients of the score function's captured arrays that were asked for, by name.
+        The requested gradients of the score function's captured arrays, by name.
     dsinks : array (heads,) or None
         In the accumulator's type; None without sinks.
     kernel : str
@@ -188,7 +188,7 @@ class Result(_Pass):
             Default: as in `run`.
         captured : bool or sequence of str, optional
             The captured arrays of `score_mod` to compute gradients for, by the names of the
-            variables that hold them; True: all arrays of floats. Default: those whose
+            variables that refer to them; True: all arrays of floats. Default: those whose
             `requires_grad` is true, as torch's parameters.
 
         Raises
@@ -266,7 +266,7 @@ def gradients(
 
 
 def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None) -> list[str]:
-    """Names of the captured arrays whose gradients are asked for."""
+    """Return the names of the captured arrays whose gradients were requested."""
     graph = mine.problem.score_mod
     able = [] if graph is None else [spec.name for spec in graph.differentiable]
     if asked is True:
@@ -285,7 +285,7 @@ def _wanted(mine: Job, arrays: Sequence[Any], asked: bool | Sequence[str] | None
 def _captured(
     job: Job, arrays: Sequence[Any], results: Mapping[str, Any], give: Callable[[Any], Any]
 ) -> dict[str, Any]:
-    """Gradients of captured arrays by name, in each array's shape and type."""
+    """Return the gradients of captured arrays by name, in each array's shape and type."""
     graph, captured = job.problem.score_mod, {}
     for spec in () if graph is None else graph.arrays:
         if f"d:{spec.name}" in results:
@@ -297,7 +297,7 @@ def _captured(
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
-    """Return a key of everything that a GPU backward pass checks; None if it must check again."""
+    """Return a key of all that a GPU backward pass checks; None if it must check again."""
     arrays = (dout,) if dlse is None else (dout, dlse)
     if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in arrays):
         return None
@@ -318,7 +318,7 @@ def made(kind: Any, **fields: Any) -> Any:
 
 
 def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace | None:
-    """The trace that an engine recorded, or None."""
+    """Return the trace that an engine recorded, or None."""
     if outcome.stages is None:
         return None
     return Trace(

@@ -13,9 +13,9 @@ from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.trace.trace import Trace
 
-#: Layers of the bundled model (see flashsim/data/README.md).
+#: Layers of the included model (see flashsim/data/README.md).
 SAMPLES = ("layer0", "layer5")
-#: Bundled traces of GPU runs.
+#: Included traces of GPU runs.
 TRACES = ("h200-forward", "h200-backward")
 
 
@@ -54,7 +54,7 @@ def load_sample(name: str = "layer0") -> Sample:
     Raises
     ------
     OptionError
-        For a layer that is not bundled.
+        For a layer that is not included.
     """
     checks.one_of("sample", name, SAMPLES)
     file = resources.files("flashsim") / "data" / "minilm_qkv.npz"
@@ -67,7 +67,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
     """Load a trace of a real GPU, with a timeline of every part of every visit (tile pair).
 
     The Hopper kernels ran FlashAttention-2 on an NVIDIA H200: 16 heads, 2,048 queries and keys,
-    head_dim 128, causal, bfloat16, with the fused backward pass. ``provenance`` says more.
+    head_dim 128, causal, bfloat16, with the fused backward pass. ``provenance`` has more details.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
     Raises
     ------
     OptionError
-        For a trace that is not bundled.
+        For a trace that is not included.
     """
     checks.one_of("trace", name, TRACES)
     with resources.as_file(resources.files("flashsim") / "data" / f"{name}.npz") as file:
@@ -140,7 +140,7 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
                 for shape, kind in zip(shapes, kinds, strict=True)
             )
         )
-    except (MemoryError, ValueError):  # NumPy says the latter beyond 2**63 elements
+    except (MemoryError, ValueError):  # NumPy raises ValueError beyond 2**63 elements
         raise OptionError(
             f"this machine has too little memory for q, k, v and dout of {shown(p)}; "
             "flashsim.count needs no arrays"

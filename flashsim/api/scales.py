@@ -14,7 +14,7 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.tensors import INPUTS, rows_a_scale
 from flashsim.schedule.tiling import Tiling
 
-#: What ``scales=`` is where FP8 elements stand for themselves.
+#: The value of ``scales=`` for FP8 elements without scales.
 UNSCALED = "unscaled"
 
 
@@ -24,7 +24,7 @@ def said(scales: Any) -> Any:
     Raises
     ------
     DTypeError
-        If `scales` does not hold three values.
+        If `scales` does not have three values.
     """
     if isinstance(scales, str) and scales == UNSCALED:
         return None
@@ -74,7 +74,7 @@ def granularity(
     """
     if scales is None:
         if block is not None:
-            raise OptionError("scale_block says how many rows share a scale; give scales as well")
+            raise OptionError("scale_block is the number of rows per scale, so it needs scales")
         return None
     kinds = {len(np.shape(scale)) - (ndim - 2) for scale in scales}
     if all(len(np.shape(scale)) == 0 for scale in scales) and ndim > 2:

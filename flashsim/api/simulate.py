@@ -16,7 +16,7 @@ from flashsim.api.arrays import require_numpy, squeeze
 from flashsim.api.inputs import Request
 from flashsim.api.request import Checked
 from flashsim.api.result import Result, provenance
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.engines.sandbox.hbm import require_shape
 from flashsim.engines.sandbox.machine import OpenMachine
 from flashsim.engines.sandbox.running import one_argument, put, require_stored, run, size
@@ -39,7 +39,7 @@ from flashsim.schedule.tiling import Tiling
 from flashsim.trace.recording import Own
 from flashsim.trace.trace import Trace
 
-#: What an algorithm may be given and may be asked for, by the papers' names.
+#: The possible inputs and outputs of an algorithm, by the papers' names.
 NAMES = tuple(
     name
     for name in TENSORS[1:]
@@ -108,7 +108,7 @@ def simulate(
     tiling : Tiling, optional
         ``machine.tiling``, the grid of pictures; default: 64 x 64, or the whole matrix if smaller.
     device : str or Device
-        Its `sram_bytes` limit the bytes that a step holds.
+        Its `sram_bytes` limit the bytes that a step may keep on chip.
     causal, window, softcap, scale, mask
         See `Problem`. The function itself must apply them (``machine.keep(rows, cols)``).
 
@@ -120,7 +120,7 @@ def simulate(
     Raises
     ------
     SramOverflow
-        If a step holds more than the device has.
+        If a step keeps more on chip than the device can.
     MemoryModelError
         If the function breaks a rule of the machine. It used a tile that was not loaded, never
         stored or already freed; it moved numbers off the chip or in from outside; or it did not
@@ -215,7 +215,7 @@ def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray
 
 
 def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iterable[str]) -> Trace:
-    """Return the trace of what a machine did: `arrays` were its inputs, `asked` its outputs."""
+    """Return the trace of a machine's work; `arrays` were its inputs, `asked` its outputs."""
     p, hbm = machine.problem, machine.hbm
     backward = any(tensor.startswith("d") for tensor in asked)
     trace = Trace(
@@ -242,7 +242,7 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
     return trace
 
 
-# -- what cannot be prevented is found ------------------------------------------------------------
+# -- find reads of outside arrays, which the machine cannot prevent --------------------------------
 
 
 def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
@@ -284,7 +284,7 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
             yield label, scope[label]
 
 
-@functools.lru_cache(maxsize=64)  # taking bytecode apart costs as much as a small task's tiles
+@functools.lru_cache(maxsize=64)  # disassembling bytecode costs as much as a small task's tiles
 def global_names(code: CodeType) -> set[str]:
     """Return the global names that a function, and those inside it, read."""
     names = {

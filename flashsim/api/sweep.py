@@ -64,11 +64,11 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """A short table: only the parameters that vary, and the figures.
+        """Return a short table: only the parameters that vary, and the figures.
 
-        `csv`, `json`, `rows` and `dataframe` hold every column, and the full text of each status.
+        `csv`, `json`, `rows` and `dataframe` have every column, and the full text of each status.
         """
-        told = [  # n_kv says nothing where it always is n_q
+        told = [  # n_kv is left out if it is always n_q
             name
             for name in PARAMETERS
             if name not in SAME or any(row[name] != row[SAME[name]] for row in self.rows)
@@ -88,19 +88,19 @@ class Sweep:
         return table
 
     def full_table(self) -> report.Table:
-        """Every column of every row, as `csv` and `json` write them."""
+        """Return every column of every row, as `csv` and `json` write them."""
         return report.Table("sweep", COLUMNS, [[row[c] for c in COLUMNS] for row in self.rows])
 
     def csv(self) -> str:
-        """All columns as CSV with a header line."""
+        """Return all columns as CSV with a header line."""
         return self.full_table().csv()
 
     def json(self) -> str:
-        """All columns as a JSON array of objects."""
+        """Return all columns as a JSON array of objects."""
         return self.full_table().json()
 
     def dataframe(self) -> Any:
-        """All columns as a `pandas.DataFrame`; figures that do not exist are missing values.
+        """Return all columns as a `pandas.DataFrame`; missing figures are missing values.
 
         Raises
         ------
@@ -184,7 +184,7 @@ def sweep(
         Runs the points: a ``ProcessPoolExecutor``, or a Dask cluster's ``client.get_executor()``.
         Default: in this process, one after the other.
     path : path-like, optional
-        A CSV file that gets each row as soon as it is ready. Points that it already holds are not
+        A CSV file that gets each row as soon as it is ready. Points that are already in it do not
         run again. So an interrupted sweep continues where it stopped, and a larger sweep reuses a
         smaller one. Other points in the file stay.
     progress : bool
@@ -261,7 +261,7 @@ def _collect(
 
 
 def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
-    """Submit all points now; yield their rows as they are done, in any order."""
+    """Submit all points now; yield each row when it is ready, in any order."""
     futures = [executor.submit(measure, point) for point in todo]
 
     def results() -> Iterator[Row]:
@@ -274,7 +274,7 @@ def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
                 if failure is not None:
                     break
                 yield future.result()
-        finally:  # a failure or an interrupt: what has not begun need not begin
+        finally:  # after a failure or an interrupt, points that have not begun do not begin
             for future in left:
                 future.cancel()
         begun = [future for future in left if not future.cancelled()]

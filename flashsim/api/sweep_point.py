@@ -30,15 +30,15 @@ from flashsim.trace.trace import Trace
 
 METHODS = ("count", "run")
 
-#: A sweep's points, and an axis's values, at most.
+#: The largest number of a sweep's points, and of an axis's values.
 MOST_POINTS = 10_000_000
-#: What tells one point from another, and what is learnt about it. Bytes are of all heads.
+#: The columns that identify a point, and the columns that are measured. Bytes are of all heads.
 PARAMETERS = (
     *("method", "algorithm", "direction", "dtype", "causal", "window", "softcap", "key_order"),
     *("batch", "heads", "kv_heads", "head_dim", "head_dim_v", "n_q", "n_kv"),
     *("device", "sram_bytes", "tiling"),
 )
-#: Parameters that follow another one unless they are given.
+#: Parameters whose default is the value of another one.
 SAME = {"kv_heads": "heads", "head_dim_v": "head_dim", "n_kv": "n_q"}
 FIGURES = (
     *("block_q", "block_k", "load_bytes", "store_bytes", "reduce_bytes", "requested_bytes"),
@@ -75,12 +75,12 @@ class SweepPoint:
 
     @property
     def machine(self) -> Device:
-        """The device with the on-chip capacity of this point."""
+        """Return the device with the on-chip capacity of this point."""
         return self.device if self.sram_bytes is None else self.device.with_sram(self.sram_bytes)
 
     @property
     def key(self) -> Key:
-        """The values that identify the point."""
+        """Return the values that identify the point."""
         return key_of(self.parameters())
 
     def parameters(self) -> Row:
@@ -94,13 +94,13 @@ class SweepPoint:
         }
 
     def problem(self) -> Problem:
-        """The problem; raises if its sizes contradict each other."""
+        """Return the problem; raise if its sizes contradict each other."""
         names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
         masks = ("dtype", "causal", "window", "softcap")
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
 
     def tile(self, problem: Problem) -> Tiling:
-        """The tiling of this point; raises if none fits or the preset has none."""
+        """Return the tiling of this point; raise if none fits or the preset has none."""
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":
@@ -120,7 +120,7 @@ def seconds(point: SweepPoint) -> float:
 
 
 def measure(point: SweepPoint) -> Row:
-    """The row of one point: its parameters, its figures, and "ok" or what went wrong."""
+    """Return the row of one point: its parameters, its figures, and "ok" or the error."""
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
         problem = point.problem()
@@ -128,7 +128,7 @@ def measure(point: SweepPoint) -> Row:
         row.update(block_q=tiling.block_q, block_k=tiling.block_k)
         row.update(_figures((_count if point.method == "count" else _run)(point, problem, tiling)))
     except (FlashSimError, MemoryError) as error:
-        message = " ".join(str(error).split())  # one line, whatever the error says
+        message = " ".join(str(error).split())  # always one line
         return {**row, "status": f"{type(error).__name__}: {message}"}
     return {**row, "status": "ok"}
 
@@ -157,7 +157,7 @@ def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
 def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
     """Simulate on random inputs; the traffic does not depend on their values."""
     forward = point.direction == "forward"
-    _cost(point, problem, tiling)  # an error, if it is more than there is memory for
+    _cost(point, problem, tiling)  # raises if there is too little memory
     q, k, v, dout = random_inputs(problem)
     meant: dict[str, Any] = {"scales": UNSCALED} if problem.fp8 else {}  # numbers as drawn
     meant |= {name: getattr(point, name) for name in ("algorithm", "causal", "window", "softcap")}
@@ -189,7 +189,7 @@ def _figures(source: Traffic | Trace | None) -> Row:
 
 
 def axis(name: str, value: Any) -> list[Any]:
-    """The values of one axis, checked and in the form that `SweepPoint` keeps them."""
+    """Return the values of one axis, checked and in the form that `SweepPoint` needs."""
     pair = name == "window" and isinstance(value, (tuple, list)) and len(value) == 2
     if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
         value = [tuple(value)]  # one window, not two values
@@ -202,7 +202,7 @@ def axis(name: str, value: Any) -> list[Any]:
     _few_enough(name, len(values))
     if not values:
         raise OptionError(
-            f"{name} has no values, so the sweep has no points; give one value or more"
+            f"{name} has no values, so the sweep has no points; pass at least one value"
         )
     return [_CHECKS.get(name, _size)(name, item) for item in values]
 
@@ -210,12 +210,12 @@ def axis(name: str, value: Any) -> list[Any]:
 def _few_enough(name: str, number: int) -> None:
     if number > MOST_POINTS:
         raise OptionError(
-            f"{name} has more than {MOST_POINTS:,} points: take larger steps, or fewer axes"
+            f"{name} has more than {MOST_POINTS:,} points: use larger steps or fewer axes"
         )
 
 
 def points(method: str, axes: Mapping[str, list[Any]]) -> list[SweepPoint]:
-    """The Cartesian product of checked axes (see `axis`), each point once."""
+    """Return the Cartesian product of checked axes (see `axis`), each point once."""
     _few_enough("a sweep", math.prod(map(len, axes.values())))
     unique: dict[Key, SweepPoint] = {}
     for values in product(*axes.values()):
@@ -273,7 +273,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """The values that identify a row's point."""
+    """Return the values that identify a row's point."""
     return tuple(row[name] for name in PARAMETERS)
 
 
@@ -311,7 +311,7 @@ def _kinds(kind: type[Exception]) -> set[str]:
     return {kind.__name__}.union(*map(_kinds, kind.__subclasses__()))
 
 
-#: What a status that is not "ok" begins with; see `measure`.
+#: The names with which a status other than "ok" begins; see `measure`.
 _FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
 
 

@@ -46,8 +46,8 @@ class SweepFile:
     Raises
     ------
     OptionError
-        If the folder does not exist, or the file is of another kind (another header, or a line
-        that does not parse). The file is left as it was.
+        If the folder does not exist, or the file is not of this kind (another header, or a line
+        that cannot be parsed). The file does not change.
     """
 
     def __init__(
@@ -64,8 +64,10 @@ class SweepFile:
                 )
             if self.path.is_dir():
                 raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
-            if self.path.exists() and not self.path.is_file():  # no row would be found again
-                raise OptionError(f"cannot write {self.path}: it is no regular file; name a file")
+            if self.path.exists() and not self.path.is_file():  # rows could not be read back
+                raise OptionError(
+                    f"cannot write {self.path}: it is not a regular file; name a file"
+                )
             self._stream = self.path.open("a+b", buffering=0)
             try:
                 with self._locked():
@@ -165,7 +167,7 @@ class SweepFile:
         except (ValueError, csv.Error) as error:
             raise OptionError(
                 f"{self.path}, line {1 + lines.line_num}: not a row of a sweep ({error}); remove "
-                "the line, or give another file"
+                "the line, or name another file"
             ) from None
         return rows
 
@@ -173,7 +175,7 @@ class SweepFile:
         first = content.split(b"\n", 1)[0].decode(errors="replace")
         return OptionError(
             f"{self.path} is not the file of such a sweep: its first line is {first[:80]!r}, and "
-            f"a sweep's begins with {self._header[:40]!r}; give another file, or remove this one"
+            f"a sweep's begins with {self._header[:40]!r}; name another file, or remove this one"
         )
 
 

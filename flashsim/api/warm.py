@@ -15,15 +15,15 @@ from flashsim.problem.problem import Problem
 
 DIRECTIONS = ("forward", "backward", "both", "decode", "all")
 ALGORITHMS = ("flash2", "flash2-fused")
-#: Heads that share keys: a CPU with AMX or AVX512-BF16 multiplies pairs where there are many of
-#: them, which is other code (below 16 columns one is many).
+#: Numbers of query heads that share keys: for many of them, a CPU with AMX or AVX512-BF16 runs
+#: other code, which multiplies pairs (below 16 columns, one is already many).
 DECODED = (1, 16)
 
 
 @own_errors
 @dataclass(frozen=True)
 class Warmed:
-    """The result of `warm`: which kernels it compiled, and where they are kept.
+    """The result of `warm`: the kernels that it compiled, and their folder.
 
     Attributes
     ----------
@@ -80,7 +80,7 @@ def warm(
         If compiled code cannot be kept in any folder.
     """
     require_numba("warm()")
-    from flashsim.engines.cpu import threads  # Numba is imported when it is asked for
+    from flashsim.engines.cpu import threads  # Numba is imported only if it is needed
 
     checks.one_of("direction", direction, DIRECTIONS)
     checks.one_of("algorithm", algorithm, ALGORITHMS)

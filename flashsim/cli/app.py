@@ -105,7 +105,11 @@ COMMANDS: _Entries = {
     ),
 }
 #: Old names of commands, and their new names. Old names still work in this version, with a message.
-MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
+_STUDIES = (
+    *("demo", "walkthrough", "ladder", "softmax-matmul", "precision", "banks", "blocks", "when"),
+    *("versions", "dram", "ring", "devices", "calibrate", "reproduce", "claims", "warm"),
+)
+MOVED = {name: f"study {name}" for name in _STUDIES} | {"grade": "exercise grade"}
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),

@@ -178,7 +178,7 @@ def _attribute(module: Any, dotted: str) -> Any:
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise OptionError(f"{option} takes NAME=VALUE, got {text!r}")
+        raise OptionError(f"{option} must be NAME=VALUE, got {text!r}")
     return name, value
 
 

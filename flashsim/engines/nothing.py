@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.engines.engine import Engine, Job, Outcome
+from flashsim.engines.protocol import Engine, Job, Outcome
 from flashsim.schedule import plans
 from flashsim.schedule.tiling import Tiling
 

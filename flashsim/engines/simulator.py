@@ -11,8 +11,8 @@ import numpy as np
 from flashsim.algorithms import PASSES
 from flashsim.algorithms.hbm import Hbm
 from flashsim.algorithms.machine import Machine
-from flashsim.algorithms.tiles import log_sum_exp
-from flashsim.engines.engine import Job, Outcome
+from flashsim.algorithms.score_tile import log_sum_exp
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.functions.graph import Graph
 from flashsim.problem.precision import USUAL, round_to

@@ -86,7 +86,7 @@ class AttentionCall:
 
     @cached_property
     def problem(self) -> Problem:
-        """Return the call as a `Problem`, for `flashsim.count`, `predict` and the rest.
+        """Return the call as a `Problem`, for `flashsim.count`, `predict` and other functions.
 
         Raises
         ------
@@ -108,13 +108,13 @@ class AttentionCall:
 
     @property
     def place(self) -> str | None:
-        """The kind of device that computed it, "cpu" or "cuda"; None for tensors without values."""
+        """Return "cpu" or "cuda", where the call was computed; None for tensors without values."""
         kind = self.device.partition(":")[0]
         return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 
     @property
     def note(self) -> str:
-        """Everything that the count does not reproduce exactly, and why; "" if nothing."""
+        """Return what the count does not reproduce exactly, and why; "" if nothing."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -126,7 +126,7 @@ class AttentionCall:
     def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
         """Run the simulator on this call and return its trace, for pictures and the player.
 
-        It uses the call's own q, k and v if they were kept, else random ones (`seed`).
+        It uses the call's own q, k and v if they were copied, else random ones (`seed`).
 
         Parameters
         ----------
@@ -140,7 +140,7 @@ class AttentionCall:
         OptionError
             If this machine's memory is too small for the tensors.
         UnsupportedError
-            For a call with a bias or sinks, because their values are not kept.
+            For a call with a bias or sinks, because their values are not recorded.
         """
         p = self.problem
         for name, given in (("bias", p.bias is not None), ("sinks", p.sinks)):
@@ -154,7 +154,7 @@ class AttentionCall:
             options.setdefault(name, getattr(p, name))
         if p.cu_seqlens_q is not None:
             options |= {"cu_seqlens_q": p.cu_seqlens_q, "cu_seqlens_k": p.cu_seqlens_k}
-        if p.fp8:  # what its numbers stand for changes no size
+        if p.fp8:  # the numbers' meaning changes no size
             options.setdefault("scales", UNSCALED)
         options |= {"algorithm": algorithm, "trace": True}
         trace = execution.run(q, k, v, **options).trace

@@ -12,7 +12,7 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """Gradients of rows `rows`: one block's, in the type they were computed in, or float32 sums."""
+    """Gradients of the rows `rows`: of one block, in its computation's type, or float32 sums."""
 
     parts: Parcel
     rows: slice

@@ -33,12 +33,12 @@ def decode(
     splits: int | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """Attention of a few queries over the live keys of a KV cache, without a gradient.
+    """Compute attention of a few queries over the live keys of a KV cache, without a gradient.
 
-    On a GPU the kernel reads lengths, starts and the table itself, as it runs. So a call with these
-    as GPU tensors never waits for the GPU, works under torch.compile, and can be captured in a CUDA
-    graph that is replayed with other lengths. The kernels take float16 and bfloat16, and widths up
-    to 256; torch's own operators compute the rest there.
+    On a GPU, the kernel itself reads lengths, starts and the table while it runs. So a call with
+    these as GPU tensors never waits for the GPU, works under torch.compile, and can be captured in
+    a CUDA graph that is replayed with other lengths. The kernels take float16 and bfloat16, and
+    widths up to 256; for other types and widths, torch's own operators run on the GPU.
 
     Parameters
     ----------
@@ -48,11 +48,11 @@ def decode(
         sequence b unless `cache_batch_idx` says otherwise. With a `block_table`, (pages, kv_heads,
         page_size, ..).
     cache_seqlens : Tensor of int, (batch,), a sequence of int, or int, optional
-        The end of each sequence's live keys. Default: the whole cache. On a GPU a number outside of
-        0 to n counts as the nearest of these.
+        The end of each sequence's live keys. Default: the whole cache. On a GPU, a number below 0
+        counts as 0, and one above n as n.
     block_table : Tensor of int32, (batch, max_pages), optional
-        The pages of each sequence. A page that the pool lacks makes the results of its sequence NaN
-        on a GPU.
+        The pages of each sequence. On a GPU, a page that the pool does not have makes the results
+        of its sequence NaN.
     cache_starts : Tensor of int, (batch,), optional
         The first live key of each sequence (left padding); not with a `block_table`.
     cache_batch_idx : Tensor of int, (batch,), optional
@@ -60,8 +60,7 @@ def decode(
     causal, window, softcap, scale
         As in `flashsim.run`, aligned to the end of the live keys.
     splits : int, optional
-        The number of parts that a sequence's keys are divided into, on a GPU. Default: chosen for
-        the GPU.
+        The number of splits of a sequence's keys, on a GPU. Default: chosen for the GPU.
     return_lse : bool
         Return ``(out, lse)``, the LSE as (batch, heads, n_q).
 
@@ -109,7 +108,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
 
 
 class _Question(NamedTuple):
-    """The options of a call besides the tensors."""
+    """The options of a call without its tensors."""
 
     causal: bool
     left: int
@@ -125,7 +124,7 @@ _LIBRARY.define(
     "Tensor? entries, bool causal, int left, int right, float softcap, float? scale, int splits) "
     "-> (Tensor out, Tensor lse)"
 )
-#: Calls that were checked, under all that the checks look at; None: no kernel decodes them.
+#: Checked calls; the key is everything that the checks read. None: no kernel supports the call.
 _DECODERS: dict[tuple[Any, ...], Any] = {}
 _MOST = 1024
 
@@ -239,9 +238,9 @@ def _written_out(
     entries: Tensor | None,
     *asked: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Decode in torch's own operators, in float32 or wider: what no kernel decodes, on a GPU.
+    """Decode with torch's own operators, in float32 or wider, if no GPU kernel supports the call.
 
-    It waits for nothing, so a CUDA graph can capture it.
+    It does not wait for the GPU, so a CUDA graph can capture it.
     """
     causal, left, right, softcap, scale, _ = asked
     batch, heads, n_q, d = q.shape
@@ -271,7 +270,7 @@ def _written_out(
     scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     lse = scores.logsumexp(-1)
     weights = torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0)[..., None])
-    values = torch.where(kept[:, None, :, None], v.to(wide), 0)  # beyond may be NaN
+    values = torch.where(kept[:, None, :, None], v.to(wide), 0)  # keys that are not live may be NaN
     out = weights.flatten(2, 3) @ values
     shape = batch, heads, n_q
     return out.view(*shape, -1).to(q.dtype), lse.reshape(shape)
@@ -287,7 +286,7 @@ def _packed(
     entries: Tensor | None,
     *asked: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Decode by any engine: live keys are copied together, and the batch is one packed sequence."""
+    """Decode on any engine: copy the live keys together, and pack the batch into one sequence."""
     question = _Question(*asked)
     problem = _problem(q, k, v, table, starts, entries, question)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]

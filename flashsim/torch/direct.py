@@ -1,13 +1,13 @@
 """Calls of `attention` that go straight to an engine: checked once, then run without checks.
 
-A model makes the same call again and again. `Ready` holds what the checks found, under everything
-that they look at. Eagerly it runs as a plain `torch.autograd.Function`. Under torch.compile it runs
-inside the operator ``flashsim::attend``, which has fewer arguments than ``flashsim::attention`` and
-costs torch's dispatcher less. Whatever watches or transforms operators (a dispatch mode,
-torch.func, forward mode, torch.jit.trace) gets ``flashsim::attention``.
+A model makes the same call again and again. A `Ready` is a checked call, cached under everything
+that the checks read. Eagerly it runs as a plain `torch.autograd.Function`. Under torch.compile it
+runs inside the operator ``flashsim::attend``, which has fewer arguments than
+``flashsim::attention`` and so takes torch's dispatcher less time. Whatever observes or transforms
+operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) gets ``flashsim::attention``.
 
-On a GPU a few queries run the decode kernels, with or without a gradient, so that both give the
-same bits. Calls whose caches differ only in length share one `Ready`.
+On a GPU, calls with few queries run the decode kernels, with or without a gradient, so that both
+return the same bits. Calls whose caches differ only in length share one `Ready`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from flashsim.torch.ops import readable
 
 _C = torch._C
 _AD = torch.autograd.forward_ad
-#: The question besides the tensors, as `attention` takes it: causal, window_left, window_right,
+#: The options without the tensors, as `attention` takes them: causal, window_left, window_right,
 #: softcap, scale, algorithm, deterministic, backend.
 Question = tuple[Any, ...]
 NAMES = (
@@ -60,7 +60,7 @@ class Ready:
         asked, job = ask(Request(**self._run), *map(readable, (q, k, v)))
         if asked.empty or asked.ndim != 4:
             return
-        # This call's tensors must not live as long as what is kept of it.
+        # This object must not keep the call's tensors alive.
         bare = job.given(None, None, None)
         kept = replace(asked, job=bare)
         if asked.host.library:
@@ -100,7 +100,7 @@ class Ready:
 
 
 class _OnCpu:
-    """The forward pass of a checked call by an engine on the CPU."""
+    """The forward pass of a checked call on a CPU engine."""
 
     def __init__(self, asked: Checked) -> None:
         self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
@@ -120,12 +120,12 @@ def _numbers(x: Tensor) -> Any:
     return from_torch("", x) if x.dtype == torch.bfloat16 else x.numpy()
 
 
-#: Queries of a head, and rows that the heads of a group make of them, that are a few.
+#: The largest numbers that count as few: queries per head, and rows of all query heads of a group.
 _FEW, _FEW_ROWS = 16, 128
 
 
 def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the decode kernels run a call."""
+    """Return whether the decode kernels run a call."""
     if not q.is_cuda or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return False
     _, heads, n, d = q.shape
@@ -140,7 +140,7 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about(n: int) -> int:
-    """Return `n`, rounded up to a length that caches of about this length share."""
+    """Return `n` rounded up, so that caches of about the same length share one call."""
     step = max(128, 1 << max(n.bit_length() - 5, 0))
     return -(-n // step) * step
 
@@ -149,7 +149,7 @@ def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
     """Return the decode kernel's call for tensors like these, with caches of any length."""
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
-    if q.shape[2] == 1:  # which sees every key up to its own, the last one
+    if q.shape[2] == 1:  # one query sees all keys, since its own is the last
         request = request._replace(causal=False)
     given = inputs.prepare(readable(q), readable(k), readable(v), request)
     return cupy_engine.decoder(replace(given.problem, n_kv=about(k.shape[2])), q)
@@ -175,7 +175,7 @@ def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return the key under which a call is cached.
 
-    It also holds types, since True and 1 are equal.
+    The key also contains types, since True and 1 are equal.
     """
     of_k, of_v = k.shape, v.shape
     if q.is_cuda and _few(q, k, v):
@@ -195,7 +195,7 @@ def _kept(key: tuple[Any, ...], call: Ready) -> Ready:
 
 
 def unwatched() -> bool:
-    """Whether an eager call may go straight to an engine: nothing observes torch's operators."""
+    """Return whether nothing observes torch's operators, so that a call may go to an engine."""
     return not (
         _C._len_torch_dispatch_stack()
         or _C._are_functorch_transforms_active()
@@ -229,7 +229,7 @@ def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Quest
 def attend(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, *, with_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call eagerly, with a gradient if one is wanted."""
+    """Run a call eagerly, with a gradient if an input requires one."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attend.apply(q, k, v, call, with_lse)
     got = call.forward(q, k, v)
@@ -247,7 +247,7 @@ class _Attend(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = call
         if with_lse:
-            ctx.set_materialize_grads(False)  # of the LSE there mostly is no gradient
+            ctx.set_materialize_grads(False)  # the LSE usually has no gradient
             return out, lse
         return out
 
@@ -271,7 +271,8 @@ class _Attend(torch.autograd.Function):
 # -- under torch.compile ---------------------------------------------------------------------------
 
 _LIBRARY = torch.library.Library("flashsim", "FRAGMENT")
-# The second has no gradient: torch then looks for none, which takes as long as a launch.
+# The second operator has no gradient, so torch does not look for one; the search takes as long as a
+# launch.
 for _name in ("attend", "attend_without_gradient"):
     _LIBRARY.define(
         f"{_name}(Tensor q, Tensor k, Tensor v, float softcap, float? scale, str question) "

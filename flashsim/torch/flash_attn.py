@@ -4,8 +4,8 @@ Code written for the ``flash_attn`` package (FlashAttention-2) runs by changing 
 FlashAttention-3's ``flash_attn_interface`` there is `flashsim.torch.flash_attn_interface`. The
 functions have the names, layouts, defaults and results of that package: tensors are (batch, n,
 heads, head_dim), or (tokens, heads, head_dim) for packed sequences, and the causal mask and the
-window are aligned to the end of the keys. What flashsim does not compute raises UnsupportedError:
-dropout; ALiBi, which is a bias, on a GPU, of packed sequences and over a cache.
+window are aligned to the end of the keys. UnsupportedError is raised for dropout, and for ALiBi
+(a bias) on a GPU, with packed sequences and over a cache.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def flash_attn_func(
     deterministic : bool
         Whether the backward pass adds in a fixed order.
     return_attn_probs : bool
-        Return ``(out, lse, None)``: flashsim never holds the probabilities.
+        Return ``(out, lse, None)``: flashsim never stores the probabilities.
 
     Returns
     -------
@@ -246,8 +246,8 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of a few queries over a KV cache, to which new keys may be appended in place.
 
-    On a GPU the kernel reads lengths and tables as it runs: a call waits for nothing, and a CUDA
-    graph can capture it. `flash_attn_func` explains the arguments that are not listed.
+    On a GPU, the kernel reads lengths and tables while it runs. So a call does not wait for the
+    GPU, and a CUDA graph can capture it. See `flash_attn_func` for arguments that are not listed.
 
     Parameters
     ----------
@@ -257,7 +257,7 @@ def flash_attn_with_kvcache(
     k, v : Tensor, (batch, n_new, heads_k, head_dim), optional
         Written to the caches, in place, from `cache_seqlens` on.
     rotary_cos, rotary_sin : Tensor, (positions, rotary_dim / 2), optional
-        Rotate k, and q as well, by their positions. Without a causal mask or a window, all queries
+        Rotate k and q by their positions. Without a causal mask or a window, all queries
         have the position ``cache_seqlens``.
     cache_seqlens : int or Tensor of int32, (batch,), optional
         Keys in the cache before this call.
@@ -268,7 +268,7 @@ def flash_attn_with_kvcache(
     rotary_interleaved : bool
         Rotate columns 0 and 1, 2 and 3, ...; False: columns 0 and rotary_dim / 2, ...
     num_splits : int
-        The number of parts that keys are divided into; 0: chosen.
+        The number of splits of the keys; 0: chosen.
 
     Returns
     -------
@@ -299,25 +299,25 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over parts of the keys, each normalised by its own LSE.
+    """Merge attention over splits of the keys, each normalised by its own LSE.
 
     Parameters
     ----------
-    out_partial : Tensor of float32, (parts, batch, n, heads, d), or (parts, tokens, heads, d)
-    lse_partial : Tensor of float32, (parts, batch, n, heads), or (parts, tokens, heads)
+    out_partial : Tensor of float32, (splits, batch, n, heads, d), or (splits, tokens, heads, d)
+    lse_partial : Tensor of float32, (splits, batch, n, heads), or (splits, tokens, heads)
     out : Tensor, optional
-        Where the result is written.
+        The tensor to which the result is written.
     out_dtype : torch.dtype, optional
         Default: `out`'s, or out_partial's.
 
     Returns
     -------
     (Tensor, Tensor)
-        The output, (batch, n, heads, d) or (tokens, heads, d), and the LSE without `parts`.
+        The output, (batch, n, heads, d) or (tokens, heads, d), and the LSE without `splits`.
     """
     if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
         raise ShapeError(
-            "out_partial must be (parts, batch, n, heads, d) or (parts, tokens, heads, d), and "
+            "out_partial must be (splits, batch, n, heads, d) or (splits, tokens, heads, d), and "
             f"lse_partial the same without d, got {tuple(out_partial.shape)} and "
             f"{tuple(lse_partial.shape)}"
         )
@@ -326,7 +326,7 @@ def flash_attn_combine(
     lse = torch.logsumexp(lse_partial, dim=0)
     base = torch.where(torch.isneginf(lse), 0.0, lse)
     weights = torch.exp(lse_partial - base)[..., None]
-    # A part without keys may hold anything: its weight is 0.
+    # A split without keys may contain any values: its weight is 0.
     parts = torch.where(weights > 0, out_partial.float(), 0.0)
     merged = (weights * parts).sum(0)
     if out is None:

@@ -1,7 +1,8 @@
-"""Code of both `flash_attn` and `flash_attn_interface`: rotation, caches, packing, chunks, FP8.
+"""Code that `flash_attn` and `flash_attn_interface` share: rotation, caches, packing, chunks, FP8.
 
-Public functions there only name arguments as their packages do. Here tensors are (batch, n, heads,
-d) or packed (tokens, heads, d) from the outside, and (batch, heads, n, d) for `attention`.
+The public functions in those modules only name the arguments as their packages do. The user's
+tensors are (batch, n, heads, d) or packed (tokens, heads, d); `attention` takes (batch, heads, n,
+d).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def varlen(
 ) -> tuple[Tensor, Tensor]:
     """Attention of packed sequences; out (tokens, heads, d) and the LSE (heads, tokens).
 
-    `used_q` and `used_k` say how many rows of each sequence count.
+    `used_q` and `used_k` are the numbers of used rows of each sequence.
     """
     of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
@@ -85,7 +86,7 @@ def with_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate, append, and attend; out (batch, n_q, heads, d) and the LSE (batch, heads, n_q).
 
-    `at` holds positions to rotate by instead of `lengths`.
+    `at` has the positions to rotate by, instead of `lengths`.
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -110,7 +111,7 @@ def with_cache(
     if k is not None and v is not None:
         if lengths is None:
             raise OptionError(
-                "the new k and v need cache_seqlens, which says where in the cache they are written"
+                "the new k and v need cache_seqlens, the positions at which they are written"
             )
         _append(k_cache, k, lengths, entries, table)
         _append(v_cache, v, lengths, entries, table)
@@ -166,7 +167,7 @@ def packed_over_cache(
 ) -> tuple[Tensor, Tensor]:
     """`with_cache` of packed queries, (tokens, heads, d), and of packed new keys.
 
-    Lengths are read on the host. `splits` changes nothing.
+    Lengths are read on the host. `splits` has no effect.
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(of_q) - 1
@@ -313,10 +314,10 @@ def attend(
 
 
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
-    """Cut sequences where chunks of `chunk` positions end; parts without queries or keys stay.
+    """Cut sequences where chunks of `chunk` positions end; keep pieces without queries or keys.
 
-    Query i of a sequence stands beside key ``i + n_k - n_q``. In every part the last query stands
-    beside the last key, as in a sequence, so masks need no change.
+    Query i of a sequence has the position of key ``i + n_k - n_q``. In every piece, as in a whole
+    sequence, the last query has the position of the last key, so masks do not change.
     """
     of_q, of_k = [0], [0]
     for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
@@ -406,7 +407,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def _kept_rows(
     of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the rows that count of packed sequences, None if all do, and their offsets."""
+    """Return the used rows of packed sequences (None if all are used), and their offsets."""
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
@@ -443,7 +444,7 @@ def _offsets(name: str, given: Any) -> tuple[int, ...]:
 
 
 def by_head(name: str, x: Tensor) -> Tensor:
-    """Return (batch, n, heads, d) as (batch, heads, n, d); raise if it is something else."""
+    """Return (batch, n, heads, d) as (batch, heads, n, d); raise for any other shape."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ShapeError(f"{name} must be a tensor (batch, n, heads, head_dim), got {found}")
@@ -465,7 +466,7 @@ def _window(window: Window) -> tuple[int, int] | None:
 def no_dropout(p: float) -> None:
     """Raise UnsupportedError for dropout."""
     if p:
-        raise UnsupportedError(f"flashsim's attention has no dropout, got dropout_p={p}; give 0.0")
+        raise UnsupportedError(f"flashsim's attention has no dropout, got dropout_p={p}; pass 0.0")
 
 
 def _flat(x: Tensor) -> Tensor:

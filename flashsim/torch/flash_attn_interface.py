@@ -3,7 +3,7 @@
 Code written for ``flash_attn_interface`` runs by changing one import. Layouts and masks are those
 of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their descales.
 `num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata` only tune
-speed there, and change nothing here.
+speed in that package, and have no effect here.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def flash_attn_func(
     q : Tensor, (batch, n_q, heads, head_dim)
     k, v : Tensor, (batch, n_k, heads_k, head_dim) and (batch, n_k, heads_k, head_dim_v)
     softmax_scale : float, optional
-        Default: 1 / sqrt(head_dim), where the columns of `qv` count as well.
+        Default: 1 / sqrt(head_dim), where head_dim includes the columns of `qv`.
     qv : Tensor, (batch, n_q, heads, head_dim_v), optional
         Scores are ``q k^T + qv v^T``.
     q_descale, k_descale, v_descale : Tensor of float32, (batch, heads_k), optional
-        What FP8 inputs are multiplied by. The output is bfloat16 then.
+        Factors of FP8 inputs. The output is then bfloat16.
     attention_chunk : int
         Queries see keys of their own chunk of this many positions; 0: all keys.
     causal, window_size, softcap, deterministic
@@ -157,7 +157,7 @@ def flash_attn_varlen_func(
     cu_seqlens_q, cu_seqlens_k : Tensor of int32, (batch + 1,)
         Where each sequence begins and ends.
     seqused_q, seqused_k : Tensor of int32, (batch,), optional
-        Rows of each sequence that count; results of the others are zeros.
+        Number of used rows of each sequence; results of the other rows are zeros.
 
     Returns
     -------

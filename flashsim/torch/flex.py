@@ -34,19 +34,19 @@ def flex_attention(
     sinks: Tensor | None = None,
     backend: str | None = None,
 ) -> Any:
-    """Attention with a score function and a mask, as torch's `flex_attention` computes it.
+    """Compute attention with a score function and a mask, like torch's `flex_attention`.
 
     It has a gradient on the CPU and on a GPU: for query, key, value, sinks, and each captured
-    tensor of `score_mod` with ``requires_grad``. Compiled code calls it as it is.
+    tensor of `score_mod` with ``requires_grad``. Compiled code calls it uncompiled.
 
     Parameters
     ----------
     query, key, value : Tensor, (batch, heads, n, head_dim)
     score_mod : callable, optional
-        ``score_mod(score, b, h, q_idx, kv_idx)``, as torch has it.
+        ``score_mod(score, b, h, q_idx, kv_idx)``, as in torch.
     block_mask : BlockMask or callable, optional
-        What torch's `create_block_mask` makes, or ``mask_mod(b, h, q_idx, kv_idx)`` itself. Blocks
-        that a `BlockMask` leaves out are masked, whatever its function says.
+        The result of torch's `create_block_mask`, or ``mask_mod(b, h, q_idx, kv_idx)`` itself.
+        Blocks that a `BlockMask` does not list are masked, whatever its function returns.
     scale : float, optional
         Default: ``1 / sqrt(head_dim)``.
     enable_gqa : bool
@@ -70,7 +70,7 @@ def flex_attention(
         raise ShapeError("query, key and value must be (batch, heads, n, head_dim)")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise OptionError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}; give enable_gqa=True"
+            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True"
         )
     batch = query.shape[0]
     if key.shape[0] == 1 < batch:  # torch broadcasts a batch of 1
@@ -91,7 +91,7 @@ def flex_attention(
 
 
 class _Asked(NamedTuple):
-    """The arguments of `_Flex` besides its tensors."""
+    """The arguments of `_Flex` without its tensors."""
 
     score: Traced | None
     mask: MaskFunction | None
@@ -138,7 +138,7 @@ class _Flex(torch.autograd.Function):
 
 
 def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
-    """The mask function that stands for torch's `BlockMask`, or for a plain function."""
+    """Return the mask function of torch's `BlockMask`, or of a plain function."""
     if not hasattr(block_mask, "kv_num_blocks"):
         if not callable(block_mask):
             raise MaskError(
@@ -151,7 +151,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
     if made_for != (n_q, n_kv):
         raise ShapeError(
             f"block_mask was made for {made_for[0]} x {made_for[1]} scores, and query and key make "
-            f"{n_q} x {n_kv}; give create_block_mask these lengths"
+            f"{n_q} x {n_kv}; pass these lengths to create_block_mask"
         )
     mask = MaskFunction.of(block_mask.mask_mod)
     listed, full = _blocks(block_mask)
@@ -168,7 +168,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Booleans (batch, heads, rows, columns) of blocks: which are listed at all, which as full."""
+    """Return booleans (batch, heads, rows, columns) of blocks: which are listed, and as full."""
     listed = block_mask.to_dense().bool()
     full = torch.zeros_like(listed)
     if block_mask.full_kv_num_blocks is not None:
@@ -182,9 +182,9 @@ def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 def _same_tiles(
     mask: MaskFunction, listed: Tensor, block_mask: Any, query: Tensor, key: Tensor
 ) -> bool:
-    """Whether a mask function alone keeps scores of exactly the blocks that are listed.
+    """Return whether a mask function keeps scores in exactly the blocks that are listed.
 
-    So it is for what `create_block_mask` makes, and the function alone then says everything.
+    This is so after `create_block_mask`; then the function alone describes the whole mask.
     """
     problem = Problem(
         *(query.shape[2], key.shape[2]),

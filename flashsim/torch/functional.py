@@ -64,8 +64,8 @@ def attention(
         "simulator" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default:
         "numba" and "cupy".
     return_lse : bool
-        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient as well. So results for
-        parts of the keys can be merged, and a loss may use the LSE itself.
+        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient too. So results for
+        splits of the keys can be merged, and a loss may use the LSE itself.
 
     Returns
     -------
@@ -96,7 +96,7 @@ def attention(
     if sinks is not None:
         check_sinks(sinks, q)
     backend = default_backend(q) if backend is None else backend_name(backend)
-    if not torch.compiler.is_compiling():  # then numbers are symbols, and the engine looks
+    if not torch.compiler.is_compiling():  # numbers are symbols now; the engine checks them later
         causal = checks.flag("causal", causal)
         window = checks.window(window)
         softcap = checks.number("softcap", softcap, low=0.0)
@@ -132,7 +132,7 @@ def taken(**tensors: Any) -> list[Tensor]:
     Raises
     ------
     DTypeError
-        If an argument is not a tensor, or lies on another device than the first.
+        If an argument is not a tensor, or is on another device than the first.
     ShapeError
         If a tensor does not have 2 to 4 axes.
     UnsupportedError
@@ -202,8 +202,8 @@ def default_backend(x: Tensor) -> str:
 def _expand(x: Tensor) -> Tensor:
     """Prepend axes of length 1 until the tensor has four axes.
 
-    A tensor that has them stays the same one: a view would change the order in which torch adds the
-    gradients of a tensor that is q, k and v.
+    A tensor that already has four is returned itself: a view would change the order in which torch
+    adds the gradients of a tensor that is q, k and v at once.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
@@ -235,7 +235,7 @@ class FlashAttention(torch.autograd.Function):
             raise ShapeError(
                 "FlashAttention.apply takes q, k and v as (batch, n, d), got "
                 f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; flashsim.torch.attention "
-                "takes heads as well"
+                "also takes heads"
             )
         out, lse = attention(
             *(x.unsqueeze(1) for x in (q, k, v)), causal=is_causal, return_lse=True

@@ -1,7 +1,7 @@
 """flashsim as an attention for Hugging Face's transformers: a mask and an attention function.
 
-Once per step, a model calls the mask function for what its layers may see, and passes the result to
-the attention function. Here the result is a `Band` if the mask is full, causal or a window, with or
+Once per step, a model calls the mask function for its layers' mask, and passes the result to the
+attention function. Here the result is a `Band` if the mask is full, causal or a window, with or
 without padding. For any other pattern it is the mask tensor itself. It is never None: then the
 layer's own `is_causal` would decide, which is wrong or missing in some layers written for eager
 attention alone.
@@ -53,8 +53,8 @@ def register(name: str) -> None:
     AttentionInterface.register(name, attend)
     AttentionInterface.register(f"paged|{name}", attend_paged)
     AttentionMaskInterface.register(name, mask)
-    # A name with "flash" in it is the flash-attn package's, thinks transformers: it would import
-    # that, and refuse it a mask of chunks.
+    # transformers takes every name with "flash" in it for the flash-attn package. It would import
+    # that package, and refuse a mask of chunks.
     modules: tuple[Any, ...] = (modeling_utils, masking_utils)
     for module in modules:
         theirs = getattr(module, "is_flash_attention_requested", None)
@@ -90,8 +90,8 @@ class Band:
         True for tokens that are not padding; None: all are. Rows of padding get zeros.
     starts, stops : Tensor of int32, (batch,), or None
         Where each sequence's keys begin and end, if there are few queries, none of them padding:
-        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. Of a static
-        cache these alone may be given.
+        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. For a static
+        cache, `keys` may be None.
     whole : function without arguments, optional
         Returns the same mask as a boolean tensor, for a model that reshapes or slices its mask.
     """
@@ -104,8 +104,8 @@ class Band:
     starts: Tensor | None = None
     stops: Tensor | None = None
 
-    # For a static cache, `generate` makes the mask itself and gives it to the model, which hands it
-    # back to `mask`: as long as it looks like a mask of four axes.
+    # For a static cache, `generate` makes the mask itself and passes it to the model, which passes
+    # it back to `mask` if it looks like a mask of four axes.
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Band:
@@ -121,7 +121,7 @@ class Band:
         )
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # protocols that are asked after, of copies and the like
+        if name.startswith("__"):  # look-ups of protocols, such as copying
             raise AttributeError(name)
         if self.whole is None or name not in _LAYOUT:
             self.__torch_function__()
@@ -133,7 +133,7 @@ class Band:
         return self.whole().as_subclass(_Spelled)[which]
 
 
-#: Methods that move the numbers of a mask about, and those functions that choose by a mask.
+#: Methods that rearrange the numbers of a mask, and functions that select by a mask.
 _LAYOUT = frozenset(("repeat", "expand", "reshape", "view", "unsqueeze", "squeeze"))
 _CHOOSING = frozenset(
     (
@@ -201,12 +201,12 @@ def mask(
         },
     )
     known = None
-    # Nothing may depend on numbers then.
+    # Then nothing may depend on numbers.
     tracing = torch.compiler.is_compiling() or not _readable(attention_mask, q_offset)
     if not tracing or (attention_mask is None and isinstance(q_offset, int)):
         known = _band(mask_function, local_size)
     if known is not None:
-        start = int(q_offset) - kv_offset  # where the queries stand among the keys
+        start = int(q_offset) - kv_offset  # the queries' positions among the keys
         if not _wanted_whole(known, rest, start, q_length, kv_length):
             keys = _no_padding(attention_mask, kv_length, kv_offset)
             given = known, keys, start, q_length, kv_length
@@ -221,7 +221,7 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Whether a model requests the mask as a tensor, to combine it with one of its own.
+    """Return whether a model requests the mask as a tensor, to combine it with its own.
 
     transformers itself requests it for one query of a static cache, but the model does not use it.
     """
@@ -269,7 +269,7 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
     end, window = start + n_q, band.window
     if window is not None and n_kv <= window[0] + 1:
         window = None
-    if band.causal and end < n_kv:  # a cache with room behind what is in it: no query sees that
+    if band.causal and end < n_kv:  # a cache with free space at its end, which no query sees
         if keys is None:
             keys = torch.ones(1, n_kv, dtype=torch.bool)
         keys = keys & (torch.arange(n_kv, device=keys.device) < end)
@@ -277,7 +277,7 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
         return None
     if keys is None or keys.all():
         return Band(band.causal, window)
-    if window is not None and _has_gaps(keys):  # to take padding out would shorten distances
+    if window is not None and _has_gaps(keys):  # removing padding would shorten distances
         return None
     if not band.causal and window is None:
         return Band(False, None, keys)
@@ -289,7 +289,7 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
 
 
 def _has_gaps(keys: Tensor) -> bool:
-    """Whether there is padding between tokens."""
+    """Return whether there is padding between tokens."""
     return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
 
 
@@ -318,7 +318,7 @@ def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
 
 
 def _same(f: Any, g: Any) -> bool:
-    """Whether two functions have the same code and equal values in their closures, recursively."""
+    """Return whether two functions have the same code and, recursively, equal closure values."""
     if isinstance(f, FunctionType) and isinstance(g, FunctionType):
         cells = [[cell.cell_contents for cell in x.__closure__ or ()] for x in (f, g)]
         return f.__code__ is g.__code__ and _same(*map(tuple, cells))
@@ -343,7 +343,7 @@ def attend(
     position_bias: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a transformers layer: (batch, heads, n, d) in, (batch, n, heads, d) out.
+    """Compute a transformers layer's attention: (batch, heads, n, d) in, (batch, n, heads, d) out.
 
     Raises
     ------
@@ -411,11 +411,11 @@ def attend_paged(
     Raises
     ------
     UnsupportedError
-        If there is no paged cache, and for whatever `attend` refuses.
+        If there is no paged cache, or if `attend` does not support the call.
     """
     if cache is None:
         raise UnsupportedError(
-            '"paged|flashsim" is for continuous batching (model.generate_batch), which gives a '
+            '"paged|flashsim" is for continuous batching (model.generate_batch), which has a '
             'paged cache; model.set_attn_implementation("flashsim") is for other calls'
         )
     where = {name: rest.pop(name) for name in ("read_index", "write_index")}
@@ -428,9 +428,9 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    A float mask may mask by a number near the lowest of its type. It may also use any number so
-    large that adding it erases the score's digits (-1e9 in float32). A row of such sums has lost
-    its scores, and its LSE has lost log n. A backward pass would then recompute P = 1 where P is
+    A float mask may mask with a number near the lowest of its type, or with any number so large
+    that the sum keeps no digit of the score (-1e9 in float32). In a row of such sums the scores are
+    lost, and so is the log n in its LSE. A backward pass would then recompute P = 1 where P is
     1 / n.
     """
     if mask.dtype == torch.bool:
@@ -457,7 +457,7 @@ def _between(band: Band, n_kv: int) -> Tensor:
 def _decoded(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
-    """Decode over the live keys of each sequence, where they lie."""
+    """Decode over the live keys of each sequence, without copying them."""
     batch, device = query.shape[0], query.device
     starts, stops = (
         None if x is None else x.to(device).expand(batch) for x in (band.starts, band.stops)
@@ -482,7 +482,7 @@ def _without_padding(
     v, _, _ = _packed(value, band.keys)
     if cu_q[-1] and cu_k[-1]:
         out = attention(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **options)
-    else:  # nothing but padding: a sum over no keys, zeros with gradients of zeros
+    else:  # only padding: a sum over no keys is zeros, with gradients of zeros
         group = heads // key.shape[1]
         out = q @ (k.mT @ v).repeat_interleave(group, dim=1)
     out = out[0].transpose(0, 1)

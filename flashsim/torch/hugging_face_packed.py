@@ -16,14 +16,14 @@ def attend(
 ) -> Tensor:
     """Attention of packed sequences: (1, heads, tokens, d) in, (1, tokens, heads, d) out.
 
-    A step of continuous batching in which each sequence has one token waits for nothing on a GPU.
+    A step of continuous batching in which each sequence has one token does not wait for the GPU.
     Other calls read the offsets on the host.
 
     Parameters
     ----------
     offsets : dict
         transformers' arguments: "cu_seq_lens_q", "cu_seq_lens_k" (by kind of layer where a model
-        has several) and, in continuous batching, "max_seqlen_q". Tokens behind the last offset are
+        has several) and, in continuous batching, "max_seqlen_q". Tokens after the last offset are
         padding, and get zeros.
     options : dict
         The keywords of `flashsim.torch.attention`.

@@ -38,7 +38,7 @@ class Pattern:
 
     @property
     def kind(self) -> str:
-        """Name of the pattern in one or two words, for tables."""
+        """Return the name of the pattern in one or two words, for tables."""
         words = ["causal"] if self.causal else []
         if self.window is not None:
             words.append("window {}:{}".format(*self.window))
@@ -52,23 +52,25 @@ class Pattern:
 
 
 def top_left(q: Any, k: Any) -> Any:
-    """torch's `is_causal` for unequal lengths: the diagonal starts at the first query and key."""
+    """The mask of torch's `is_causal`: the diagonal starts at the first query and key."""
     return k <= q
 
 
 def diagonal(n_q: int, n_kv: int) -> Pattern:
-    """The pattern of torch's ``is_causal=True``."""
+    """Return the pattern of torch's ``is_causal=True``."""
     return Pattern(causal=True) if n_q == n_kv else Pattern(mask=top_left)
 
 
 def has_values(x: Tensor) -> bool:
-    """Whether a tensor's numbers can be read."""
-    mapped = torch._C._functorch.is_batchedtensor(x)  # torch.vmap's: other values in each call
+    """Return whether a tensor's numbers can be read."""
+    mapped = torch._C._functorch.is_batchedtensor(
+        x
+    )  # torch.vmap's tensors have other values in each call
     return x.device.type != "meta" and not isinstance(x, FakeTensor) and not mapped
 
 
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
-    """The pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
+    """Return the pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
     The mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if it
     adds only 0 or about the lowest number of its type. An additive mask per head that cannot be
@@ -97,13 +99,13 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
 
 
 def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
-    """How many matrices `x` adds, per batch and per head: the form of `Problem.bias`."""
+    """Return how many matrices `x` adds, per batch and per head: the form of `Problem.bias`."""
     lead = (1, 1, *x.shape)[-4:-2]
     return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
-    """The pattern of a boolean mask of kept scores, (any, n_q or 1, n_kv or 1)."""
+    """Return the pattern of a boolean mask of kept scores, (any, n_q or 1, n_kv or 1)."""
     if bool(kept.all()):
         return Pattern()
     kept = kept.expand(-1, n_q, n_kv)

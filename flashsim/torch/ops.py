@@ -1,9 +1,9 @@
-"""The operators ``flashsim::attention`` and ``flashsim::attention_backward``, as torch sees them.
+"""The torch operators ``flashsim::attention`` and ``flashsim::attention_backward``.
 
-Tensors are (batch, heads, n, head_dim), as everywhere here; `functional` adds the rest. A torch
-operator is a name with a schema, and functions are registered for it. `forward` and `backward`
-compute it. The `*_shapes` return the shapes of its results, for torch.compile, the meta device and
-fake tensors. Others give its gradient and its rule under torch.vmap.
+Tensors are (batch, heads, n, head_dim); `functional` supports other shapes. A torch operator is a
+name with a schema, for which functions are registered. `forward` and `backward` compute the
+operators. The `*_shapes` return the shapes of their results, for torch.compile, the meta device and
+fake tensors. Other functions compute the gradient, or run an operator under torch.vmap.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def forward_shapes(
 ) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped like the results; raise the errors that a run would raise.
 
-    Offsets have no values here, and neither have sizes that a compiler leaves symbolic. The
-    operator itself checks these when it runs.
+    Offsets and a compiler's symbolic sizes have no values here. The operator checks them when it
+    runs.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
         request = inputs.Request(**keywords(**question))
@@ -169,7 +169,7 @@ def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: An
     out, lse = output
     ctx.save_for_backward(out, lse, *inputs)
     ctx.question = keyword_only_inputs
-    ctx.set_materialize_grads(False)  # of the LSE there mostly is no gradient: nothing to read
+    ctx.set_materialize_grads(False)  # the LSE usually has no gradient, so nothing is read
 
 
 def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -183,7 +183,7 @@ def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tenso
 
 
 def no_second(ctx: Any, *_: Any) -> NoReturn:
-    """Raise UnsupportedError in place of a second derivative."""
+    """Raise UnsupportedError instead of computing a second derivative."""
     raise UnsupportedError(
         "flashsim's attention has no second derivatives, because its backward kernel has no "
         "gradient of its own; differentiate torch's math attention twice"
@@ -195,7 +195,7 @@ backward.register_autograd(no_second)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
-    """Raise UnsupportedError in place of an autograd function's `jvp`: there is no forward mode."""
+    """Raise UnsupportedError for an autograd function's `jvp`: there is no forward mode."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
         "torch.autograd.forward_ad): its gradient is computed in reverse mode only, by "
@@ -207,14 +207,14 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """`forward`, differentiable under torch.func's transforms as well."""
+    """`forward`, also differentiable under torch.func's transforms."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
 
 
 def _transformed() -> bool:
-    """Whether a torch.func transform or forward mode is active: operators do not notice these."""
+    """Return whether a torch.func transform or forward mode is active; operators cannot see it."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         return no_forward_mode() if forward_mode else False
@@ -222,7 +222,7 @@ def _transformed() -> bool:
 
 
 def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """`backward`, usable under torch.func's transforms as well."""
+    """`backward`, also usable under torch.func's transforms."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -288,8 +288,8 @@ def forward_folded(
 ) -> Any:
     """Run `function` (`forward` or `differentiable`) under torch.vmap.
 
-    The mapped axis becomes part of the batch. With sinks, which all of a batch share, the mapped
-    entries run one after the other.
+    The mapped axis becomes part of the batch. With sinks, which a whole batch shares, the mapped
+    entries run one after another.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:
@@ -357,7 +357,7 @@ def _one_by_one(
     """Run `function` for each mapped entry, and stack its results."""
 
     def entry(n: int) -> list[Tensor | None]:
-        axes = (*dims, *(None,) * len(tensors))  # dims may be of more or of fewer arguments
+        axes = (*dims, *(None,) * len(tensors))  # dims may be of more or fewer arguments
         pairs = zip(tensors, axes, strict=False)
         return [x if axis is None else x.select(axis, n) for x, axis in pairs]
 

@@ -1,8 +1,8 @@
 """Messages between ranks of a process group: first an agreement, then tensors. Counts sent bytes.
 
-It uses only torch.distributed: `batch_isend_irecv`, which is gloo on the CPU and NCCL on GPUs,
-where it runs on its own stream beside the kernels. If a rank fails, dies or is called with other
-arguments, every rank raises an error: at once, or when the group's own timeout has passed.
+It uses only `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on GPUs. There
+messages have their own stream and overlap the kernels. If a rank fails, dies or is called with
+other arguments, every rank raises an error: at once, or after the group's own timeout.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def count_sent() -> Iterator[Counter[str]]:
         _COUNTERS.remove(counter)
 
 
-#: Tensors by name that travel as one message, each contiguous.
+#: Contiguous tensors by name that are sent as one message.
 Parcel = dict[str, Tensor]
 
 
@@ -56,10 +56,10 @@ class Pending:
 
     def __init__(self, works: Sequence[Any], going: Any, what: str) -> None:
         self._works, self._what = works, what
-        self._going = going  # alive until they are sent
+        self._going = going  # tensors stay alive until they are sent
 
     def wait(self) -> None:
-        """Wait for all sends and receives; on a GPU the current stream waits, not the caller.
+        """Wait for all sends and receives; on a GPU, only the current stream waits.
 
         Raises
         ------
@@ -121,15 +121,15 @@ class Member:
         return Pending(works, (going, coming), what)
 
 
-#: Cycles for which kernels wait after a transfer is begun. Ours fill every multiprocessor until
-#: they end: NCCL's blocks have to be there first.
+#: Cycles for which kernels wait after a transfer begins. The attention kernels fill every
+#: multiprocessor until they end, so NCCL's blocks must be there first.
 HEAD_START = 20_000
 
 
 class Inquiry:
     """A comparison of all ranks' arguments, in progress."""
 
-    #: Questions of a group that all of its ranks once agreed on.
+    #: The arguments on which all ranks of a group agreed before.
     _known: ClassVar[set[tuple[Any, ...]]] = set()
 
     def __init__(self, link: Member, mine: Mapping[str, int], error: Exception | None) -> None:
@@ -179,13 +179,13 @@ class Inquiry:
                     f"{_named(name, x)} on {_ranks(_where(values, x))}"
                     for x in dict.fromkeys(values)
                 )
-                raise RankError(f"all ranks must be given the same {name}, got {found}")
+                raise RankError(f"all ranks must get the same {name}, got {found}")
         raise AssertionError(told)
 
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """Turn an error of torch.distributed into a RankError that says what failed."""
+    """Turn an error of torch.distributed into a RankError that names the failed step."""
     try:
         yield
     except RuntimeError as error:
@@ -227,7 +227,7 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-#: The element types, by the number that stands for them when ranks compare.
+#: The element types by number; ranks compare the numbers.
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -1,6 +1,6 @@
-"""`ring_attention`: attention over the GPUs of a process group, each of which holds some rows.
+"""`ring_attention`: attention over the GPUs of a process group, each of which has some rows.
 
-`flashsim.distributed.Group` decides which rank holds which rows, which block it computes at each
+`flashsim.distributed.Group` decides which rank has which rows, which block it computes at each
 step, and what it sends to whom. The simulation uses the same class.
 """
 
@@ -44,11 +44,11 @@ def ring_attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> Tensor:
-    """Attention, with a gradient, over a sequence whose rows are spread over a process group.
+    """Compute attention, with a gradient, over a sequence divided among the ranks of a group.
 
     Every rank calls it with its own rows (`shard`). Ranks pass on K and V while the kernels of
     `attention` compute, or exchange heads. Blocks are merged by their LSE in float32. The backward
-    pass also sends dK and dV, in float32, behind K and V. Autocast casts q, k and v; under
+    pass also sends dK and dV, in float32, after K and V. Autocast casts q, k and v; under
     ``torch.compile`` the call is a graph break.
 
     Parameters
@@ -73,7 +73,7 @@ def ring_attention(
         On every rank, if ranks disagree, or if one rejects its tensors, dies, or does not answer
         within the group's timeout.
     FlashSimError
-        For a problem that cannot be spread over the ranks.
+        For a problem that cannot be divided among the ranks.
     """
     reject_unknown(unknown, unwrap(ring_attention).__kwdefaults__, "ring_attention")
     link = Member(group)
@@ -89,11 +89,11 @@ def ring_attention(
         dispatch.engine(backend)
         if deterministic is not None:
             checks.flag("deterministic", deterministic)
-    except Exception as error:  # whatever it is, the others must hear of it
+    except Exception as error:  # the other ranks must be told of any error
         link.ask(dict.fromkeys(_AGREED, 0), error).settle()
         raise AssertionError from error
     question = link.ask(_asked(plan, q))
-    later = q.is_cuda and question.familiar  # a GPU has its work before the answer is there
+    later = q.is_cuda and question.familiar  # the GPU gets its work before the ranks have answered
     if not later:
         question.settle()
     p = plan.problem
@@ -121,7 +121,7 @@ def shard(
     x : Tensor
         A tensor with the sequence along `dim`: q, k or v, but also token ids or positions.
     group, scheme, ulysses
-        As in `ring_attention`; for "usp", `ulysses` must be given.
+        As in `ring_attention`; "usp" needs `ulysses`.
 
     Raises
     ------
@@ -203,7 +203,7 @@ def _asked(plan: Group, q: Tensor) -> dict[str, int]:
     values = (
         *(p.batch, p.heads, p.kv_heads, q.shape[2], p.head_dim, p.head_dim_v),
         *(DTYPES.index(q.dtype), int(p.causal), SCHEMES.index(plan.scheme), plan.ulysses),
-        hash((p.scale, p.softcap)),  # of numbers: the same in every process
+        hash((p.scale, p.softcap)),  # a hash of numbers is the same in every process
     )
     return dict(zip(_AGREED, values, strict=True))
 
@@ -283,10 +283,10 @@ class _Part:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's rows.
 
-        dK and dV of other members' keys travel behind their K and V until they reach their owner.
-        They start as one block's gradients, in the type they were computed in. From the second
-        block on they are float32 sums. The owner adds the gradients of its own block and rounds
-        the sum once.
+        dK and dV of other members' keys are sent after their K and V until they reach their owner.
+        They start as one block's gradients, in the type of its computation. From the second block
+        on they are float32 sums. The owner adds the gradients of its own block and rounds the sum
+        once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
@@ -353,9 +353,9 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Whether sums of blocks are kept in float32.
+        """Return whether sums of blocks are kept in float32.
 
-        Just two blocks need no such sum: they are added and rounded at once.
+        Two blocks need no such sum: they are added and rounded at once.
         """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 

@@ -1,11 +1,11 @@
-"""flashsim in place of torch's own attention, and as an attention of Hugging Face's transformers.
+"""flashsim instead of torch's own attention, and as an attention of Hugging Face's transformers.
 
 torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
 After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
 ``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
 CPU and on CUDA, until ``restore_flash_attention_impl()``. torch's flash attention on CUDA takes no
-`attn_mask`: there flashsim also stands in for the other fused kernels, for calls with a mask.
-Dropout raises an error, because the kernels lack it.
+`attn_mask`, so flashsim also replaces the other fused kernels there, for calls with a mask.
+Dropout raises an error, because the kernels do not support it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def install() -> tuple[str, ...]:
     Returns
     -------
     tuple of str
-        The libraries that now know it. A version of transformers that is too old gives a warning.
+        The libraries that now know "flashsim". If transformers is too old, there is a warning.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def _activate() -> _Activated:
 
 def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
     library = Library("aten", "IMPL", device)
-    with warnings.catch_warnings():  # to override is what was asked for
+    with warnings.catch_warnings():  # the user requested the override
         warnings.filterwarnings("ignore", message=".*[Oo]verrid")
         for name, function in functions.items():
             library.impl(name, torch.compiler.disable(function), device, **how)
@@ -116,7 +116,7 @@ def _masked_question(
 ) -> dict[str, Any]:
     """Translate a torch call into keywords of `flashsim.run`.
 
-    torch's causal mask is aligned at the top left, for unequal numbers of queries and keys as well.
+    torch's causal mask is aligned at the top left, also for unequal numbers of queries and keys.
     """
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
@@ -132,7 +132,7 @@ def _masked_question(
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
     """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
 
-    With `narrow`, a mask that was broadcast over the batch or the heads is taken once for all.
+    With `narrow`, a mask that was broadcast over the batch or the heads becomes one bias for all.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
@@ -200,7 +200,7 @@ def _masked_gradients(
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
-    """Return `x` in the memory layout of `like`: torch promises that layout to compiled code."""
+    """Return `x` in the memory layout of `like`, which torch promises to compiled code."""
     place = torch.empty_like(like)
     return x if x.stride() == place.stride() else place.copy_(x)
 
@@ -210,7 +210,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Lay a tensor out as (batch, n, heads, d) in memory, as torch's gradients are."""
+    """Store a tensor as (batch, n, heads, d) in memory, like torch's gradients."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -245,7 +245,7 @@ def _flash_forward(
     if return_debug_mask or asked:
         raise UnsupportedError(
             f"flashsim's attention takes no {', '.join(asked or ['return_debug_mask'])}; "
-            "torch.nn.attention.restore_flash_attention_impl() brings back torch's own attention"
+            "torch.nn.attention.restore_flash_attention_impl() restores torch's own attention"
         )
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right

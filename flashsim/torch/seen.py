@@ -27,13 +27,13 @@ from flashsim.torch.calls import AttentionCall, only
 
 ALGORITHMS = ("standard", "flash2")
 
-#: Said where no call was seen.
+#: The text if no call was seen.
 NOTHING = (
     "nothing was seen: attention written out by hand, in another thread or process, or before or "
     "after the watch, is not"
 )
 
-#: Tiles, all heads together, that the L2 model replays for a table: a second or two.
+#: The largest number of tiles, over all heads, that the L2 model replays for a table: 1 or 2 s.
 REPLAYED = 2**20
 
 _COLUMNS = (
@@ -132,7 +132,7 @@ class Seen:
           kernels on this machine, the same for all algorithms. On a CPU it is the time of the
           operators, which no prediction describes.
         - saved B: bytes kept for the backward pass, inputs included; the total sums all layers.
-        - scores B: bytes of the score matrices that standard attention holds in HBM at once; the
+        - scores B: bytes of the score matrices that standard attention has in HBM at once; the
           total is the largest.
 
         Parameters
@@ -200,19 +200,19 @@ class Seen:
         return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:
-        """`full_table` as one dict per row; takes the same options."""
+        """Return `full_table` as one dict per row; takes the same options."""
         return self.full_table(**options).records()
 
     def csv(self, **options: Any) -> str:
-        """`full_table` as CSV."""
+        """Return `full_table` as CSV."""
         return self.full_table(**options).csv()
 
     def json(self, **options: Any) -> str:
-        """`full_table` as JSON."""
+        """Return `full_table` as JSON."""
         return self.full_table(**options).json()
 
     def to_pandas(self, **options: Any) -> Any:
-        """`full_table` as a pandas DataFrame.
+        """Return `full_table` as a pandas DataFrame.
 
         Raises
         ------
@@ -311,7 +311,7 @@ def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[d
 
 
 def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
-    """Mean time of the measured calls, and whether it is of kernels or operators."""
+    """Return the mean time of the measured calls, and whether it is of kernels or operators."""
     times = [sum(call.measured[direction].values()) for call in calls if direction in call.measured]
     if not times:
         return {"measured ms": None}
@@ -319,7 +319,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """Label of a measured time: the device, and kernels or operators."""
+    """Return the label of a measured time: the device, and kernels or operators."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -362,14 +362,14 @@ def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
     """Return the bound of a pass, its time in milliseconds, and the source of that time."""
     try:
         attainable, bound = point.attainable, point.bound
-    except FlashSimError:  # the device has no figure for this type
+    except FlashSimError:  # the device has no number for this type
         return "unknown", None, ""
     if counted.algorithm == "flash2":
         try:
             prediction = predict(
                 counted.problem, direction=counted.direction, device=counted.device
             )
-        except FlashSimError:  # no kernels here run it
+        except FlashSimError:  # no kernel supports it
             pass
         else:
             return bound, 1e3 * prediction.seconds, "predict"
@@ -377,7 +377,7 @@ def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
 
 
 def _scores(problem: Problem, algorithm: str, direction: str) -> int:
-    """Bytes of the N x N matrices that a pass writes to HBM."""
+    """Return the bytes of the N x N matrices that a pass writes to HBM."""
     written = plans.tensors_of(problem, algorithm, direction, "store")
     return sum(whole_bytes(problem, name) for name in {*written} & {"S", "P", "dP", "dS"})
 

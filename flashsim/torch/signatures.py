@@ -59,7 +59,7 @@ def _name(func: Any) -> str:
     return f"aten::{getattr(func, '__name__', '')}"
 
 
-# -- in words of Problem --------------------------------------------------------------------------
+# -- as fields of Problem --------------------------------------------------------------------------
 
 
 def dtype_of(x: Tensor, autocast: bool = False) -> str:
@@ -89,7 +89,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """The pattern of torch's two arguments, a mask or `is_causal` (aligned at the top left)."""
+    """Return the pattern of torch's two arguments: a mask, or `is_causal` (top-left aligned)."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -100,18 +100,18 @@ def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
 
 
 def _window(left: int | None, right: int | None, causal: bool) -> tuple[int, int] | None:
-    """The window of a FlashAttention call; None if it is unlimited."""
+    """Return the window of a FlashAttention call; None if it is unlimited."""
     left, right = (-1 if side is None else int(side) for side in (left, right))
     return None if left < 0 and (right < 0 or causal) else (left, 0 if causal else right)
 
 
 def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
-    """Offsets of the sequences in a nested tensor."""
+    """Return the offsets of the sequences in a nested tensor."""
     return tuple(accumulate((t.shape[axis] for t in x.unbind()), initial=0))
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """The values of a call's offsets; None, with a note, if they cannot be read."""
+    """Return the values of a call's offsets; None, with a note, if they cannot be read."""
     if x is None:
         return None
     if not has_values(x):
@@ -184,7 +184,7 @@ def _flash(a: Arguments) -> AttentionCall:
     )
 
 
-#: What calls of ours are called.
+#: The names of calls of flashsim's own functions.
 OURS = "flashsim.torch.attention"
 
 
@@ -241,7 +241,7 @@ def _flex(a: Arguments) -> AttentionCall:
 
 
 def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
-    """The pattern of flex_attention's mask: a function, the last entry of `block_mask`."""
+    """Return the pattern of flex_attention's mask: a function, the last entry of `block_mask`."""
     from torch.nn.attention.flex_attention import create_mask, noop_mask
 
     mask, blocks = block_mask[-1], block_mask[2]
@@ -298,7 +298,9 @@ def _fused_layer(a: Arguments) -> AttentionCall:
     else:
         sizes = Extents(q.shape[0], heads, heads, q.shape[1], k.shape[1], d, d)
     pattern, mask = Pattern(), a["mask"]
-    if mask is not None and not q.is_nested:  # True masks; of type 1 it is keys', (batch, n)
+    if (
+        mask is not None and not q.is_nested
+    ):  # True masks a score; a mask of type 1 is for keys, (batch, n)
         kept = ~mask.bool()
         kept = kept[:, None, None] if a["mask_type"] == 1 else kept
         pattern = read(kept, sizes.n_q, sizes.n_kv, sizes.batch, heads)
@@ -360,7 +362,7 @@ def layer(
         pattern = read(attention_mask[..., :n_kv], n_q, n_kv, batch, heads)
         if not pattern.known:
             pattern = said(module, sizes, rest)
-    elif attention_mask is not None or "flash" in name:  # those take padding, and say the rest
+    elif attention_mask is not None or "flash" in name:  # they take padding, and declare the rest
         pattern = said(module, sizes, rest)
     if rest.get("position_bias") is not None:  # added to the mask, if that is a bias as well
         lead = added(rest["position_bias"], batch, heads)
@@ -378,7 +380,7 @@ def layer(
 
 
 def said(module: Any, sizes: Extents, keywords: Arguments) -> Pattern:
-    """The pattern that a transformers layer declares, for a mask that cannot be read."""
+    """Return the pattern that a transformers layer declares, for a mask that cannot be read."""
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     size = keywords.get("sliding_window") or getattr(module, "sliding_window", None)

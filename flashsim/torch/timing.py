@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from flashsim.errors import OptionError
 from flashsim.torch.calls import AttentionCall
 
-#: What the names of all ranges begin with.
+#: The beginning of every range's name.
 RANGE = "flashsim.watch"
 _LOOKING_ON = "PythonDispatchMode"  # watch's own
 
@@ -78,7 +78,7 @@ class Timer(Ranges):
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        # One cycle is all there is; kept, since torch warns of those that are dropped.
+        # There is only one cycle; it is kept, since torch warns about dropped ones.
         self.profile = profile(activities=activities, acc_events=True)
         stack.callback(self.read)  # after the profiler has stopped, which waits for the GPU
         stack.enter_context(self.profile)

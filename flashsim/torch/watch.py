@@ -5,8 +5,8 @@ mode sees operators called from elsewhere (TorchScript, C++). Attention function
 are wrapped at look-up, since "eager" ones are plain products. Each call is recorded once, by the
 outermost observer that sees it. A transformers function is recorded only if no call under it was.
 
-Hooks on all modules keep the stack of modules that names are read from. Hooks on a single module
-would turn off the fast path of nn.TransformerEncoderLayer.
+Hooks on all modules maintain the stack of running modules, from which names are read. Hooks on a
+single module would turn off the fast path of nn.TransformerEncoderLayer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from flashsim.torch.calls import AttentionCall, copies
 from flashsim.torch.seen import Seen
 from flashsim.torch.timing import Ranges, Timer
 
-#: Bytes of q, k and v that are copied for all calls together.
+#: The largest number of bytes of q, k and v that are copied for all calls together.
 KEPT = 2**26
 
 
@@ -90,12 +90,12 @@ def watch(
 
 @contextmanager
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
-    """Watch like `watch`, in ranges of another tool; `Ranges.calls` names the call of each range.
+    """Watch like `watch`, in ranges of another tool; `Ranges.calls` has the call of each range.
 
     Parameters
     ----------
     open_range : callable
-        Returns a context manager for a range of that name, such as `torch.cuda.nvtx.range`.
+        Returns a context manager for a range of the name it gets, like `torch.cuda.nvtx.range`.
     """
     recorder = _Recorder(Seen("a program"), _Names(None), 0)
     recorder.timer = Ranges(open_range)
@@ -105,7 +105,7 @@ def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Itera
 
 @contextmanager
 def _recording(recorder: _Recorder) -> Iterator[None]:
-    """Let all observers report to `recorder`."""
+    """Make all observers report to `recorder`."""
     with ExitStack() as stack:
         stack.enter_context(_everywhere)
         for hook in (
@@ -132,7 +132,7 @@ class _Everywhere:
                 return
             put = self.replaced.enter_context
             put(torch.compiler.set_stance("force_eager"))
-            # Its own warns of hooks on all modules.
+            # Its own function warns about hooks on all modules.
             put(mock.patch.object(OptimizedModule, "__call__", nn.Module.__call__))
             # nn.MultiheadAttention asks it before its fast path, and a mode would answer.
             put(mock.patch.object(torch.overrides, "has_torch_function", _others_look_on))
@@ -221,7 +221,7 @@ class _Recorder:
         self.timer: Ranges | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Called when a module starts: push it on the stack of running modules.
+        """Push a module that starts on the stack of running modules.
 
         Global hooks run in every thread, so check the thread first.
         """
@@ -230,7 +230,7 @@ class _Recorder:
             self.names.enter(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Called when a module ends: take it off the stack of running modules."""
+        """Remove a module that ends from the stack of running modules."""
         if self in _here():
             self.names.leave(module)
 
@@ -306,7 +306,7 @@ class _Recorder:
         name = self.names.current()
         try:
             call = read()
-        except Exception as error:  # the model, which has got its result, goes on
+        except Exception as error:  # the model has its result and continues
             what = f"{type(error).__name__}: {error}"
             self.seen.missed.append(f"{name or '(no module)'}: {what}")
             return
@@ -382,7 +382,7 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _others_look_on(tensors: Any) -> bool:
-    """Return the value that torch's `has_torch_function` would have without our modes."""
+    """Return the value that torch's `has_torch_function` would have without flashsim's modes."""
     if not _has_torch_function(tensors):
         return False
     modes = torch.overrides._get_current_function_mode_stack()

@@ -150,7 +150,7 @@ def jobs(monkeypatch):
 
     from flashsim.api import dispatch
     from flashsim.api import request as requests
-    from flashsim.engines.engine import Outcome
+    from flashsim.engines.protocol import Outcome
 
     asked = []
 
@@ -431,7 +431,7 @@ def test_infinite_inputs_spread_or_raise(x):
     x.k[0, 0, 3, 2] = np.nan
     assert np.isnan(run(x).out[0, 0]).all()
     assert np.isfinite(run(x).out[1]).all()
-    with pytest.raises(OptionError, match="k holds 1 NaN or infinite values"):
+    with pytest.raises(OptionError, match="k contains 1 NaN or infinite values"):
         run(x, nan_policy="raise")
 
 

@@ -74,6 +74,7 @@ def test_a_cache_is_laid_out_for_those_that_know_none():
         flashsim.compare(q, *pools, algorithms=["flash2", "flash-decode"], **wrong)
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [

@@ -363,7 +363,7 @@ def refused(function, options):
     return None
 
 
-@pytest.mark.filterwarnings("ignore:out holds:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:out contains:RuntimeWarning")
 @pytest.mark.parametrize("case", TAKES, ids=name_of)
 def test_a_right_answer_or_an_error_of_ours(case, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -403,7 +403,7 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
         ),
         (
             lambda: flashsim.quantize(*[np.full((4, 8), 1e300)] * 3),
-            "q holds NaN or infinity .in float32",
+            "q contains NaN or infinity .in float32",
         ),
         (
             lambda: flashsim.merge(*[np.ones((4, 8), int), np.ones(4, np.float32)] * 2),
@@ -440,7 +440,9 @@ def test_what_is_no_lse_is_not_merged(value, side):
     wrong[0] = value
     sides = [(R.out, R.lse), (R.out, R.lse)]
     sides[side] = R.out, wrong
-    text = rf"lse_{'ab'[side]} holds 1 values that cannot be an LSE .*base-2 LSE by math.log\(2\)"
+    text = (
+        rf"lse_{'ab'[side]} contains 1 values that cannot be an LSE .*base-2 LSE by math.log\(2\)"
+    )
     with pytest.raises(flashsim.OptionError, match=text):
         flashsim.merge(*sides[0], *sides[1])
 

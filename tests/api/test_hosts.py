@@ -367,7 +367,7 @@ def test_arrays_on_a_gpu_are_merged_there(fake_gpu):
         np.testing.assert_array_equal(got._array, want)
     wrong = r.lse.copy()
     wrong[0, 0, 0] = np.nan
-    with pytest.raises(flashsim.OptionError, match="lse_a holds 1 values that cannot be an LSE"):
+    with pytest.raises(flashsim.OptionError, match="lse_a contains 1 values that cannot be an LSE"):
         flashsim.merge(*map(OnGpu, (r.out, wrong, r.out, r.lse)))
 
 

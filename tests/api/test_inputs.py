@@ -100,7 +100,7 @@ BAD = {
         lambda: run(X, np.full_like(X, np.nan), X, nan_policy="raise"),
         "OptionError",
         ValueError,
-        ["k holds 128 NaN or infinite values", "nan_policy='propagate'"],
+        ["k contains 128 NaN or infinite values", "nan_policy='propagate'"],
     ),
     # bias and masks
     "bias shape": (
@@ -517,7 +517,7 @@ def test_nan_goes_through_unless_told_otherwise():
     bad[0, 0] = np.inf
 
     assert prepare(bad, X, X).problem.n_q == 8
-    with pytest.raises(flashsim.OptionError, match="q holds 1 NaN"):
+    with pytest.raises(flashsim.OptionError, match="q contains 1 NaN"):
         prepare(bad, X, X, Request(nan_policy="raise"))
 
 
@@ -529,7 +529,7 @@ def test_nan_in_bfloat16_and_in_a_bias_is_seen():
     numbers = (bits & 0x7FFF) < 0x7F80
     check_finite("x", every[numbers].reshape(2, -1))
     for x in every[~numbers]:
-        with pytest.raises(flashsim.OptionError, match="x holds 1 NaN"):
+        with pytest.raises(flashsim.OptionError, match="x contains 1 NaN"):
             check_finite("x", np.array([[1, x], [-1, 2]], ml_dtypes.bfloat16))
     bias = np.full((8, 8), np.nan, np.float32)
     with pytest.raises(flashsim.OptionError, match="bias holds 64 NaN"):
@@ -649,7 +649,9 @@ def test_float16_overflow_is_said(backend):
     x = np.full((4, 16), 200, np.float16)
 
     result = flashsim.run(x, x[:1], x[:1], backend=backend)  # one key: dv sums four rows of dout
-    with pytest.warns(RuntimeWarning, match="^dv holds 16 NaN or infinite.*float16 ends at 65,504"):
+    with pytest.warns(
+        RuntimeWarning, match="^dv contains 16 NaN or infinite.*float16 ends at 65,504"
+    ):
         result.backward(np.full_like(x, 65504))
 
 

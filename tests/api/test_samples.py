@@ -24,11 +24,13 @@ def test_layers_differ():
     assert np.abs(flashsim.load_sample("layer0").q - flashsim.load_sample("layer5").q).max() > 1
 
 
+@pytest.mark.promise("refuses bad input")
 def test_an_unknown_sample_says_which_there_are():
     with pytest.raises(FlashSimError, match=r"unknown sample 'layer1'; possible: layer0, layer5"):
         flashsim.load_sample("layer1")
 
 
+@pytest.mark.promise("three counts equal")
 @pytest.mark.parametrize("name", ["h200-forward", "h200-backward"])
 def test_a_bundled_trace_is_a_gpus_and_its_counts_are_the_prediction(name):
     trace = flashsim.load_sample_trace(name)
@@ -47,6 +49,7 @@ def test_a_bundled_trace_is_a_gpus_and_its_counts_are_the_prediction(name):
     assert len(roles) == 3
 
 
+@pytest.mark.promise("refuses bad input")
 def test_an_unknown_trace_says_which_there_are():
     with pytest.raises(FlashSimError, match=r"unknown trace 'h200'; .*possible: h200-forward"):
         flashsim.load_sample_trace("h200")

@@ -520,5 +520,5 @@ def test_a_row_that_no_sweep_writes_is_refused_and_left_alone(tmp_path, change, 
 
 
 def test_a_path_that_keeps_nothing_is_refused():
-    with pytest.raises(FlashSimError, match="/dev/null: it is no regular file; name a file"):
+    with pytest.raises(FlashSimError, match="/dev/null: it is not a regular file; name a file"):
         flashsim.sweep(64, path="/dev/null")

@@ -69,6 +69,7 @@ def test_the_command_says_seconds_and_folder():
     assert row["folder"] == str(threads.folder())
 
 
+@pytest.mark.promise("failures end in words")
 @pytest.mark.parametrize("folder", ["a file/below", None])
 def test_where_nothing_can_be_kept_nothing_is_compiled(folder, tmp_path, monkeypatch):
     (tmp_path / "a file").write_text("")
@@ -78,6 +79,7 @@ def test_where_nothing_can_be_kept_nothing_is_compiled(folder, tmp_path, monkeyp
         flashsim.warm()
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize(("name", "wrong"), [("direction", "sideways"), ("algorithm", "flash1")])
 def test_unknown_words_are_refused(name, wrong):
     with pytest.raises(flashsim.OptionError, match=f"unknown {name} '{wrong}'"):

@@ -18,7 +18,7 @@ from flashsim import Problem, Tiling
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable, OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 from flashsim.schedule.schedule import Schedule

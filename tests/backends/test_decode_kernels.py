@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashsim import Problem
-from flashsim.backends.launch_policy import decode
+from flashsim.backends.launch_policy import decode_plan
 from flashsim.errors import OptionError, UnsupportedError
 
 pytest.importorskip("cupy")
@@ -38,7 +38,7 @@ VARIANTS = {
 
 def plan(name, gpu, **more):
     problem, page = VARIANTS[name]
-    return decode.plan(problem, (problem.n_kv,) * problem.batch, gpu, page=page, **more)
+    return decode_plan.plan(problem, (problem.n_kv,) * problem.batch, gpu, page=page, **more)
 
 
 #: Each on a GPU in turn, the first in `make test`, all in `make kernels`; every pair is thorough.
@@ -84,7 +84,7 @@ def test_counting_compiles_and_costs_nothing_when_off(name):
 )
 def test_the_measured_choices(batch, keys, splits, threads):
     p = Problem(1, keys, 128, batch=batch, **GROUPED)
-    made = decode.plan(p, (keys,) * batch, H200)
+    made = decode_plan.plan(p, (keys,) * batch, H200)
     assert made.splits == (splits,) * batch
     assert made.kernel.threads == threads
 
@@ -93,15 +93,15 @@ def test_sequences_that_take_all_the_memory_gives_stay_whole():
     """64 blocks are 0.48 of 132 multiprocessors, 56 are 0.42; those in pages are split even so, and
     wide rows where a cluster merges."""
     p, a100 = Problem(1, 32768, 128, batch=8, **GROUPED), replace(H200, compute_capability=(8, 0))
-    assert decode.plan(p, (32768,) * 8, a100).splits == (1,) * 8
-    assert decode.plan(replace(p, batch=7), (32768,) * 7, a100).splits == (2,) * 7
-    assert decode.plan(p, (4096, *(400,) * 7), a100).splits[0] > 1, "longer than the others"
-    made = decode.plan(p, (1024,) * 8, H200)
+    assert decode_plan.plan(p, (32768,) * 8, a100).splits == (1,) * 8
+    assert decode_plan.plan(replace(p, batch=7), (32768,) * 7, a100).splits == (2,) * 7
+    assert decode_plan.plan(p, (4096, *(400,) * 7), a100).splits[0] > 1, "longer than the others"
+    made = decode_plan.plan(p, (1024,) * 8, H200)
     assert (made.splits, made.cluster) == ((2,) * 8, 2)
     narrow = replace(p, head_dim=64, head_dim_v=64)
-    assert decode.plan(narrow, (4096,) * 8, H200).splits == (1,) * 8
-    assert decode.plan(narrow, (32768,) * 8, H200).splits == (1,) * 8
-    made = decode.plan(narrow, (1024,) * 8, H200, page=16)
+    assert decode_plan.plan(narrow, (4096,) * 8, H200).splits == (1,) * 8
+    assert decode_plan.plan(narrow, (32768,) * 8, H200).splits == (1,) * 8
+    made = decode_plan.plan(narrow, (1024,) * 8, H200, page=16)
     assert (made.splits, made.cluster, made.slots) == ((2,) * 8, 2, 0)
 
 
@@ -111,9 +111,12 @@ def test_sequences_that_take_all_the_memory_gives_stay_whole():
 )
 def test_short_sequences_merge_in_the_largest_cluster(keys, splits, cluster):
     """8 parts of four key tiles rather than 16 of two, whose parts would go through HBM."""
-    made = decode.plan(Problem(1, 8192, 128, **GROUPED), (keys,), H200)
+    made = decode_plan.plan(Problem(1, 8192, 128, **GROUPED), (keys,), H200)
     assert (made.splits, made.cluster) == ((splits,), cluster)
-    assert decode.plan(made.problem, (keys,), replace(H200, compute_capability=(8, 0))).cluster == 1
+    assert (
+        decode_plan.plan(made.problem, (keys,), replace(H200, compute_capability=(8, 0))).cluster
+        == 1
+    )
 
 
 @pytest.mark.parametrize(
@@ -131,7 +134,7 @@ def test_long_contiguous_ranges_have_more_under_way(batch, keys, page, stages, o
     """192 KB a multiprocessor; in pages, of few tiles, of two blocks 128 KB. Two do not begin
     early, if all have their places and much to read."""
     p = Problem(1, keys, 128, batch=batch, **GROUPED)
-    made = decode.plan(p, (keys,) * batch, H200, page=page)
+    made = decode_plan.plan(p, (keys,) * batch, H200, page=page)
     assert dict(made.kernel.constants)["FS_STAGES"] == stages
     assert made.overlaps == overlaps
 
@@ -139,12 +142,12 @@ def test_long_contiguous_ranges_have_more_under_way(batch, keys, page, stages, o
 def test_what_merges_in_a_cluster():
     p = Problem(1, 4096, 128, batch=2, **GROUPED)
     for splits in (1, 2, 3, 4, 6, 8, 16):
-        made = decode.plan(p, (4096,) * 2, H200, splits)
+        made = decode_plan.plan(p, (4096,) * 2, H200, splits)
         assert made.cluster == (splits if splits in (2, 4, 8) else 1)
         assert made.grid[0] % made.cluster == 0
-    assert decode.plan(p, (4096, 200), H200, 4).cluster == 1, "they are split differently"
+    assert decode_plan.plan(p, (4096, 200), H200, 4).cluster == 1, "they are split differently"
     many = replace(p, batch=32)
-    assert decode.plan(many, (4096,) * 32, H200, 4).cluster == 1, "two small blocks on each"
+    assert decode_plan.plan(many, (4096,) * 32, H200, 4).cluster == 1, "two small blocks on each"
 
 
 @settings(deadline=None)
@@ -156,7 +159,7 @@ def test_what_merges_in_a_cluster():
 )
 def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
     p = Problem(n_q, 5000, 64, batch=len(lengths), window=window, **GROUPED)
-    made = decode.plan(p, tuple(lengths), H200, splits)
+    made = decode_plan.plan(p, tuple(lengths), H200, splits)
     slots = []
     for b, length in enumerate(lengths):
         mine = made.items[made.items[:, 0] == b]
@@ -190,13 +193,13 @@ def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
 
 def test_what_is_not_decoded_is_refused():
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
-        decode.plan(Problem(1, 64, 64), (64,), H200)
+        decode_plan.plan(Problem(1, 64, 64), (64,), H200)
     with pytest.raises(UnsupportedError, match="head_dim up to 256, got 512"):
-        decode.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
+        decode_plan.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
     with pytest.raises(UnsupportedError, match="does not support bias"):
-        decode.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
+        decode_plan.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
     with pytest.raises(OptionError, match="splits must be at most 2048 here"):
-        decode.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
+        decode_plan.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
 
 
 @pytest.mark.parametrize(
@@ -205,7 +208,7 @@ def test_what_is_not_decoded_is_refused():
 )
 def test_reading_lengths_as_it_runs_costs_no_registers_that_spill(name, arch):
     problem, page = VARIANTS[name]
-    made = decode.dynamic(problem, GPUS[arch], page=page)
+    made = decode_plan.dynamic(problem, GPUS[arch], page=page)
     assert ("FS_DYNAMIC", 1) in made.kernel.constants
     ((_, spilled, registers),) = compile_kernel(made.kernel, arch).values()
     assert spilled <= SPILL_BYTES

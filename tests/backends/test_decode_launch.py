@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from flashsim import Problem, Tiling
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
 from flashsim.problem.problem import numpy_dtype
 from flashsim.trace.events import PHASES
@@ -24,8 +24,8 @@ from test_emulated_decode import AMPERE, CASCADES, CASES, H200
 from flashsim.api import inputs
 from flashsim.backends.cupy_gpu import arrays, decode, launching
 from flashsim.backends.cupy_gpu import engine as cupy_engine
-from flashsim.backends.launch_policy import decode as family
 from flashsim.backends.launch_policy import decode_kernels
+from flashsim.backends.launch_policy import decode_plan as family
 
 needs_gcc = pytest.mark.skipif(emulator.COMPILER is None, reason="needs Linux and g++")
 
@@ -119,6 +119,7 @@ def job(case, x, **options):
     return Job(case.problem, x["q"], x["k"], x["v"], algorithm=family.ALGORITHM, options=options)
 
 
+@pytest.mark.promise("three counts equal")
 @needs_gcc
 @pytest.mark.parametrize(
     "name", ["one query", "padded rows", "softcap, one key head", "window", "pages of 3"]
@@ -221,6 +222,7 @@ def test_a_graph_keeps_counters_of_its_own(launches, monkeypatch):
     assert len(decode._CAPTURED[0, 5, 7]) == 1
 
 
+@pytest.mark.promise("three counts equal")
 @needs_gcc
 @pytest.mark.parametrize("name", CASCADES)
 def test_a_shared_prefix_is_two_launches(name, launches):
@@ -282,6 +284,7 @@ def test_a_shared_page_that_is_not():
 P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
@@ -303,6 +306,7 @@ def test_lengths_that_cannot_be(lengths, error, message):
         decode._live_keys(job, None, 0)
 
 
+@pytest.mark.promise("refuses bad input")
 def test_a_table_names_its_wrong_entry():
     table = np.array([[0, 1, 9, 9], [4, 5, 2, -1]], np.int32)
     pool = np.zeros((6, 2, 16, 1), np.float16)
@@ -324,12 +328,14 @@ def test_a_table_names_its_wrong_entry():
         checked(table.astype(np.int64), [1, 1])
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])
 def test_splits_that_cannot_be(splits):
     with pytest.raises(OptionError, match='splits must be "auto" or an integer of at least 1'):
         decode._splits(splits)
 
 
+@pytest.mark.promise("refuses bad input")
 def test_what_a_decode_does_not_take():
     def refused(error, message, **more):
         with pytest.raises(error, match=message):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashsim import Problem
-from flashsim.backends.launch_policy import decode
+from flashsim.backends.launch_policy import decode_plan
 from flashsim.errors import OptionError, ShapeError, UnsupportedError
 
 pytest.importorskip("cupy")
@@ -25,6 +25,7 @@ MLA = Problem(
 GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
 
 
+@pytest.mark.promise("kernels compile")
 @pytest.mark.parametrize(
     ("page", "more"),
     [
@@ -36,7 +37,7 @@ GROUPED = {"heads": 8, "kv_heads": 2, "dtype": "bfloat16"}
 )
 def test_latent_attention_stays_in_registers(page, more):
     p = replace(MLA, **more)
-    made = decode.plan(p, (4096,) * 64, H200, page=page)
+    made = decode_plan.plan(p, (4096,) * 64, H200, page=page)
     assert made.kernel.shared_bytes <= H200.shared_bytes
     ((_, spilled, _),) = compile_kernel(made.kernel, "sm_90a").values()
     assert spilled == 0
@@ -44,10 +45,11 @@ def test_latent_attention_stays_in_registers(page, more):
     assert spilled == 0
 
 
+@pytest.mark.promise("kernels compile")
 @pytest.mark.parametrize(("d", "page", "arch"), [(128, 16, "sm_90"), kernels_only(64, 0, "sm_80")])
 def test_a_shared_prefix_stays_in_registers(d, page, arch):
     p = Problem(1, 8192, d, batch=32, heads=32, kv_heads=8, dtype="bfloat16")
-    made = decode.plan(p, (8192,) * 32, GPUS[arch], page=page, prefix=7168)
+    made = decode_plan.plan(p, (8192,) * 32, GPUS[arch], page=page, prefix=7168)
     assert made.kernel.shared_bytes <= GPUS[arch].shared_bytes
     for kernel in (made.kernel, made.merge):
         ((_, spilled, _),) = compile_kernel(kernel, arch).values()
@@ -57,12 +59,13 @@ def test_a_shared_prefix_stays_in_registers(d, page, arch):
 def test_latent_blocks_fill_the_multiprocessors():
     for n_q, batch, keys, splits in ((1, 64, 4096, 1), (1, 8, 32768, 8), (2, 8, 32768, 4)):
         p = replace(MLA, n_q=n_q, n_kv=keys, batch=batch)
-        made = decode.plan(p, (keys,) * batch, H200)
+        made = decode_plan.plan(p, (keys,) * batch, H200)
         assert made.splits == (splits,) * batch
         assert made.grid == (batch * splits * 2 * n_q, 1)
         assert made.grid[0] <= H200.multiprocessors or splits == 1
 
 
+@pytest.mark.promise("three counts equal")
 @settings(deadline=None, max_examples=30)
 @given(
     st.lists(st.integers(0, 700), min_size=1, max_size=5).filter(any),
@@ -73,7 +76,7 @@ def test_latent_blocks_fill_the_multiprocessors():
 def test_a_latent_launch_moves_what_the_simulator_does(lengths, splits, page, n_q):
     p = replace(MLA, n_q=n_q, n_kv=700, batch=len(lengths), heads=20)
     case = Case(p, tuple(lengths), page)
-    made = decode.plan(p, case.lengths, H200, splits, page)
+    made = decode_plan.plan(p, case.lengths, H200, splits, page)
     assert moved(made, case) == simulated(made, case)
     slots = [made.items[made.items[:, 0] == b, 3] for b, n in enumerate(made.splits) if n > 1]
     assert sorted(np.concatenate([*slots, []]).tolist()) == [*range(made.slots)]
@@ -93,7 +96,7 @@ def test_a_shared_prefix_is_cut_up_once(own, pages, splits, n_q):
     p = Problem(n_q, 1000, 64, batch=len(own), **GROUPED)
     prefix = 16 * pages
     lengths = tuple(prefix + n for n in own)
-    made = decode.plan(p, lengths, H200, splits, 16, prefix=prefix)
+    made = decode_plan.plan(p, lengths, H200, splits, 16, prefix=prefix)
     tile = made.block_k
     walked = {}
     for b, lo, hi, slot, first, parts, keys, row_tile in made.items.tolist():
@@ -114,36 +117,38 @@ def test_a_shared_prefix_is_cut_up_once(own, pages, splits, n_q):
     assert shared | mine == {*range(made.slots)}
 
 
+@pytest.mark.promise("refuses bad input")
 def test_what_is_refused():
     a100 = GPUS["sm_80"]
     with pytest.raises(UnsupportedError, match=r"decoded on Hopper .* not on A100"):
-        decode.plan(MLA, (4096,) * 64, a100)
+        decode_plan.plan(MLA, (4096,) * 64, a100)
     with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128, got 64"):
-        decode.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
+        decode_plan.plan(replace(MLA, head_dim_v=64), (4096,) * 64, H200)
     p = Problem(4, 600, 64, batch=2, causal=True, **GROUPED)
     with pytest.raises(OptionError, match="got 400, but entry 1 has only 300 keys"):
-        decode.plan(p, (600, 300), H200, prefix=400)
+        decode_plan.plan(p, (600, 300), H200, prefix=400)
     with pytest.raises(
         ShapeError, match=r"sequence 1 has . queries, but only . keys after the shared prefix"
     ):
-        decode.plan(p, (600, 401), H200, prefix=400)
+        decode_plan.plan(p, (600, 401), H200, prefix=400)
     with pytest.raises(ShapeError, match="whole pages of 16 keys, got 401"):
-        decode.plan(p, (600, 600), H200, page=16, prefix=401)
+        decode_plan.plan(p, (600, 600), H200, page=16, prefix=401)
     with pytest.raises(UnsupportedError, match="shared_prefix cannot be combined with window"):
-        decode.plan(replace(p, window=(9, 0)), (600, 600), H200, prefix=400)
+        decode_plan.plan(replace(p, window=(9, 0)), (600, 600), H200, prefix=400)
     with pytest.raises(UnsupportedError, match="latent attention does not support shared_prefix"):
-        decode.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, H200, prefix=64)
+        decode_plan.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, H200, prefix=64)
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
-        decode.check(replace(p, dtype="float32"), H200)
+        decode_plan.check(replace(p, dtype="float32"), H200)
 
 
+@pytest.mark.promise("refuses bad input")
 def test_keys_past_32_bits_are_refused():
     long = {"n_kv": 2**31, "batch": 1}
     plain = Problem(1, 2**31, 128, **GROUPED)
     for made in (
-        lambda: decode.plan(replace(MLA, **long), (2**31,), H200),
-        lambda: decode.plan(plain, (2**31,), H200, prefix=128),
-        lambda: decode.plan(plain, (2**31,), H200),
+        lambda: decode_plan.plan(replace(MLA, **long), (2**31,), H200),
+        lambda: decode_plan.plan(plain, (2**31,), H200, prefix=128),
+        lambda: decode_plan.plan(plain, (2**31,), H200),
     ):
         with pytest.raises(
             UnsupportedError, match="with 32-bit integers, so n_kv can be at most 2,147,483,647"
@@ -153,7 +158,7 @@ def test_keys_past_32_bits_are_refused():
 
 def split_and_cluster(gpu, batch, keys, head_dim, splits=None):
     p = Problem(1, keys, head_dim, batch=batch, heads=32, kv_heads=8, dtype="bfloat16")
-    made = decode.plan(p, (keys,) * batch, gpu, splits)
+    made = decode_plan.plan(p, (keys,) * batch, gpu, splits)
     return made.splits[0], made.cluster
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import flashsim
 from flashsim import Problem, TraceError, UnsupportedError
-from flashsim.backends.launch_policy import decode, decode_kernels
-from flashsim.backends.reports import decode as traces
+from flashsim.backends.launch_policy import decode_kernels, decode_plan
+from flashsim.backends.reports import decode_report as traces
 from flashsim.trace.trace import Trace
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
@@ -62,10 +62,10 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
     held["arrived"] = np.zeros(made.counters, np.uint32)
     held["items"] = made.items
     held["table"] = np.ascontiguousarray(x.get("table", np.zeros((1, 1), np.int32)))
-    held["visit_counts"] = np.zeros((made.walks, made.n_visits, decode.SLOTS), np.uint32)
+    held["visit_counts"] = np.zeros((made.walks, made.n_visits, decode_plan.SLOTS), np.uint32)
     blocks = len(made.items) * p.kv_heads * made.row_tiles
-    held["item_counts"] = np.zeros((blocks, decode.SLOTS), np.uint32)
-    record = decode.record(made, held["table"].shape[1], len(held["k"]))
+    held["item_counts"] = np.zeros((blocks, decode_plan.SLOTS), np.uint32)
+    record = decode_plan.record(made, held["table"].shape[1], len(held["k"]))
     functions = emulator.read_by_functions(p, x)
     emulator.fill_in(record, made.kernel, p, functions)
     for name, array in held.items():
@@ -82,10 +82,10 @@ def launch(machine, case, x, splits=None, gpu=H200, runs=1, reports=None):
             machine.run(made.merge, record, made.merge_grid)
         assert not held["arrived"].any(), "counters are back at 0"
     if reports is not None:
-        items = held["item_counts"].reshape(-1, made.row_tiles, decode.SLOTS)
+        items = held["item_counts"].reshape(-1, made.row_tiles, decode_plan.SLOTS)
         reports |= {"visit_counts": held["visit_counts"], "item_counts": items}
-    totals = dict(zip(decode.VISIT_SLOTS, held["visit_counts"].sum((0, 1)), strict=False))
-    totals |= dict(zip(decode.ITEM_SLOTS, held["item_counts"].sum(0), strict=False))
+    totals = dict(zip(decode_plan.VISIT_SLOTS, held["visit_counts"].sum((0, 1)), strict=False))
+    totals |= dict(zip(decode_plan.ITEM_SLOTS, held["item_counts"].sum(0), strict=False))
     out = held["o"][..., : p.head_dim_v]
     assert not held["o"][..., p.head_dim_v :].astype(bool).any(), "padding"
     return out, held["lse"], made, {name: int(n) for name, n in totals.items()}
@@ -200,7 +200,7 @@ def test_sequences_that_are_divided_differently_have_a_trace(tmp_path):
     assert schedule.part_counts.tolist() == [*made.splits]
     found = traces.stages(made, schedule, **reports)
     device = flashsim.Device.get("H200")
-    trace = Trace(schedule.problem, device, decode.ALGORITHM, "forward", "cupy", found)
+    trace = Trace(schedule.problem, device, decode_plan.ALGORITHM, "forward", "cupy", found)
     assert named(trace.transfers) == moved(made, case)
     trace.save(tmp_path / "trace.npz")
     again = Trace.load(tmp_path / "trace.npz")
@@ -210,7 +210,7 @@ def test_sequences_that_are_divided_differently_have_a_trace(tmp_path):
 
 def test_what_a_trace_cannot_say():
     def walk(p, lengths, splits=None):
-        return traces.walk_of(decode.plan(p, lengths, H200, splits), lengths, 0)
+        return traces.walk_of(decode_plan.plan(p, lengths, H200, splits), lengths, 0)
 
     with pytest.raises(UnsupportedError, match="row tiles under a mask"):
         walk(Problem(300, 600, 64, causal=True, **GROUPED), (600,), 1)

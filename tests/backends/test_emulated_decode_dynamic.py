@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from flashsim import Problem, UnsupportedError
-from flashsim.backends.launch_policy import decode, decode_kernels
+from flashsim.backends.launch_policy import decode_kernels, decode_plan
 
 pytest.importorskip("cupy")  # test_cuda_kernels wants it; nothing here does
 import emulator
@@ -40,7 +40,7 @@ H200 = replace(HOPPER, compute_capability=(8, 0))
 def launched(machine, gpu, case, x, splits, starts=None, entries=None, **given):
     """out and the LSE of a launch whose plan does not know the lengths."""
     p = case.problem
-    made = decode.dynamic(p, gpu, splits, case.page)
+    made = decode_plan.dynamic(p, gpu, splits, case.page)
     held = {name: emulator.padded(x[name]) for name in "qkv"}
     held["o"] = emulator.unwritten(p, p.heads, p.n_q, p.head_dim_v)
     held["lse"] = emulator.unwritten(p, p.heads, p.n_q, 0)
@@ -51,7 +51,7 @@ def launched(machine, gpu, case, x, splits, starts=None, entries=None, **given):
     for name, values in (("lengths", case.lengths), ("starts", starts), ("entries", entries)):
         if values is not None and given.get(name, True):
             held[name] = np.array(values, np.int32)
-    record = decode.record(made, held["table"].shape[1], len(held["k"]))
+    record = decode_plan.record(made, held["table"].shape[1], len(held["k"]))
     for name, array in held.items():
         if name in decode_kernels.TENSORS:
             strides = (s // array.itemsize for s in array.strides[:3])
@@ -128,5 +128,5 @@ def test_faults_are_found(fault, monkeypatch):
 
 def test_latent_attention_takes_no_lengths_of_the_gpu():
     p = Problem(1, 400, 576, 512, heads=16, kv_heads=1, dtype="bfloat16", latent=True)
-    with pytest.raises(UnsupportedError, match="give a list of integers"):
-        decode.dynamic(p, HOPPER)
+    with pytest.raises(UnsupportedError, match="pass a list of integers"):
+        decode_plan.dynamic(p, HOPPER)

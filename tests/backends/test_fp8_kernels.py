@@ -14,7 +14,7 @@ from flashsim.backends.launch.kernel import Box
 from flashsim.backends.launch_policy import hopper_fp8, quantize
 from flashsim.backends.launch_policy.cost_model import makespan
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import UnsupportedError
 from flashsim.problem.masks import BlockMask
 

@@ -22,7 +22,7 @@ from flashsim.backends import failures
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch_policy.portable import PORTABLE
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import BackendUnavailable
 from flashsim.schedule.tiling import Tiling
 

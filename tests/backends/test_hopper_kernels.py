@@ -32,7 +32,7 @@ from flashsim.backends.launch_policy.cost_model import ROLES
 from flashsim.backends.launch_policy.hopper import HOPPER, Hopper
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import PORTABLE
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import OptionError, TilingError, UnsupportedError
 from flashsim.problem.masks import BlockMask
 

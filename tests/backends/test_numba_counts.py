@@ -16,9 +16,9 @@ from llvmlite import ir  # noqa: E402
 from flashsim.backends.launch import kernel as launch  # noqa: E402
 from flashsim.backends.numba_gpu import ptx, traversal  # noqa: E402
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, i32  # noqa: E402
-from flashsim.backends.numba_gpu.hopper import tiles as hopper_tiles  # noqa: E402
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper_tiles  # noqa: E402
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile  # noqa: E402
 from flashsim.backends.numba_gpu.tensor import backward_rows, output  # noqa: E402
-from flashsim.backends.numba_gpu.tiles import RowWidth, Tile  # noqa: E402
 
 pytestmark = pytest.mark.promise("three counts equal")
 

@@ -72,7 +72,7 @@ REFUSED = [
     ("verify --summary x -n 5 --causal", "--causal, --n-q have no effect with --summary"),
     ("verify --from x --save y", "--save has no effect with --from"),
     ("study calibrate --device T4", "--device names the GPU on which --units was measured"),
-    ("predict -a standard --splits 2", "splits applies to FlashAttention only"),
+    ("predict -a standard --splits 2", "splits applies only to FlashAttention"),
     ("study dram -n 8 --l2-sizes 1,nan", "--l2-sizes must be finite and at least 0"),
     ("study dram -n 8 --l2-sizes inf", "--l2-sizes must be finite and at least 0"),
     ("study calibrate --units HERE", "is not a table of units (lines of name, value and"),

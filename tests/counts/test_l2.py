@@ -175,7 +175,7 @@ def test_bad_questions_are_refused():
         counted.bytes("read", stage="backward")
     with pytest.raises(OptionError, match="possible: requested, dram"):
         flashsim.count(Problem(64, head_dim=8), level="l2")
-    with pytest.raises(OptionError, match="give level='dram' as well"):
+    with pytest.raises(OptionError, match="pass level='dram' too"):
         flashsim.count(Problem(64, head_dim=8), l2=l2.L2Model())
 
 

@@ -21,11 +21,11 @@ import flashsim
 from flashsim import BackendUnavailable, OptionError, Tiling
 from flashsim.api import arrays
 from flashsim.engines.cpu import engine, heuristics, operands
-from flashsim.engines.cpu.bf16_dot import codegen, operations, packing, tiles
+from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen, operations, packing
 from flashsim.engines.cpu.micro_kernels import amx, pair_writer, plain, registers
 from flashsim.engines.cpu.micro_kernels.registers import BLOCKING, PAIRED, ROWS, Amx, Avx512Bf16
 from flashsim.engines.cpu.micro_kernels.vector import vector_intrinsic
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.problem.problem import numpy_dtype
 
 pytestmark = pytest.mark.promise("twice plain attention's error")
@@ -126,13 +126,13 @@ def right(x):
 def product(mode, C, A, B):
     """By a machine of its own, program by program."""
     machine, C = TileMachine(), C.copy()
-    machine.configure(tiles.CONFIG)
-    rows, columns, block = C.shape[0] // 16, C.shape[1] // 16, tiles.BLOCK
+    machine.configure(amx_tiles.CONFIG)
+    rows, columns, block = C.shape[0] // 16, C.shape[1] // 16, amx_tiles.BLOCK
     for r in range(0, rows, block):
         for c in range(0, columns, block):
             at = {"C": C[16 * r :, 16 * c :], "A": A[16 * r :], "B": B[:, 16 * c :]}
             machine.run(
-                tiles.program(mode, min(block, rows - r), min(block, columns - c)),
+                amx_tiles.program(mode, min(block, rows - r), min(block, columns - c)),
                 {name: x.ctypes.data for name, x in at.items()},
                 {"C": C.shape[1], "A": A.shape[1], "B": B.shape[1]},
                 A.shape[1],
@@ -169,17 +169,17 @@ def test_the_machine_refuses():
     machine, words = TileMachine(), np.zeros((16, 16), np.uint32)
     where = ({"A": words.ctypes.data}, {"A": 16}, 0)
     with pytest.raises(Refused, match="no LDTILECFG"):
-        machine.step(tiles.Zero(0), *where)
+        machine.step(amx_tiles.Zero(0), *where)
     with pytest.raises(Refused, match="palette 1"):
         machine.configure(bytes(64))
-    machine.configure(tiles.CONFIG)
-    machine.step(tiles.Zero(0), *where)
-    machine.step(tiles.Load(4, "A", 0, 0), *where)
+    machine.configure(amx_tiles.CONFIG)
+    machine.step(amx_tiles.Zero(0), *where)
+    machine.step(amx_tiles.Load(4, "A", 0, 0), *where)
     with pytest.raises(Refused, match="tmm6 is read before"):
-        machine.step(tiles.Dot(0, 4, 6), *where)
+        machine.step(amx_tiles.Dot(0, 4, 6), *where)
     machine.release()
     with pytest.raises(Refused, match="no LDTILECFG"):
-        machine.step(tiles.Zero(0), *where)
+        machine.step(amx_tiles.Zero(0), *where)
 
 
 # -- operations ------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ def test_results_that_are_not_finite_are_seen_as_they_are_written(emulated, monk
         patch.setattr(arrays, "_not_finite", pytest.fail)
         flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
     x.q[:], x.v[..., 3] = 0, 3e38
-    with pytest.warns(RuntimeWarning, match="out holds"):
+    with pytest.warns(RuntimeWarning, match="out contains"):
         flashsim.run(x.q, x.k, x.v, backend="numba", **TILING)
 
 
@@ -627,7 +627,7 @@ class Kernel:
         (0, 1 << 18 | 7, None),
         (0, 7, "does not list them"),
         (errno.EINVAL, 0, "before 5.16"),
-        (errno.EOPNOTSUPP, 0, "monitor hides them"),
+        (errno.EOPNOTSUPP, 0, "virtual machine hides them"),
         (errno.ENOSPC, 0, "sigaltstack"),
         (errno.EPERM, 0, "seccomp"),
     ],

@@ -24,7 +24,7 @@ from flashsim.engines.cpu import engine as cpu
 from flashsim.engines.cpu import notes, threads, work_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.tables import NOTE
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.errors import MemoryModelError
 from flashsim.schedule.plans import stages
 from flashsim.schedule.schedule import Schedule
@@ -511,7 +511,7 @@ import dataclasses, os, signal, threading, time
 import numpy as np, flashsim
 from flashsim.engines.cpu import engine, thread_pool, threads
 from flashsim.engines.cpu.tables import Tiles
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 WALKERS = 2
 walked, real = [], threads.run
 def run(name, *args, counter, long):

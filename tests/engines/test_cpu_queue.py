@@ -25,6 +25,7 @@ def test_items_go_to_whoever_is_free_first(queue):
     assert queue.makespan([1] * 9, 4) == 3
 
 
+@pytest.mark.promise("right tiles")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(("heads", "n", "threads"), [(8, 4096, 2), (8, 4096, 64), (1, 1000, 4)])
 def test_items_are_the_engines_and_cover_every_query_once(queue, heads, n, causal, threads):

@@ -115,6 +115,7 @@ def test_every_number_is_taken_once():
     assert counter[0] == len(taken) + 4
 
 
+@pytest.mark.promise("deterministic")
 @pytest.mark.parametrize("threads", [2, 3])
 def test_a_turn_that_is_waited_for_shows_what_was_written_before(threads):
     turn, total = np.zeros(1, np.int64), np.zeros(1, np.int64)

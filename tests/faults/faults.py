@@ -93,16 +93,16 @@ class Fault:
 
 
 FLASH1, FLASH2 = "flashsim.algorithms.flash1", "flashsim.algorithms.flash2"
-STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.tiles"
+STANDARD, TILES = "flashsim.algorithms.standard", "flashsim.algorithms.score_tile"
 HBM, SRAM = "flashsim.algorithms.hbm", "flashsim.algorithms.sram"
 PROBLEM = "flashsim.problem.problem"
 SCHEDULE, GRID = "flashsim.schedule.schedule", "flashsim.schedule.grid"
 COUNTS = "flashsim.counts.forms"
 
 QUANTIZE, NUMBERS = "flashsim.api.quantize", "flashsim.problem.precision"
-DECODING, MERGE = "flashsim.algorithms.decode", "flashsim.algorithms.merge"
+DECODING, MERGE = "flashsim.algorithms.flash_decode", "flashsim.algorithms.merge"
 
-AMX, STEPS = "flashsim.engines.cpu.bf16_dot.tiles", "flashsim.engines.cpu.bf16_dot.steps"
+AMX, STEPS = "flashsim.engines.cpu.bf16_dot.amx_tiles", "flashsim.engines.cpu.bf16_dot.steps"
 ALONG = "flashsim.engines.cpu.micro_kernels.decode_gemv_amx"
 
 FUNCTIONS, CLASSIFY = "flashsim.algorithms.functions", "flashsim.schedule.classify"

@@ -23,7 +23,7 @@ from pathlib import Path
 from faults import Fault
 
 NUMBA = "flashsim.backends.numba_gpu"
-FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.tiles"
+FORWARD, TILES = f"{NUMBA}.hopper.forward", f"{NUMBA}.hopper.wgmma_tiles"
 KEYS = f"{NUMBA}.hopper.kv_outer"
 BACKWARD, GRADIENTS = f"{NUMBA}.hopper.backward", f"{NUMBA}.hopper.gradients"
 SOFTMAX = f"{NUMBA}.tensor.softmax"
@@ -210,7 +210,12 @@ FAULTS = {
     ),
     "hopper-a-block-of-a-cluster-ends-early": Fault(
         "a block of a cluster ends while others read its dK and dV",
-        *(BACKWARD, "cluster_sync()  # the others have read what is ours", "pass", CLUSTER_ROLES),
+        *(
+            BACKWARD,
+            "cluster_sync()  # the other blocks have read this block's sums",
+            "pass",
+            CLUSTER_ROLES,
+        ),
     ),
     "hopper-out-of-turn": Fault(
         "dQ is added in any order where a fixed one is asked for",
@@ -223,7 +228,7 @@ FAULTS = {
     ),
     "mma-bank-swizzle-of-reads": Fault(
         "a tile is read without the permutation with which it was written",
-        *(f"{NUMBA}.tiles", "low = col // 8 & (self.spread - 1)", "low = 0", MMA),
+        *(f"{NUMBA}.mma_tiles", "low = col // 8 & (self.spread - 1)", "low = 0", MMA),
     ),
     "mma-dk-not-scaled": Fault(
         "dK lacks the factor of the scores' scale",

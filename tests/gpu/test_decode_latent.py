@@ -11,8 +11,8 @@ from decode_cases import Case, moved, simulated
 import flashsim
 from flashsim import Device, Problem
 from flashsim.backends.cupy_gpu import arrays, decode, engine
-from flashsim.backends.launch_policy import decode as family
-from flashsim.engines.engine import Job
+from flashsim.backends.launch_policy import decode_plan as family
+from flashsim.engines.protocol import Job
 from flashsim.errors import UnsupportedError
 
 pytestmark = [*MARKS, pytest.mark.promise("three counts equal", "twice plain attention's error")]

@@ -181,10 +181,13 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
     [
         (["nowhere.py:f"], "there is no file 'nowhere.py'"),
         ([f"{FLASH}:backwards"], "has no 'backwards'; possible:"),
-        ([f"{FLASH}:attention_forward"], "is itself a kernel; name a function that launches it"),
-        ([f"{ROOT}/examples/triton/softmax.py:softmax"], "give it by --set x=VALUE"),
-        ([f"{FLASH}:forward", "--set", "blocks=3"], "forward has no 'blocks'"),
-        ([f"{FLASH}:forward", "--set", "blocks"], "--set takes NAME=VALUE, got 'blocks'"),
+        (
+            [f"{FLASH}:attention_forward"],
+            "is itself a kernel; name a function that launches the kernel",
+        ),
+        ([f"{ROOT}/examples/triton/softmax.py:softmax"], "set it with --set x=VALUE"),
+        ([f"{FLASH}:forward", "--set", "blocks=3"], "forward has no parameter 'blocks'"),
+        ([f"{FLASH}:forward", "--set", "blocks"], "--set must be NAME=VALUE, got 'blocks'"),
         ([f"{FLASH}:forward", "--ndim", "5"], "ndim must be 2, 3 or 4, got 5"),
         ([f"{FLASH}:forward", "--name", "zz=K", "-n", "64"], "names: no tensor 'zz'"),
     ],

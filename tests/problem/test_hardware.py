@@ -88,6 +88,7 @@ def test_a_device_stands_for_itself():
     assert Device.get("A100-40GB") is PRESETS["A100"]
 
 
+@pytest.mark.promise("refuses bad input")
 def test_unknown_devices_are_refused():
     with pytest.raises(OptionError, match=r"unknown device 7; possible: V100, T4, "):
         Device.get(7)
@@ -129,6 +130,7 @@ def test_another_capacity():
     assert small.hbm_bandwidth == Device.get("H100").hbm_bandwidth
 
 
+@pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize("field", ["sram_bytes", "sram_per_sm", "sm_count", "l2_bytes"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, "96"])
 def test_capacities_are_positive_integers(field, value):

@@ -65,9 +65,9 @@ def test_no_layout_puts_two_elements_in_one_place():
         ({"pattern": "diagonal"}, "unknown pattern"),
         ({"layout": "morton"}, "unknown layout"),
         ({"pattern": "ldmatrix", "dtype": "float32"}, "elements of 2 bytes"),
-        ({"pattern": "row", "columns": 16}, "give more columns"),
+        ({"pattern": "row", "columns": 16}, "use more columns"),
         ({"pattern": "ldmatrix", "layout": "padded", "pad": 1}, "multiple of 8 elements"),
-        ({"layout": "swizzle", "columns": 40}, "multiples of 32"),
+        ({"layout": "swizzle", "columns": 40}, "a multiple of 32"),
         ({"pattern": "row-16B", "layout": "xor"}, "use swizzle"),
     ],
 )

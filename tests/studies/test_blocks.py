@@ -135,7 +135,7 @@ def test_flash_wins_from_the_length_on_that_is_faster_and_stays_so():
     assert second["standard ms"] == pytest.approx(1e3 * standard.seconds)
     assert second["flash ms"] == pytest.approx(1e3 * flash.seconds)
     assert second["flash, ideal ms"] == pytest.approx(1e3 * predict.least(flash.traffic).seconds)
-    with pytest.raises(OptionError, match="lengths is empty"):
+    with pytest.raises(OptionError, match="lengths must contain at least one"):
         predict.when(LAYER, ())
 
 

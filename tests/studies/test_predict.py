@@ -416,7 +416,7 @@ def test_what_the_decode_kernel_does_not_do_is_refused():
             cu_seqlens_q=(0, 1, 2), cu_seqlens_k=(4, 6, 9), shared_prefix=4), {}),
         ("same number of queries for every", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),
                                             cu_seqlens_k=(0, 6, 9)), {}),
-        ("takes float16 and bfloat16", Problem(1, 64), {}),
+        ("supports float16 and bfloat16", Problem(1, 64), {}),
         ("numbers keys with 32-bit integers", Problem(1, 2**31, dtype="bfloat16"), {}),
         ("no backward pass", CACHE, {"direction": "backward"}),
     ):  # fmt: skip

@@ -13,7 +13,7 @@ from flashsim.api.request import Checked
 from flashsim.backends.launch.kernel import Gpu
 from flashsim.backends.launch_policy import cost_model
 from flashsim.backends.launch_policy.hopper import HOPPER
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.studies.predict import Constants, predict
 from flashsim.studies.predict.blocks import in_launches
 from flashsim.studies.predict.calibration import CALIBRATED
@@ -59,7 +59,7 @@ def test_fused_kernels_that_work_otherwise_have_constants_of_their_own():
     for algorithm, each in asked.items():
         for name, problem in each.items():
             options = {"direction": "backward", "algorithm": algorithm}
-            with pytest.raises(OptionError, match=f"no constants for '{name}'"):
+            with pytest.raises(OptionError, match=f"an entry for '{name}'"):
                 predict(problem, **options, constants={"other": Constants()})
             if without := name.removesuffix(", 128"):  # for every width
                 any_width = {without: Constants(launch=1.0)}

@@ -292,8 +292,8 @@ def test_what_goes_wrong_is_said(profiler, monkeypatch):
     with pytest.raises(BackendUnavailable, match="the program's last words"):
         measure(profiler / "broken.py")
     for words, said in (
-        ((profiler / "program.py", "--kernel", "my"), "--kernel needs the shape"),
-        ((), "give a program"),
+        ((profiler / "program.py", "--kernel", "my"), "--kernel needs the kernel's shape"),
+        ((), "pass either a program to run"),
         ((profiler / "program.py", "-n", 10), "leave it out"),
     ):
         done = run(*words)

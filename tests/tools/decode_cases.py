@@ -11,8 +11,8 @@ import numpy as np
 import flashsim
 from flashsim import Device, Tiling
 from flashsim.backends.launch.kernel import Gpu
-from flashsim.backends.launch_policy import decode
-from flashsim.backends.launch_policy.decode import Decode
+from flashsim.backends.launch_policy import decode_plan
+from flashsim.backends.launch_policy.decode_plan import Decode
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -110,7 +110,7 @@ class Case:
 def planned(case: Case, gpu: Gpu, splits: int | None = None, **more: bool) -> Decode:
     """Return the launch that a GPU runs for a case."""
     given = (case.problem, case.lengths, gpu, splits, case.page)
-    return decode.plan(*given, **more, prefix=case.prefix)
+    return decode_plan.plan(*given, **more, prefix=case.prefix)
 
 
 def moved(decode: Decode, case: Case) -> dict[str, int]:

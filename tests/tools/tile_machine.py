@@ -1,9 +1,9 @@
 """Emulate AMX tiles and VDPBF16PS in NumPy and in portable code, by Intel's manual.
 
-`TileMachine` executes the instructions of `bf16_dot.tiles.program`, the same that
-`bf16_dot.tiles.lower` emits for a CPU with AMX. It refuses what such a CPU refuses (a tile that no
-LDTILECFG configured) and what is surely a bug (a tile read before it was written). `emulate` adds
-two kinds of CPU to the engine, which then runs as on those CPUs, with emulated instructions.
+`TileMachine` executes the instructions of `bf16_dot.amx_tiles.program`, the same that
+`bf16_dot.amx_tiles.lower` emits for a CPU with AMX. It refuses what such a CPU refuses (a tile that
+no LDTILECFG configured) and what is surely a bug (a tile read before it was written). `emulate`
+adds two kinds of CPU to the engine, which then runs as on those CPUs, with emulated instructions.
 
 Intel 64 and IA-32 Architectures Software Developer's Manual, volume 2: LDTILECFG, TDPBF16PS,
 VDPBF16PS. Both products treat denormals as zero, on the way in and out, and round to nearest even.
@@ -20,8 +20,9 @@ from typing import NamedTuple
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
+from numba.core import config
 
-from flashsim.engines.cpu.bf16_dot import codegen, tiles
+from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen
 from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
@@ -82,35 +83,37 @@ class TileMachine:
         self.counts["Release"] += 1
         self.shapes, self.tiles = [], {}
 
-    def run(self, program: tiles.Program, addresses: dict[str, int], strides: dict[str, int], n):
+    def run(
+        self, program: amx_tiles.Program, addresses: dict[str, int], strides: dict[str, int], n
+    ):
         """Run a program on memory at addresses; strides count 32-bit elements."""
         for instruction in program.before:
             self.step(instruction, addresses, strides, 0)
-        for x in range(0, n - tiles.SIDE + 1, tiles.SIDE):
+        for x in range(0, n - amx_tiles.SIDE + 1, amx_tiles.SIDE):
             for instruction in program.each:
                 self.step(instruction, addresses, strides, x)
         for instruction in program.after:
             self.step(instruction, addresses, strides, 0)
 
-    def step(self, instruction: tiles.Instruction, addresses, strides, x: int) -> None:
+    def step(self, instruction: amx_tiles.Instruction, addresses, strides, x: int) -> None:
         """Execute one instruction, in the iteration of pair x."""
         self.counts[type(instruction).__name__] += 1
-        if isinstance(instruction, tiles.Zero):
+        if isinstance(instruction, amx_tiles.Zero):
             rows, width = self.shape(instruction.tile)
             self.tiles[instruction.tile] = np.zeros((rows, width // 4), np.uint32)
-        elif isinstance(instruction, tiles.Dot):
+        elif isinstance(instruction, amx_tiles.Dot):
             self.dot(instruction)
         else:
             name, stride = instruction.operand, strides[instruction.operand]
-            at = instruction.row * tiles.SIDE * stride + instruction.column * tiles.SIDE
+            at = instruction.row * amx_tiles.SIDE * stride + instruction.column * amx_tiles.SIDE
             at += {"A": x, "B": x * stride, "C": 0}[name]
             memory = self.memory(addresses[name] + 4 * at, stride, *self.shape(instruction.tile))
-            if isinstance(instruction, tiles.Load):
+            if isinstance(instruction, amx_tiles.Load):
                 self.tiles[instruction.tile] = memory.copy()
             else:
                 memory[:] = self.read(instruction.tile)
 
-    def dot(self, instruction: tiles.Dot) -> None:
+    def dot(self, instruction: amx_tiles.Dot) -> None:
         """Execute TDPBF16PS: sums of even and of odd pairs from zero, then both added to C."""
         c, a, b = (self.read(tile) for tile in instruction)
         if len({*instruction}) < 3 or a.shape != (len(c), len(b)) or b.shape[1] != c.shape[1]:
@@ -193,11 +196,13 @@ def _step(program, C, ldc, A, lda, B, ldb, n):
 
 
 _CALLBACKS = {
-    "flashsim_machine_configure": _callback(_ONCE, lambda _: _machines.own.configure(tiles.CONFIG)),
+    "flashsim_machine_configure": _callback(
+        _ONCE, lambda _: _machines.own.configure(amx_tiles.CONFIG)
+    ),
     "flashsim_machine_release": _callback(_ONCE, lambda _: _machines.own.release()),
     **{
         f"flashsim_machine_{mode}_{rows}x{columns}": _callback(
-            _STEP, partial(_step, tiles.program(mode, rows, columns))
+            _STEP, partial(_step, amx_tiles.program(mode, rows, columns))
         )
         for mode, rows, columns in itertools.product(("set", "add"), (1, 2), (1, 2))
     },
@@ -252,8 +257,10 @@ def emulate(monkeypatch) -> None:
     """Let the engine compile for the two emulated kinds during a test, and cache nothing.
 
     Otherwise a process without this module would find a cache index that names unknown kinds.
+    LLVM does not optimise their code: it runs nowhere else, and too seldom to repay that.
     """
     monkeypatch.setattr(compiled._Disk, "save_overload", lambda *_: None)
+    monkeypatch.setattr(config, "OPT", type(config.OPT)(0))
     for name, callback in _CALLBACKS.items():
         llvm.add_symbol(name, ctypes.cast(callback, ctypes.c_void_p).value)
     for kind, pairs in ((EmulatedAmx, "machine"), (EmulatedBf16, "fmas")):

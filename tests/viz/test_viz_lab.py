@@ -98,21 +98,24 @@ def test_random_problems_are_counted_as_python_counts_them(show, n):
     assert not wrong, (len(wrong), states[wrong[0][0]], *wrong[0])
 
 
-def counts(browser, data, program):
+@pytest.fixture
+def counts(browser, tmp_path, request):
     """What the model alone counts, without the page around it: of 250 states."""
     model = Path(lab_page.__file__).with_name("model.js").read_text(encoding="utf-8")
-    tab = browser.new_page()
-    tab.set_content(
-        f"<script type='application/json' id='data'>{embedded_json(data)}</script>"
-        f"<script>{program}\n{model}</script>"
-    )
-    found = tab.evaluate(COUNT, answers()[0][:250])
-    tab.close()
-    return found
+    with chromium.tabs(browser, tmp_path, request.node.name, "true") as show:
+
+        def counted(data, program):
+            tab = show(
+                f"<script type='application/json' id='data'>{embedded_json(data)}</script>"
+                f"<script>{program}\n{model}</script>"
+            )
+            return tab.evaluate(COUNT, answers()[0][:250])
+
+        yield counted
 
 
-def test_the_model_alone_counts_the_same(browser):
-    assert not differ(answers()[1][:250], counts(browser, payload(), lab_page.translated_python()))
+def test_the_model_alone_counts_the_same(counts):
+    assert not differ(answers()[1][:250], counts(payload(), lab_page.translated_python()))
 
 
 def a_byte_too_many(data):
@@ -142,10 +145,10 @@ def another_device(data):
 
 
 @pytest.mark.parametrize("fault", [a_byte_too_many, another_sum, a_buffer_less, another_device])
-def test_a_fault_in_the_export_shows(browser, fault):
+def test_a_fault_in_the_export_shows(counts, fault):
     data = copy.deepcopy(payload())
     fault(data)
-    assert differ(answers()[1][:250], counts(browser, data, lab_page.translated_python()))
+    assert differ(answers()[1][:250], counts(data, lab_page.translated_python()))
 
 
 @pytest.mark.parametrize(
@@ -156,10 +159,10 @@ def test_a_fault_in_the_export_shows(browser, fault):
         ("floordiv(processors, blocks)", "(floordiv(processors, blocks) + 1)"),
     ],
 )
-def test_a_fault_in_the_translated_python_shows(browser, right, wrong):
+def test_a_fault_in_the_translated_python_shows(counts, right, wrong):
     program = lab_page.translated_python()
     assert program.count(right) == 1
-    assert differ(answers()[1][:250], counts(browser, payload(), program.replace(right, wrong)))
+    assert differ(answers()[1][:250], counts(payload(), program.replace(right, wrong)))
 
 
 def test_row_tiles_are_those_of_the_schedule():

@@ -252,7 +252,7 @@ function bytes_figure(r, T, id, most, guess) {
   const key = narrow.matches ? 6 : left;
   body += box(key, y - 9, 12, 11, T.muted) + text(key + 17, y + 1, "loaded", { fill: T.muted }) +
     box(key + 68, y - 9, 12, 11, `url(#${id}st)`, `stroke="${T.muted}"`) +
-    text(key + 85, y + 1, "stored or reduced", { fill: T.muted }) +
+    text(key + 85, y + 1, "stored, reduced", { fill: T.muted }) +
     line(key + 187, y - 11, key + 187, y + 4, T.text, 'stroke-width="2"') +
     text(key + 195, y + 1, "the tensor, once (1×)", { fill: T.muted });
   const label = "Bytes per tensor: " + rows.map((x) => `${x.tensor} ${human(x.all)}`).join(", ");

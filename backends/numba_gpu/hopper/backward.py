@@ -22,10 +22,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.kv_outer import producer, share_of, statistics
 from flashsim.backends.numba_gpu.hopper.smem_layout import KEYS_OUTSIDE_REGISTERS, KeysOutside
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
@@ -190,7 +190,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     ds_full, ds_free = (at.barrier(x) if deferred else 0 for x in ("ds_full", "ds_free"))
 
     # -- Fragments
-    new_grad, load_columns = tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
+    new_grad, load_columns = mma_tiles.zeros(d // 2), tensor_gradients.load_columns(block_q)
     start_columns = gradients.start_columns(block_q)
     queue_scores = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=start)
     queue_dp = hopper.queue_scores(bf16, block_q, d, rows=block_k, more=True)
@@ -214,7 +214,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     assert blocks == 1 or d * across <= at.region("ds"), "room for both"
     pieces = -(-max(c.head_dim, c.head_dim_v) // 32)
     lay_down, add_from = gradients.lay_down(d, across), gradients.add_from(32, across)
-    new_piece, uncounted = tiles.zeros(16), hopper.uncounted
+    new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
     store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
     store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
     tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync

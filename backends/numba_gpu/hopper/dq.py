@@ -17,10 +17,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import row_gradients as gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, DqAlone, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import softmax
@@ -179,7 +179,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
     full, free = at.barrier("full"), at.barrier("free")
 
     # -- Fragments
-    new_dq = tiles.zeros(d // 2)
+    new_dq = mma_tiles.zeros(d // 2)
     queue_scores = hopper.queue_scores(bf16, keys, d, of=block_k)  # also for dP
     queue_dq = hopper.queue_output(bf16, d, keys, of=block_k)
     scores_done = hopper.product_wait(1, keys)  # dP's product may be pending

@@ -16,9 +16,9 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, OnChip, registers
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import output, softmax
@@ -207,8 +207,8 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     v_full, v_free = at.barrier("v_full"), at.barrier("v_free")
 
     # -- Fragments
-    new_o, new_sum = tiles.zeros(dv // 2), tiles.zeros(2)
-    new_max = tiles.full(2, NEG_INF)
+    new_o, new_sum = mma_tiles.zeros(dv // 2), mma_tiles.zeros(2)
+    new_max = mma_tiles.full(2, NEG_INF)
     queue_scores = hopper.queue_scores(bf16, block_k, d)
     queue_output = hopper.queue_output(bf16, dv, block_k)
     scores_done = hopper.product_wait(0, block_k)  # no other product is pending

@@ -10,7 +10,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper import tiles as hopper
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, KeysOutside
 from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient
 

@@ -13,9 +13,9 @@ from numba.cuda import types
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.hopper.tiles import rounded
+from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 int32, int64, float32 = types.int32, types.int64, types.float32
 

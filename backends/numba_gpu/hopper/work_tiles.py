@@ -14,7 +14,7 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, Layout
-from flashsim.backends.numba_gpu.hopper.tiles import (
+from flashsim.backends.numba_gpu.hopper.wgmma_tiles import (
     arrive,
     fetch_count,
     get,

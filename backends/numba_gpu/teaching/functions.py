@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numba import cuda, float32, int64
 
-from flashsim.engines.engine import Job
+from flashsim.engines.protocol import Job
 from flashsim.functions.derivative import adjoints
 from flashsim.functions.emit_numba import Written
 from flashsim.functions.graph import ArraySpec, Graph

@@ -19,7 +19,7 @@ from flashsim.backends.numba_gpu.teaching import functions
 from flashsim.backends.numba_gpu.teaching import kernels as teaching
 from flashsim.backends.numba_gpu.teaching.kernels import TeachingShape
 from flashsim.backends.reports import counts
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import TilingError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem, numpy_dtype

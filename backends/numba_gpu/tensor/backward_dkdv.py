@@ -22,10 +22,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
+from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import gradients, output
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
@@ -74,24 +74,24 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments
-    new_scores = tiles.zeros(blocks * chunk // 2)
-    new_dk, new_dv = tiles.zeros(blocks * d_part // 2), tiles.zeros(blocks * dv_part // 2)
-    pieces_k, pieces_v = (tiles.pieces(x, transposed=False) for x in (tile_k, tile_v))
-    pieces_q, pieces_do = (tiles.pieces(x, transposed=True) for x in (tile_q, tile_do))
-    columns_q, columns_do = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
-    pieces_ds = tiles.pieces(tile_ds, transposed=True)
-    columns_k = tiles.pieces(tile_k, transposed=False)
+    new_scores = mma_tiles.zeros(blocks * chunk // 2)
+    new_dk, new_dv = mma_tiles.zeros(blocks * d_part // 2), mma_tiles.zeros(blocks * dv_part // 2)
+    pieces_k, pieces_v = (mma_tiles.pieces(x, transposed=False) for x in (tile_k, tile_v))
+    pieces_q, pieces_do = (mma_tiles.pieces(x, transposed=True) for x in (tile_q, tile_do))
+    columns_q, columns_do = (mma_tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
+    pieces_ds = mma_tiles.pieces(tile_ds, transposed=True)
+    columns_k = mma_tiles.pieces(tile_k, transposed=False)
     swapped_q, swapped_do = Operand(tile_q, swapped=True), Operand(tile_do, swapped=True)
-    multiply_kq = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
-    multiply_vdo = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
+    multiply_kq = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_k), swapped_q)
+    multiply_vdo = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_v), swapped_do)
     right_q, right_do = Operand(tile_q, extra=True), Operand(tile_do, extra=True)
-    multiply_dsq = tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
-    multiply_pdo = tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
+    multiply_dsq = mma_tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
+    multiply_pdo = mma_tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
     load_columns = gradients.load_columns(chunk)
     probabilities = gradients.probabilities(blocks, chunk, False, scaled, softcap)
     mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
     score_gradients = gradients.score_gradients(blocks, chunk, False, softcap)
-    scale_dk = tiles.scale_all(blocks * d_part // 2)
+    scale_dk = mma_tiles.scale_all(blocks * d_part // 2)
     stage_dk = output.stage(bf16, blocks, d_part, tile_k)
     stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
     stage_ds = output.stage(bf16, blocks, chunk, tile_ds)
@@ -99,9 +99,9 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     warps_q, warps_d = c.warps_q, c.warps // c.warps_q
     halves, half = bool(c.halves), (c.warps + 1) // 2
     dq_blocks, dq_cols = block_q // (16 * warps_q), -(-(d // 16) // warps_d) * 16
-    new_dq = tiles.zeros(dq_blocks * dq_cols // 2)
+    new_dq = mma_tiles.zeros(dq_blocks * dq_cols // 2)
     left_ds = Operand(tile_ds, swapped=True, extra=True)
-    multiply_dsk = tiles.multiply(
+    multiply_dsk = mma_tiles.multiply(
         bf16, dq_blocks, dq_cols, block_k, left_ds, Operand(tile_k, extra=True)
     )
     reduce_dq = output.reduce_tile(dq_blocks, dq_cols, key_row, wide)

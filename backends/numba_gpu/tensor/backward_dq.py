@@ -15,10 +15,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
+from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import gradients, output
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
-from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
@@ -63,19 +63,19 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     load_vector = vector_load(block_q, threads)
 
     # -- Fragments
-    new_scores, new_dq = tiles.zeros(blocks * chunk // 2), tiles.zeros(blocks * d // 2)
-    pieces_q, pieces_do = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
-    pieces_k, columns_k = (tiles.pieces(tile_k, transposed=x) for x in (True, False))
-    pieces_v = tiles.pieces(tile_v, transposed=True)
+    new_scores, new_dq = mma_tiles.zeros(blocks * chunk // 2), mma_tiles.zeros(blocks * d // 2)
+    pieces_q, pieces_do = (mma_tiles.pieces(x, transposed=False) for x in (tile_q, tile_do))
+    pieces_k, columns_k = (mma_tiles.pieces(tile_k, transposed=x) for x in (True, False))
+    pieces_v = mma_tiles.pieces(tile_v, transposed=True)
     swapped_k, swapped_v = Operand(tile_k, swapped=True), Operand(tile_v, swapped=True)
-    multiply_qk = tiles.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)
-    multiply_dov = tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
-    multiply_dsk = tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
+    multiply_qk = mma_tiles.multiply(bf16, blocks, chunk, d, Operand(tile_q), swapped_k)
+    multiply_dov = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
+    multiply_dsk = mma_tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
     load_rows = gradients.load_rows(blocks)
     probabilities = gradients.probabilities(blocks, chunk, True, scaled, softcap)
     mask = gradients.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
     score_gradients = gradients.score_gradients(blocks, chunk, True, softcap)
-    scale_dq, stage_dq = tiles.scale_all(blocks * d // 2), output.stage(bf16, blocks, d, tile_q)
+    scale_dq, stage_dq = mma_tiles.scale_all(blocks * d // 2), output.stage(bf16, blocks, d, tile_q)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
     stamp, stamp_block = w.stamp, w.stamp_block

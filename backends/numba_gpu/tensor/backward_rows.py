@@ -17,7 +17,7 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I32, I64, Values, emitted, f32, floats, i32
-from flashsim.backends.numba_gpu.tiles import RowWidth
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     constants,

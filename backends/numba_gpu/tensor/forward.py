@@ -13,10 +13,10 @@ from numba import cuda
 from numba.cuda import types
 
 from flashsim.backends.launch.kernel import Kernel
-from flashsim.backends.numba_gpu import tiles
+from flashsim.backends.numba_gpu import mma_tiles
+from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import output, softmax
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
-from flashsim.backends.numba_gpu.tiles import Operand, Tile
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
     TILE_STAMPS,
@@ -53,14 +53,14 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     store_o = tile_copies(tile_o, value_row, threads).store
 
     # -- Fragments
-    new_scores, new_o = tiles.zeros(blocks * block_k // 2), tiles.zeros(blocks * dv // 2)
-    new_max, new_sum = tiles.full(2 * blocks, NEG_INF), tiles.zeros(2 * blocks)
-    pieces_q, pieces_v = (tiles.pieces(x, transposed=False) for x in (tile_q, tile_v))
-    pieces_k = tiles.pieces(tile_k, transposed=True)
-    keep_q = tiles.load_fragments(blocks, d, tile_q)
+    new_scores, new_o = mma_tiles.zeros(blocks * block_k // 2), mma_tiles.zeros(blocks * dv // 2)
+    new_max, new_sum = mma_tiles.full(2 * blocks, NEG_INF), mma_tiles.zeros(2 * blocks)
+    pieces_q, pieces_v = (mma_tiles.pieces(x, transposed=False) for x in (tile_q, tile_v))
+    pieces_k = mma_tiles.pieces(tile_k, transposed=True)
+    keep_q = mma_tiles.load_fragments(blocks, d, tile_q)
     left = "registers" if q_regs else Operand(tile_q)
-    multiply_qk = tiles.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
-    multiply_pv = tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
+    multiply_qk = mma_tiles.multiply(bf16, blocks, block_k, d, left, Operand(tile_k, swapped=True))
+    multiply_pv = mma_tiles.multiply(bf16, blocks, dv, block_k, "accumulators", Operand(tile_v))
     scale_scores = softmax.scale_scores(blocks, block_k, softcap)
     mask = softmax.mask_rows(blocks, block_k, bool(c.left), bool(c.right))
     row_max, softmax_base = softmax.row_max(blocks, block_k), softmax.softmax_base(blocks)

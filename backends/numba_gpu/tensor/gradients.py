@@ -9,8 +9,8 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
 
 
 def load_rows(blocks: int) -> Any:

@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I1, I32, I64, Values, emitted, floats, i32
-from flashsim.backends.numba_gpu.tiles import RowWidth, Tile, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:

@@ -9,7 +9,7 @@ from numba.cuda import types
 
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import F32, I32, Values, emitted, f32, floats, i32
-from flashsim.backends.numba_gpu.tiles import elements, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import elements, lane_of
 
 LOG2E = 1.4426950408889634
 NEG_INF = float("-inf")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from flashsim.algorithms.tiles import finite
+from flashsim.algorithms.score_tile import finite
 from flashsim.engines.cpu import heuristics, kernels_decode, threads, work_tiles
 from flashsim.engines.cpu.functions import panels
 from flashsim.engines.cpu.micro_kernels import registers
@@ -31,7 +31,7 @@ from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import Rules
 from flashsim.engines.cpu.tables import NOTE, ODD, PLACES, Grads, Notes, Shape, Tiles, WalkInputs
-from flashsim.engines.engine import Job, Outcome
+from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
 from flashsim.schedule import plans

@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from flashsim.engines.cpu import threads
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, registers
 from flashsim.errors import BackendUnavailable, OptionError, shown
 from flashsim.problem import checks

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from flashsim.engines.cpu.bf16_dot import packing, steps
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.bf16_dot.operations import scale_panel
 from flashsim.engines.cpu.bf16_dot.packing import Left, pair_tiles_of
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.plain import (
     online_softmax,
     product_add,

@@ -18,7 +18,7 @@ import numpy as np
 
 from flashsim.api import counting
 from flashsim.backends.launch.kernel import Gpu, padded_dims
-from flashsim.backends.launch_policy import decode
+from flashsim.backends.launch_policy import decode_plan
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem.hardware import Device
@@ -29,10 +29,10 @@ from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import CALIBRATED, DECODING, DecodeConstants
 from flashsim.studies.predict.prediction import StageTime
 
-ALGORITHM = decode.ALGORITHM
+ALGORITHM = decode_plan.ALGORITHM
 
 
-def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode:
+def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
     """Return the launch of the decode kernel for a batch, or for the packed sequences of a batch.
 
     Raises
@@ -65,10 +65,10 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode.Decode
     p = replace(p, page_size=None)
     gpu = Gpu.like(device)
     given = None if splits == "auto" else int(splits)
-    return decode.plan(p, lengths, gpu, given, problem.page_size or 0)
+    return decode_plan.plan(p, lengths, gpu, given, problem.page_size or 0)
 
 
-def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
+def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traffic:
     """Return the traffic of a launch in closed form."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
@@ -77,7 +77,7 @@ def traffic(problem: Problem, made: decode.Decode, device: Device) -> Traffic:
 
 
 def stages(
-    made: decode.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
+    made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
     """Return the kernel's times: of the loop over the keys, and of a merge if keys are split."""
     p = made.problem

@@ -107,7 +107,7 @@ def test_bytes_sent_are_those_counted(ranks, case):
 
 
 REFUSED = {
-    "rows": "RankError: all ranks must be given the same rows, got 8 on ranks 0, 2, 3, 4 on rank 1",
+    "rows": "RankError: all ranks must get the same rows, got 8 on ranks 0, 2, 3, 4 on rank 1",
     "types": "the same dtype, got float32 on ranks 0, 2, 3, float16 on rank 1",
     "scheme": "the same scheme, got ring on ranks 0, 2, 3, striped on rank 1",
     "mask": "the same causal, got no on ranks 0, 2, 3, yes on rank 1",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot import tiles
+from flashsim.engines.cpu.bf16_dot import amx_tiles
 from flashsim.engines.cpu.micro_kernels.codegen import build_product
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
@@ -37,35 +37,35 @@ def build_vector_product(
 
 
 def build_tile_product(
-    module: ir.Module, block: Blocking, mode: str, lower: Callable = tiles.lower
+    module: ir.Module, block: Blocking, mode: str, lower: Callable = amx_tiles.lower
 ):
     """Build a product by blocks of up to 2 x 2 tiles of C; `rows`, `n` must fill whole tiles."""
     code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if not code.is_new:
         return code.function
     C, ldc, A, row, _, B, ldb, rows, n = code.function.args
-    b, columns = code.b, code.width // tiles.SIDE
-    steps = [(at, min(tiles.BLOCK, columns - at)) for at in range(0, columns, tiles.BLOCK)]
+    b, columns = code.b, code.width // amx_tiles.SIDE
+    steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
 
     def blocks(first, height: int) -> None:
         for at, width in steps:
             step = lower(module, block, mode, height, width)
-            c = code.at(C, b.mul(first, ldc), tiles.SIDE * at)
-            b.call(step, [c, ldc, code.at(A, b.mul(first, row)), row, code.at(B, tiles.SIDE * at),
-                          ldb, n])  # fmt: skip
+            c = code.at(C, b.mul(first, ldc), amx_tiles.SIDE * at)
+            a, right = code.at(A, b.mul(first, row)), code.at(B, amx_tiles.SIDE * at)
+            b.call(step, [c, ldc, a, row, right, ldb, n])
 
     def body(r, _):
-        blocks(r, tiles.BLOCK)
+        blocks(r, amx_tiles.BLOCK)
         return []
 
-    code.loop(rows, [], body, by=tiles.BLOCK * tiles.SIDE)
-    left = b.and_(rows, ir.Constant(INT, tiles.SIDE))
+    code.loop(rows, [], body, by=amx_tiles.BLOCK * amx_tiles.SIDE)
+    left = b.and_(rows, ir.Constant(INT, amx_tiles.SIDE))
 
     def last(_r, _):
         blocks(b.sub(rows, left), 1)
         return []
 
-    code.loop(left, [], last, by=tiles.SIDE)
+    code.loop(left, [], last, by=amx_tiles.SIDE)
     return code.done()
 
 
@@ -89,7 +89,9 @@ def _nothing(module: ir.Module, block: Blocking, itemsize: int):
 
 
 #: The code that a thread runs before its first tile and after its last tile.
-TILES: dict[str, tuple[Callable, Callable]] = {"amx": (tiles.build_configure, tiles.build_release)}
+TILES: dict[str, tuple[Callable, Callable]] = {
+    "amx": (amx_tiles.build_configure, amx_tiles.build_release)
+}
 
 
 def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):

@@ -10,13 +10,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.bf16_dot.operations import (
     copy_pairs,
     transpose_columns,
     transpose_panel,
     transpose_rows,
 )
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.plain import bits_of
 from flashsim.engines.cpu.primitives.arrays import rest
 from flashsim.engines.cpu.primitives.inline_jit import hot_part, part

@@ -1,9 +1,9 @@
 """The version of `decode_gemv` for AMX, which multiplies pairs in tiles of 16 heads.
 
-See `bf16_dot.tiles`. Rows of K in memory are a left operand, and Q is packed as a right operand. So
-scores have keys as rows and heads as columns, and must be transposed. P is a left operand in the
-layout that the softmax writes; two merged rows of V are a row of the right operand. Tiles also have
-rows and columns for heads beyond the last head, whose results are never read.
+See `bf16_dot.amx_tiles`. Rows of K in memory are a left operand, and Q is packed as a right
+operand. So scores have keys as rows and heads as columns, and must be transposed. P is a left
+operand in the layout that the softmax writes; two merged rows of V are a row of the right operand.
+Tiles also have rows and columns for heads beyond the last head, whose results are never read.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot import tiles
-from flashsim.engines.cpu.bf16_dot.tiles import SIDE
+from flashsim.engines.cpu.bf16_dot import amx_tiles
+from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
 from flashsim.engines.cpu.micro_kernels.kv_stream import HEADS, Stretch, in_blocks, lanes_below
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
@@ -21,7 +21,7 @@ from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 
 #: The functions that write a product of tiles, by `Blocking.pairs`.
-TILED: dict[str, Callable] = {"amx": tiles.lower}
+TILED: dict[str, Callable] = {"amx": amx_tiles.lower}
 #: Numbers per row of a tile, and keys whose scores are computed at once.
 NUMBERS = KEYS = 2 * SIDE
 #: 32-bit words of merged rows of V that fit in the L1 cache besides the data that is read.

@@ -54,7 +54,7 @@ class Avx512Bf16(NamedTuple):
 
 
 class Amx(NamedTuple):
-    """`Avx512Bf16` plus AMX: eight registers of 16 x 64 B (`bf16_dot.tiles`)."""
+    """`Avx512Bf16` plus AMX: eight registers of 16 x 64 B (`bf16_dot.amx_tiles`)."""
 
     width: int
 

@@ -19,7 +19,7 @@ from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu import ptx
 from flashsim.backends.numba_gpu.emit import I1, I32, I64, Values, emitted, floats, i32, words
 from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
-from flashsim.backends.numba_gpu.tiles import RowWidth, lane_of
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
 
 int32, int64 = types.int32, types.int64
 BARRIER = 8  # bytes

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from flashsim.backends.launch_policy.decode import ALGORITHM, ITEM_SLOTS, VISIT_SLOTS, Decode, live
+from flashsim.backends.launch_policy.decode_plan import (
+    ALGORITHM,
+    ITEM_SLOTS,
+    VISIT_SLOTS,
+    Decode,
+    live,
+)
 from flashsim.backends.reports import timeline as stamps
 from flashsim.backends.reports.counts import one_walk
 from flashsim.errors import UnsupportedError
