@@ -1,4 +1,7 @@
-"""Predicts DRAM traffic by the L2 model: `dram` for the device's L2, `curves` for every L2 size."""
+"""Predicts DRAM traffic by the L2 model.
+
+The function `dram` does so for the device's L2, `curves` for every size of L2.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +14,23 @@ from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
+from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
-from flashsim.schedule import plans
-from flashsim.schedule.tensors import CAPTURED
 
 OPS = ("read", "write", "pending")
 
-#: Bytes of a cache line, and the numbers of sets and of lines that are simulated as a sample.
-LINE, LEAST_SETS, LEAST_LINES, SPARE = 128, 256, 50_000, 16
+#: The least numbers of sets and of lines that are simulated as a sample, of all lines and of a
+#: captured array; how many times as large as all tensors a cache is at most.
+LEAST_SETS, LEAST_LINES, LEAST_CAPTURED, SPARE = 256, 50_000, 64, 16
 
 
 @dataclass(frozen=True)
 class StageDram:
-    """DRAM bytes of one kernel by tensor: read, written, and still dirty in L2 at its end."""
+    """One kernel's DRAM bytes by tensor: read, written, and at its end still dirty in L2."""
 
     name: str
     read: dict[str, int]
@@ -38,7 +41,7 @@ class StageDram:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Dram:
-    """Predicted DRAM traffic of a pass.
+    """The predicted DRAM traffic of a pass.
 
     Attributes
     ----------
@@ -65,6 +68,9 @@ class Dram:
             ``dram__bytes_write.sum`` shows at least these. "pending": bytes that are dirty in L2
             when the kernel ends (with ``flush=False``, when the last kernel ends), and are written
             later. Default: reads and writes, including pending bytes.
+        tensor : str, optional
+            A tensor's name as in `count`, except that "F" contains "F_own", and "M" contains
+            "M_own".
         """
         if op is not None:
             checks.one_of("DRAM operation", op, OPS)
@@ -83,12 +89,12 @@ class Dram:
         )
 
     def hit_rate(self) -> float:
-        """Return the share of loaded and reduced bytes that hit in L2."""
+        """Return the fraction of loaded and reduced bytes that hit in L2."""
         asked = self.requested.bytes("load") + self.requested.bytes("reduce")
         return 1 - self.bytes("read") / asked
 
     def intensity(self) -> float:
-        """Return FLOPs per byte of DRAM traffic."""
+        """Return the arithmetic intensity: FLOPs per byte of DRAM traffic."""
         return self.requested.flops() / self.bytes()
 
     def table(self) -> report.Table:
@@ -140,7 +146,7 @@ class Dram:
 
 @own_errors
 def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
-    """Replay the requests of a pass through the L2 of its device.
+    """Predict the DRAM traffic of a pass: replay its requests through its device's L2.
 
     Parameters
     ----------
@@ -151,15 +157,10 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     Raises
     ------
     UnsupportedError
-        If there are too many requests to replay.
+        If there are too many requests to replay, or a score function indexes a captured array with
+        elements of another captured array.
     """
     model = _model(requested, model)
-    its = requested.problem, requested.algorithm, requested.direction
-    if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
-        raise UnsupportedError(
-            "the L2 model replays whole tiles, so it does not support captured arrays or sinks; "
-            "use functions without arrays and no sinks, or level='requested'"
-        )
     tiles, streams = _streams(requested, model)
     whole = model.ways is None
     cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)
@@ -176,17 +177,17 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
 
 @own_errors
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
-    """Return the DRAM bytes of each kernel (stage) as a function of L2's size.
+    """Return each kernel's (stage's) DRAM bytes as a function of L2's size.
 
-    One pass over the requests gives the bytes for all sizes. The cache is the textbook cache of
-    `L2Model(ways=None)`, and each kernel starts with an empty cache.
+    A single pass over the requests yields the bytes for all sizes. The simulated cache is the
+    textbook cache of `L2Model(ways=None)`, and each kernel starts with an empty cache.
     """
     tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Check both arguments, and return the model, which is the default model for None."""
+    """Check the pass and the model, and return the model; None selects the default model."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
@@ -212,7 +213,7 @@ def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[
 
 
 class _WholeTiles:
-    """The textbook cache, simulated by `caches.replay`."""
+    """A textbook cache (fully associative, whole tiles), simulated by `caches.replay`."""
 
     def __init__(self, tiles: TileNumbers, device: Device) -> None:
         self.tiles, self.capacity = tiles, device.l2_bytes
@@ -225,7 +226,7 @@ class _WholeTiles:
         self.state, self.used = np.zeros(count + 1, np.uint8), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
-        """Replay a kernel's requests; return the bytes read and written, by tensor."""
+        """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""
         from flashsim.l2.caches import replay
 
         size = self.tiles.size
@@ -235,7 +236,7 @@ class _WholeTiles:
         return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty, by tensor."""
+        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
         from flashsim.l2.caches import DIRTY
 
         dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
@@ -244,11 +245,12 @@ class _WholeTiles:
 
 
 class _Sets:
-    """A GPU's L2: `caches.replay_sets` over a sample of its sets.
+    """A cache like a GPU's L2, simulated by `caches.replay_sets` for a sample of its sets.
 
-    Only the lines that hash to a set can be in it, so a sample of the sets represents all sets (set
-    sampling: Kessler, Hill and Wood, 1994). Each tile has its share of lines in the sample. The
-    counts of a tensor's sampled lines are scaled to all of its bytes.
+    A set can contain only the lines that hash to it, so a sample of the sets represents all sets
+    (set sampling: Kessler, Hill and Wood, 1994). Each tile has a proportional number of its lines
+    in the sample. The counts of a tensor's sampled lines are scaled up to all of the tensor's
+    bytes.
     """
 
     def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:
@@ -265,6 +267,11 @@ class _Sets:
         if share < 1:
             lines = np.floor(tiles.size / LINE * sets / all_sets + rng.random(len(lines)))
             lines = lines.astype(np.int64)
+            for name in filter(LINED.__contains__, tiles.names):  # may have a single line
+                its = tiles.range_of(name)
+                n = its.stop - its.start
+                some = rng.permutation(n)[: max(round(n * sets / all_sets), LEAST_CAPTURED)]
+                lines[its] = np.bincount(some, minlength=n)
         self.first = np.concatenate([[0], np.cumsum(lines)])
         count = int(self.first[-1])
         self.places = rng.integers(sets, size=count, dtype=np.int32)
@@ -273,6 +280,9 @@ class _Sets:
         self.shape = parts, sets, model.ways
         per_tensor, nbytes = tiles.by_tensor(lines), tiles.by_tensor(tiles.size)
         self.bytes_a_line = {name: nbytes[name] / n for name, n in per_tensor.items()}
+        # A captured array's tiles are its lines, and the last line of an array may be shorter.
+        listed = {name: tiles.range_of(name) for name in tiles.names if name in LINED}
+        self.whole = {name: its for name, its in listed.items() if lines[its].all()}
         self._empty()
 
     def _empty(self) -> None:
@@ -280,7 +290,7 @@ class _Sets:
         self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
-        """Replay a kernel's requests; return the bytes read and written, by tensor."""
+        """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""
         from flashsim.l2.caches import replay_sets
 
         fetched, lost = np.zeros((2, len(self.tiles.size)), np.int64)
@@ -291,14 +301,15 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty, by tensor."""
+        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()
         return self._bytes(dirty)
 
     def _bytes(self, lines: np.ndarray) -> dict[str, int]:
+        found = self.tiles.by_tensor(lines)
+        exact = {name: lines[its] @ self.tiles.size[its] for name, its in self.whole.items()}
         return {
-            name: round(n * self.bytes_a_line[name])
-            for name, n in self.tiles.by_tensor(lines).items()
+            name: round(exact.get(name, n * self.bytes_a_line[name])) for name, n in found.items()
         }

@@ -1,4 +1,4 @@
-"""Converts a schedule to the requests of one kernel: arrays of tile numbers in issue order."""
+"""Converts a schedule to one kernel's requests to L2: tile numbers in issue order."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from flashsim.errors import UnsupportedError, require_numba
+from flashsim.l2 import captured
 from flashsim.l2.launch import L2Model
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -35,7 +36,7 @@ PART = 3
 
 @dataclass(frozen=True)
 class Stream:
-    """The requests of one stage (kernel).
+    """The requests that one stage (kernel) makes to L2.
 
     Attributes
     ----------
@@ -52,13 +53,13 @@ class Stream:
 
 
 class TileNumbers:
-    """The numbers and sizes of all tiles of all tensors in one pass.
+    """Numbers and sizes of all tiles of all tensors of one pass.
 
     Attributes
     ----------
     first : dict of int
         The number of each tensor's first tile. The tiles of a tensor have consecutive numbers, head
-        by head.
+        by head. The tiles of a captured array are its cache lines.
     size : int64 (tiles,)
         The bytes of each tile.
     """
@@ -72,8 +73,9 @@ class TileNumbers:
         sizes: list[np.ndarray] = []
         at = 0
         for name, tensor in self.tensors.items():
-            owners = self.matrices(tensor)
-            count = owners * self.tiles(tensor)
+            lines = captured.line_sizes(problem, name) if name in captured.LINED else None
+            owners = self.matrices(tensor) if lines is None else 1
+            count = owners * self.tiles(tensor) if lines is None else len(lines)
             self.first[name] = at
             at += count
             if at > MOST_TILES:
@@ -81,16 +83,16 @@ class TileNumbers:
                     f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but the tensors "
                     f"up to {name} have {at:,}; use larger tiles, fewer heads or a shorter sequence"
                 )
-            sizes.append(np.tile(self._sizes(name, tensor), owners))
+            sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)
 
     def matrices(self, tensor: TensorShape) -> int:
-        """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
+        """Return how many matrices a tensor has: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == QUERY else 1
         return matrices(self.problem, tensor.owner) // members
 
     def tiles(self, tensor: TensorShape) -> int:
-        """Return the number of tiles of one head's matrix."""
+        """Return the number of tiles in one matrix of a tensor."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
         parts = int(self.schedule.part_counts.sum()) if tensor.axis == PART else 0
         return {ROW: t_r, COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
@@ -104,8 +106,14 @@ class TileNumbers:
             return np.repeat(self.heights, self.schedule.part_counts) * tensor.width
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
+    def range_of(self, name: str) -> slice:
+        """Return the numbers of a tensor's tiles."""
+        edges = [*self.first.values(), len(self.size)]
+        at = self.names.index(name)
+        return slice(edges[at], edges[at + 1])
+
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return the sum of a value per tile over each tensor, without tensors whose sum is 0."""
+        """Return the sum of a value per tile over each tensor's tiles; sums of 0 are left out."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
@@ -114,15 +122,18 @@ class TileNumbers:
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
     """Number the tiles of every tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
-    return TileNumbers(problem, schedule, [*used])
+    return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 
 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return how many tiles one kernel requests, over all heads.
 
-    The schedule's tables are built only if keys are split (`stage.parts`).
+    A tile's elements of captured arrays count as one request per array access in the function. The
+    schedule's tables are built only if keys are split (`stage.parts`).
     """
-    before, each, whole, rest = (sum(move.transfers for move in moves) for moves in _moves(stage))
+    before, each, whole, rest = (
+        sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
+    )
     if stage.parts:
         _, inner, tile_of, several = _visits(stage, schedule)
         outers, visits, divided = len(tile_of), len(inner), int(several.sum())
@@ -134,10 +145,18 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
     return repeat * (outers * before + ends + _members(stage, schedule, stride) * visits * each)
 
 
-def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
-    """Return four lists of moves: before the visits, at each visit, and two after them.
+def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
+    """Return how many requests a move makes per tile."""
+    if captured.lined(move.tensor) in captured.LINED and move.transfers:
+        return len(captured.accesses(problem, move.tensor, stage.outer))
+    return int(move.transfers)
 
-    The third list is for an outer tile with all its keys; the fourth is for one of several parts.
+
+def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
+    """Return four lists of a stage's moves: before the visits, at each visit, and two after them.
+
+    The third list is for an outer tile whose keys are all in one part; the fourth is for one of
+    several parts.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -146,7 +165,7 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
 
 
 def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Return how many query heads the thread block of a key head processes in sequence."""
+    """Return how many query heads the block of a key head processes one after the other."""
     return group if stage.per == "group" and schedule.members == 1 else 1
 
 
@@ -172,7 +191,8 @@ def stream(
     from flashsim.l2.interleave import weave
 
     p, merges = schedule.problem, stage.parts == "merges"
-    parts = [_requests(tiles, moves, merges=merges) for moves in _moves(stage)]
+    touched = captured.Requests(schedule, len(tiles.size))
+    parts = [_requests(tiles, stage, moves, touched, merges=merges) for moves in _moves(stage)]
     before, each, whole, part = map(len, parts)
     _, stride = heads_of(stage, p)
     members = _members(stage, schedule, stride)
@@ -180,11 +200,7 @@ def stream(
         stride = 1
     n = requests(stage, schedule)
     if n > MOST_REQUESTS:
-        raise UnsupportedError(
-            f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
-            f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
-            "once there are many more blocks than run at once)"
-        )
+        raise _too_many(stage, n)
     ptr, inner, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
     if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
@@ -213,14 +229,25 @@ def stream(
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), turn),
     )
     assert written == n
-    return Stream(stage, ids, codes)
+    expanded = touched.expand(ids, codes, MOST_REQUESTS)
+    if isinstance(expanded, int):
+        raise _too_many(stage, expanded)
+    return Stream(stage, *expanded)
+
+
+def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
+        f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
+        "once there are many more blocks than run at once)"
+    )
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return the relative time of a visit on each slot, because blocks share their SM's units.
+    """Return the relative time of a visit on each slot; blocks on one SM share its units.
 
-    Blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs run
-    fewer blocks than others, and the blocks on them are faster.
+    The blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs
+    run fewer blocks than others, and the blocks on those SMs are faster.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -228,7 +255,7 @@ def _pace(slots: int, device: Device) -> np.ndarray:
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """Return a tensor's shape as `tensors` does, except that a partial result has axis PART."""
+    """Return a tensor's layout as `tensors.shape` does, with axis PART for a partial result."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
@@ -238,9 +265,10 @@ def _visits(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return each block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
-    A block normally owns an outer tile. If a row tile's keys are split over several blocks, each
-    block owns one part (`several` is True). A block of a merging stage owns a row tile with several
-    parts, and visits those parts. Stages that clear or round a bias gradient process it whole.
+    Without split keys, a block owns an outer tile. If a row tile's keys are split over several
+    blocks, each of these blocks owns one part (`several` is True). In a stage that merges parts, a
+    block owns a row tile with several parts, and visits those parts. A stage that clears or rounds
+    a bias gradient visits all tiles of the gradient.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -267,15 +295,24 @@ def _visits(
 
 
 def _requests(
-    tiles: TileNumbers, moves: Iterable[plans.Move], *, merges: bool
+    tiles: TileNumbers,
+    stage: plans.Stage,
+    moves: Iterable[plans.Move],
+    touched: captured.Requests,
+    *,
+    merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return one row of `weave`'s table for each move between HBM and SRAM.
+    """Return one row of the table for `weave` for each move between HBM and SRAM.
 
-    In a merging kernel, the inner tiles are the parts.
+    A move of captured elements has a row for each array access in the function. In a merging
+    kernel, the inner tiles are the parts.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
-        if move.transfers:
+        name = captured.lined(move.tensor)
+        if move.transfers and name in captured.LINED:
+            rows += touched.rows(stage, move, tiles.first[name])
+        elif move.transfers:
             its = tiles.tensors[move.tensor]
             numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
             axis = COL if merges and its.axis == PART else its.axis
@@ -284,11 +321,12 @@ def _requests(
 
 
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
-    """Return the numbers of each query head's own matrix, its key matrix and its bias matrix.
+    """Return the numbers of the matrices that each query head uses: query, key and bias matrix.
 
-    The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, the
-    numbers are those of the loop. A bias that heads or batch entries share has fewer matrices than
-    there are heads. If query heads are packed, `members` of them share one matrix.
+    The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, all
+    three are the number of the bias matrix. A bias that several heads or batch entries share has
+    fewer matrices than there are heads. If query heads are packed, `members` of them share one
+    query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":
