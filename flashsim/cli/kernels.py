@@ -111,7 +111,10 @@ def kernel(
     with standing_in() as replace_imported, beside(path):
         if not function:
             if reference is not None:
-                raise OptionError("--reference needs a function to check: pass FILE.py:function")
+                raise OptionError(
+                    "--reference needs a function to compare with; pass --reference "
+                    "FILE.py:function"
+                )
             compared = None
             with watch(**options) as seen:
                 runpy.run_path(str(path), run_name="__main__")
@@ -161,7 +164,7 @@ def _split(target: str) -> tuple[Path, str]:
     file, _, function = target.rpartition(":") if ".py:" in target else (target, "", "")
     path = Path(file)
     if not path.is_file():
-        raise OptionError(f"there is no file {file!r}; pass FILE.py:function")
+        raise OptionError(f"the file {file!r} does not exist; pass FILE.py:function")
     return path, function
 
 
@@ -209,7 +212,9 @@ def _call(
             "strides (or use flashsim.triton.trace(kernel, grid, ...) in Python)"
         )
     if not callable(called):
-        raise OptionError(f"{name} is {shown(called)}, not a function; name a function of the file")
+        raise OptionError(
+            f"{name} is {shown(called)}, not a function; name a function that the file defines"
+        )
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
@@ -257,9 +262,12 @@ class _Arrays:
 
     def __init__(self, p: Problem, axes: int, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
-            raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
+            raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
         if axes == 2 and p.batch * p.heads > 1:
-            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
+            raise OptionError(
+                "q has two axes here, so it has one batch entry and one head; pass --batch 1 "
+                "--heads 1"
+            )
         self._p, self._axes, self._library = p, axes, library
         self._inputs = random_inputs(p, seed)
         self._more: dict[str, np.ndarray] = {}

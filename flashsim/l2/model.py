@@ -71,7 +71,7 @@ class Dram:
         if stage is not None:
             names = [s.name for s in self.stages]
             if not isinstance(stage, str) or stage not in names:
-                raise OptionError(f"no stage {shown(stage)}; {choices(stage, names)}")
+                raise OptionError(f"there is no stage {shown(stage)}; {choices(stage, names)}")
         questions.check_names(None, tensor)
         return sum(
             nbytes
@@ -157,8 +157,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     its = requested.problem, requested.algorithm, requested.direction
     if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
         raise UnsupportedError(
-            "the L2 model replays whole tiles, so it does not support captured arrays or sinks; "
-            "use functions without arrays and no sinks, or level='requested'"
+            "the L2 model replays whole tiles, so it does not support sinks, or functions that "
+            "read captured arrays; leave these out, or pass level='requested'"
         )
     tiles, streams = _streams(requested, model)
     whole = model.ways is None
@@ -191,12 +191,13 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
         what = "rows of several sequences" if shared else "a bias of packed heads"
-        instead = "leave shared_prefix out" if shared else "pass pack_gqa=False"
+        instead = "leave out shared_prefix=" if shared else "pass pack_gqa=False"
         raise UnsupportedError(f"the L2 model does not support {what}; {instead}")
     if requested.problem.scales is not None:
         raise UnsupportedError(
-            "the L2 model replays whole tiles, so it does not support scales, which have 4 bytes "
-            "each and share cache lines; leave scales out: the other tensors' bytes are the same"
+            "the L2 model replays whole tiles, so it does not support scales, which have 4 "
+            "bytes each and share cache lines; leave out scales=, which does not change the "
+            "other tensors' bytes"
         )
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")

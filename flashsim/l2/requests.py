@@ -182,8 +182,8 @@ def stream(
     if n > MOST_REQUESTS:
         raise UnsupportedError(
             f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
-            f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
-            "once there are many more blocks than run at once)"
+            f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (the bytes per head hardly "
+            "change if there are many more thread blocks than can run at the same time)"
         )
     ptr, inner, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)

@@ -409,9 +409,9 @@ def test_many_queries_of_a_cache_take_the_tensor_cores_time():
 
 def test_what_the_decode_kernel_does_not_do_is_refused():
     for said, problem, how in (
-        ("leave tiling out", CACHE, {"tiling": Tiling(16, 16)}),
-        ("leave kernels out", CACHE, {"kernels": "hopper"}),
-        ("choose splits by their own rule", CACHE, {"splits": "fa3"}),
+        ("leave out tiling=", CACHE, {"tiling": Tiling(16, 16)}),
+        ("leave out kernels=", CACHE, {"kernels": "hopper"}),
+        ("chooses the number of splits by a rule of its own", CACHE, {"splits": "fa3"}),
         ("with shared_prefix cannot be predicted", Problem(2, 9, dtype="bfloat16",
             cu_seqlens_q=(0, 1, 2), cu_seqlens_k=(4, 6, 9), shared_prefix=4), {}),
         ("same number of queries for every", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),

@@ -87,7 +87,7 @@ def test_its_table_says_what_shows():
 
 def test_a_device_without_a_link_asks_for_one():
     mine = Device(**{**Device.get("H200").to_dict(), "link": ""})
-    with pytest.raises(OptionError, match="has no link in its preset; give link="):
+    with pytest.raises(OptionError, match="has no preset link between GPUs; pass link="):
         predict.spread(CAUSAL, ranks=2, device=mine)
     assert predict.spread(CAUSAL, ranks=2, device=mine, link="NVLink 4").link is LINKS["NVLink 4"]
 

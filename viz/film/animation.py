@@ -89,7 +89,9 @@ def animate(
     """
     path = check_format(path)
     if not fps > 0 or max_frames < 1:
-        raise OptionError(f"fps and max_frames must be positive, got {fps!r} and {max_frames!r}")
+        raise OptionError(
+            f"fps= and max_frames= must be positive, got fps={fps!r} and max_frames={max_frames!r}"
+        )
     check_fps(fps)
     film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
     return written(film, path, fps)
@@ -121,7 +123,7 @@ def check_fps(fps: float) -> None:
     A GIF's frame lasts at most 655 s.
     """
     if not SLOWEST <= fps <= FASTEST:
-        raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
+        raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
 def written(film: Any, path: Path, fps: float) -> Animation:
