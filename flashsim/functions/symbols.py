@@ -193,10 +193,7 @@ class Symbol(_Arithmetic):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
-            raise AttributeError(
-                f"a traced value has no attribute {name!r}; use operators, where, minimum, "
-                "maximum, abs, exp or tanh"
-            )
+            raise AttributeError(f"a traced value has no attribute {name!r}")
         return functools.partial(FUNCTIONS[name], self)
 
 

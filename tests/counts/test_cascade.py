@@ -137,7 +137,10 @@ def test_what_cannot_be_shared_says_why():
     other = x.k.copy()
     other[2, 1, 15, 3] += 1
     for said, change in (
-        (r"not shared: k\[2\] differs from k\[0\]", {"k": other, "shared_prefix": 16}),
+        (
+            r"not shared: those of k\[2\] differ from those of k\[0\]",
+            {"k": other, "shared_prefix": 16},
+        ),
         (r"shared_prefix must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),
         ("shared_prefix must be at least 1", {"shared_prefix": -1}),
         ("cannot be combined with window", {"shared_prefix": 16, "window": (9, -1)}),

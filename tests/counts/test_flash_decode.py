@@ -184,7 +184,7 @@ def test_a_trace_is_saved_with_its_split(tmp_path, pack_gqa):
 def test_what_is_refused_says_why():
     p = Problem(1, 64, heads=2)
     for wrong in (0, -3, 2.0, True, None):
-        with pytest.raises(OptionError, match=r"splits must be an integer of at least 1, or one"):
+        with pytest.raises(OptionError, match=r"splits= must be an integer of at least 1, or one"):
             run(p, None, splits=wrong)
     with pytest.raises(OptionError, match=r"unknown splits 'atuo'; .*did you mean 'auto'"):
         flashsim.count(p, algorithm=DECODE, splits="atuo")
@@ -333,12 +333,12 @@ def test_tables_that_cannot_be():
             [32, 33],
             r"cache_seqlens\[1\] must be from 0 to 32, .* keys in its row .*, got 33",
         ),
-        ([[0, 1]], None, r"integers of shape \(batch, max_pages\)"),
+        ([[0, 1]], None, r"must have shape \(batch, max_pages\) for q of .*, got shape \(1, 2\)"),
         ([[0.5, 1], [0, 2]], None, r"integers of shape \(batch, max_pages\)"),
     ):
         with pytest.raises(flashsim.FlashSimError, match=said):
             flashsim.run(x.q, k, k, algorithm=DECODE, block_table=table, cache_seqlens=lengths)
-    with pytest.raises(flashsim.ShapeError, match="with the same pages"):
+    with pytest.raises(flashsim.ShapeError, match="with the same number of pages"):
         flashsim.run(x.q, k, k[:2], algorithm=DECODE, block_table=[[0, 1], [0, 2]])
     with pytest.raises(UnsupportedError, match="'flash2' cannot read a paged cache"):
         flashsim.count(Problem(1, 32, page_size=4))
