@@ -3,23 +3,28 @@
     python benchmarks/predict.py                    # errors of the constants that ship
     python benchmarks/predict.py --worst 10         # also the passes with the largest errors
     python benchmarks/predict.py --fit              # prints new lines for time_model.csv; 10 min
+    python benchmarks/predict.py --leave-one-out    # errors on random shapes, each seed's shapes
+                                                    # predicted by a fit without them
     python benchmarks/predict.py --plot FILE.png
     python benchmarks/predict.py --decode [--fit]   # the same of the decode kernel
 
 The measurements are in docs/data/times-h200.csv (benchmarks/times.py). The fit uses only the stages
-of the shapes in `time_shapes.CALIBRATION`. Errors are those of whole passes.
+of the shapes in `time_shapes.CALIBRATION`, and for Hopper's kernels the random shapes of
+`predict_times.DRAWN`. Errors are those of whole passes.
 """
 
 import argparse
 import csv
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import predict_decode
 import predict_fit
 from gpu_lab import read_table
-from predict_times import DATA, H200, PASSES, SETS, measured, problem_of
+from predict_times import DATA, DRAWN, H200, PASSES, SETS, drawn, measured, problem_of
 
 from flashsim import Device, Problem
 from flashsim.report import Table
@@ -66,6 +71,50 @@ def errors_table(found):
             if any(cells[2:]):
                 table.rows.append(cells)
     return table
+
+
+def left_out(everything, jobs):
+    """Return the constants of Hopper's kernels by seed, each fitted without that seed's shapes."""
+    names = [name for family, name in predict_fit.FREE if family == "hopper"]
+    with ProcessPoolExecutor(jobs) as pool:
+        fits = [*pool.map(partial(_left_out, everything), names)]
+    seeds = dict.fromkeys(one.seed for one in everything if one.seed)
+    ships = CALIBRATED["hopper"]
+    return {
+        seed: ships | {n: x[seed] for n, x in zip(names, fits, strict=True) if seed in x}
+        for seed in seeds
+    }
+
+
+def _left_out(everything, name):
+    those = predict_fit.points(everything, "hopper", name)
+    ships = CALIBRATED["hopper"][name]
+    return predict_fit.left_out(those, predict_fit.FREE["hopper", name], ships) if those else {}
+
+
+def left_out_table(everything, jobs, worst=0):
+    """Yield a table of errors on random shapes by seed, and one of the worst passes."""
+    by_seed, found = left_out(everything, jobs), {}
+    for one in everything:
+        if one.seed:
+            wrong = 100 * (predicted(one, by_seed[one.seed], one.device) / one.seconds - 1)
+            direction = PASSES[one.name][0]
+            for seed in (one.seed, "all"):
+                found.setdefault((direction, seed), []).append((wrong, one))
+    table = Table(
+        "Random shapes, H100, by constants fitted without the seed: predicted / measured - 1, %",
+        ("pass", "seed", "passes", "mean", "worst"),
+        note="mean: of absolute values",
+    )
+    for (direction, seed), those in sorted(
+        found.items(), key=lambda x: (x[0][0] == "backward", x[0][1] == "all")
+    ):
+        wrong = [x for x, _ in those]
+        table.rows.append((direction, seed, len(wrong), _mean(wrong), _worst(wrong)))
+    yield table
+    if worst:
+        both = [x for (_, seed), those in found.items() if seed == "all" for x in those]
+        yield _worst_of("The worst", [(x / 100, one) for x, one in both], worst)
 
 
 def chip_table(name="H100"):
@@ -183,7 +232,11 @@ def others_table(names=("gpu-papers-h200.csv", "gpu-short-h200.csv")):
 def worst_table(found, count):
     """Return the table of the held-out passes with the largest errors."""
     every = [x for key, those in found.items() if key[2] == "held out" for x in those]
-    table = Table("Worst of those held out", ("error, %", "kernels", "pass", "us", "problem"))
+    return _worst_of("Worst of those held out", every, count)
+
+
+def _worst_of(title, every, count):
+    table = Table(title, ("error, %", "kernels", "pass", "us", "problem"))
     for wrong, one in sorted(every, key=lambda x: -abs(x[0]))[:count]:
         p = one.problem
         words = f"{p.batch} x {p.heads}/{p.kv_heads}, {p.n_q} x {p.n_kv}, d={p.head_dim}"
@@ -207,6 +260,8 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--fit", action="store_true", help="fit the constants and print them")
     parser.add_argument("--kernels", default=",".join(("hopper", "portable", "python")))
+    parser.add_argument("--leave-one-out", action="store_true", help="fit without each seed")
+    parser.add_argument("--jobs", type=int, default=2, help="processes that fit")
     parser.add_argument("--worst", type=int, default=0, help="print this many of the worst")
     parser.add_argument("--decode", action="store_true", help="the decode kernel instead")
     parser.add_argument("--plot", type=Path, help="plot predicted over measured to this file")
@@ -218,7 +273,13 @@ def main():
         print(predict_decode.decode_table(cases).text(width=120))
         return
     everything = measured()
+    if chosen.leave_one_out:
+        everything += [one for path in DRAWN for one in drawn(path)]
+        for table in left_out_table(everything, chosen.jobs, chosen.worst):
+            print(table.text(width=120))
+        return
     if chosen.fit:
+        everything += [one for path in DRAWN for one in drawn(path)]
         print("STREAMED", predict_fit.fit_streams(everything))
         for kernels in chosen.kernels.split(","):
             for (family, name), free in predict_fit.FREE.items():

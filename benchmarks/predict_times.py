@@ -42,12 +42,12 @@ class Measured(NamedTuple):
     seconds: float
     stages: dict[str, float]
     device: Device = H200
-    drawn: bool = False
+    seed: str = ""
 
     @property
     def where(self) -> str:
         """Return the set of the pass; random shapes belong to the fitted set."""
-        if self.drawn:
+        if self.seed:
             return "fitted"
         return next(name for name, shapes in SETS.items() if self.problem in shapes)
 
@@ -84,7 +84,11 @@ def device_of(row):
     return next(one for one in PRESETS.values() if one.name in row["gpu"])
 
 
-def drawn(path=DATA / "random-times-h100.csv"):
+#: Times on random shapes: those of the earlier fit, and the judging run after it.
+DRAWN = tuple(DATA / f"random-times-{name}.csv" for name in ("h100", "judged-h100"))
+
+
+def drawn(path=DRAWN[0]):
     """Return passes on random shapes, for fits; a single loop's stage gets the rest of its pass.
 
     In three passes, dQ runs beside dK and dV unless events separate them. So the times between
@@ -102,7 +106,7 @@ def drawn(path=DATA / "random-times-h100.csv"):
             said = predict(p, direction="backward", algorithm=name, device=device).stages
             rows = sum(s.seconds for s in said if s.name in ("delta", "convert"))
             stages = {"fused": whole - rows}
-        found.append(Measured(p, "hopper", name, tiling, whole, stages, device, drawn=True))
+        found.append(Measured(p, "hopper", name, tiling, whole, stages, device, row["seed"]))
     return found
 
 

@@ -1,6 +1,7 @@
 """Run FlashAttention tile by tile, and count every byte that it moves.
 
-Each name is imported when it is first used, so that `flashsim --version` does not import NumPy.
+Each public name is imported when it is first used, so that `flashsim --version` does not import
+NumPy.
 """
 # ruff: noqa: F403, F405 - names are those of flashsim.api
 
@@ -102,14 +103,14 @@ def __getattr__(name: str) -> Any:
 
 
 class _Late:
-    """Lets import statements use the short names of modules in `_LATE`.
+    """Import finder for the short names in `_LATE`, as in `import flashsim.predict`.
 
-    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy. The
-    same holds for its submodules.
+    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy. A
+    submodule's short name also gives the module itself, not a copy.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the spec to import `flashsim.X`, if X is in another package; otherwise None."""
+        """Return the import spec of a short name in `_LATE`, `flashsim.X`; otherwise None."""
         package, _, rest = name.partition(".")
         where = _LATE.get(rest.partition(".")[0], __name__)
         if package != __name__ or where == __name__:
@@ -117,16 +118,17 @@ class _Late:
         return ModuleSpec(name, self, origin=f"{where}.{rest}")  # type: ignore[arg-type]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return the module under its full name."""
+        """Import and return the module that the short name stands for."""
         module = importlib.import_module(str(spec.origin))
         spec.loader_state = module.__spec__  # Python replaces it by the short name's spec
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Restore the spec of the module's full name; its code has run already.
+        """Give the module back its own spec, which import replaced; its code has run already.
 
-        Submodules that are already loaded also get their short name here. Otherwise, importing a
-        submodule by its short name would replace a function of the same name in its package.
+        Its submodules that are already loaded also get their short names here. Without these names,
+        importing a submodule by its short name would replace a function of the same name in its
+        package.
         """
         second = module.__spec__
         assert second is not None

@@ -1,4 +1,4 @@
-"""`python -m flashsim`: the `flashsim` command."""
+"""Lets `python -m flashsim` run the `flashsim` command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""All errors that flashsim raises on purpose; they derive from `FlashSimError`.
+"""The errors that flashsim raises on purpose; all of them derive from `FlashSimError`.
 
-Each error class also derives from the built-in that a caller would expect (`ValueError`,
-`TypeError`, ...). So code that does not know flashsim's errors can still catch them.
+Each error class also derives from the built-in class that a caller would expect (`ValueError`,
+`TypeError`, ...). So code that does not know flashsim's error classes can still catch them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 
 
 class FlashSimError(Exception):
-    """Base of every error raised by flashsim."""
+    """Base class of every error that flashsim raises on purpose."""
 
 
 class ShapeError(FlashSimError, ValueError):
@@ -38,11 +38,11 @@ class UnknownArgumentError(FlashSimError, TypeError):
 
 
 class MaskError(FlashSimError, ValueError):
-    """A mask is malformed, or cannot be evaluated."""
+    """A mask is malformed, or its values cannot be computed."""
 
 
 class FunctionError(FlashSimError, ValueError):
-    """A score or mask function cannot be traced; the message names the line."""
+    """A score or mask function cannot be traced; the message names its source line."""
 
 
 class TilingError(FlashSimError, ValueError):
@@ -54,13 +54,15 @@ class SramOverflow(TilingError):
 
 
 class MemoryModelError(FlashSimError, RuntimeError):
-    """An algorithm broke the rules of the simulated memory (a bug in the algorithm).
+    """An algorithm broke a rule of the simulated memory, so it has a bug.
 
-    `kind` names the broken rule, for grading. "freed": a tile was used after it was freed.
-    "outside": numbers came from outside the machine. "off chip": numbers were read out of SRAM
-    without a store. "unloaded": HBM data was used without being loaded. "unstored": HBM was read,
-    but was never written. "scope": a step or visit was opened or used at an invalid point.
-    "operation": the machine does not have the operation. "machine": any other rule.
+    The attribute `kind` names the broken rule, so that graders can tell the rules apart. "freed": a
+    tile was used after its step or visit (tile pair) had ended. "outside": numbers came from
+    outside the simulated machine. "off chip": numbers were read out of SRAM without a store to HBM.
+    "unloaded": HBM data was used without a load into SRAM. "unstored": HBM data was read that was
+    never written. "scope": a step or visit was opened or used where that is not allowed.
+    "operation": the simulated machine does not have the operation. "machine": any other rule was
+    broken.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -77,9 +79,9 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 
 
 def require_numba(what: str, instead: str = "") -> None:
-    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is on.
+    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on.
 
-    `what` is the feature that needs Numba, and `instead` an alternative, for the message. pip
+    The message names `what`, the feature that needs Numba, and `instead`, an alternative. pip
     installs Numba together with flashsim; only Python in a browser lacks it.
     """
     try:
@@ -97,7 +99,7 @@ def require_numba(what: str, instead: str = "") -> None:
 
 
 class RankError(FlashSimError, RuntimeError):
-    """The ranks of a group were called with different arguments, or a rank no longer answers."""
+    """Ranks of a process group were called with different arguments, or one no longer answers."""
 
 
 class UnsupportedError(FlashSimError, NotImplementedError):
@@ -105,7 +107,7 @@ class UnsupportedError(FlashSimError, NotImplementedError):
 
 
 def shown(value: object) -> str:
-    """Return the `repr` of any value, shortened and on one line, to quote it in an error."""
+    """Return the `repr` of any value, shortened to one line, to quote the value in an error."""
     try:
         text = " ".join(repr(value).split())
     except Exception:  # an integer of more than 4,300 digits, or an object whose repr fails
@@ -118,13 +120,15 @@ _OBEYED = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u20
 
 
 def printable(text: str) -> str:
-    r"""Escape each character that a terminal obeys, as in ``\x1b``, except \n and \t."""
+    r"""Escape each character that controls a terminal, as in ``\x1b``, except \n and \t."""
     return _OBEYED.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def choices(value: object, possible: Iterable[object]) -> str:
-    """Return a text that lists the possible names, and suggests the one that `value` resembles."""
+    """Return a text that lists the possible names, and suggests the name that `value` resembles."""
     names = [str(name) for name in possible]
+    if not names:
+        return "there are none"
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"possible: {', '.join(names)}{hint}"
@@ -175,12 +179,13 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
 
 
 def own_errors(called: _Callable) -> _Callable:
-    """Decorate a function or class so that wrong calls raise errors of flashsim.
+    """Decorator for a function or class, so that wrong calls raise errors of flashsim.
 
-    If an argument is missing or unknown, the error is an `UnknownArgumentError`, which adds the
-    passed and the possible arguments to Python's message. If a call raises a built-in error and an
-    argument does not match its annotation, the error is a `DTypeError` that names the argument. In
-    a class, this covers the constructor and the public methods. A correct call costs one `try`.
+    If an argument is missing or unknown, the error is an `UnknownArgumentError`; it adds the passed
+    and the possible arguments to Python's message. If a call raises a built-in error and an
+    argument does not match its annotation, the error is a `DTypeError` that names the argument. For
+    a class, the decorator covers the constructor and the public methods. A correct call pays only
+    for one `try` statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -217,7 +222,7 @@ def _guarded(function: Any, bound: int) -> Any:
 
 
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
-    """Return the error for arguments of wrong number, name or type; None if all are right."""
+    """Return the error for arguments of a wrong number, name or type; None if all are right."""
     name = function.__qualname__.split("<locals>.")[-1]
     if function.__name__ in ("__init__", "__new__"):  # `self` of __new__ is the class
         name = getattr(args[0], "__name__", type(args[0]).__name__)
@@ -252,7 +257,7 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
 
 
 def _type(annotation: str, function: Any) -> Any:
-    """Return the type that an annotation names; `Any` if only type checkers import that type."""
+    """Return the type that an annotation names; `Any` if only type checkers import it."""
     holder = SimpleNamespace(__annotations__={"x": annotation})
     try:
         return get_type_hints(holder, vars(sys.modules[function.__module__]))["x"]
@@ -261,10 +266,10 @@ def _type(annotation: str, function: Any) -> Any:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Return whether a value matches an annotation, without consuming an iterator.
+    """Return whether a value matches a type annotation, without consuming an iterator.
 
-    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence, but
-    a string does not.
+    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence; a
+    string does not.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

@@ -1,6 +1,6 @@
-"""Tables: the same rows as text for people (Rich), or as JSON, CSV, Markdown or HTML.
+"""Tables: the same rows, as text for people (by Rich), or as JSON, CSV, Markdown or HTML.
 
-This module also writes files of any kind, completely or not at all (`beside`).
+This module also writes files of any kind, either completely or not at all (`beside`).
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ Cell = str | int | float | bool | None
 
 @dataclass
 class Table:
-    """Rows under named columns.
+    """A table: rows of values under named columns.
 
-    `rows` contains plain values. `text` and `html` format the values (thousands separators, units
-    in the column's name); `json` and `csv` keep them exact.
+    `rows` contains the values as plain Python values. `text` and `html` format the values
+    (thousands separators, units in the column's name); `json` and `csv` keep the exact values.
     """
 
     title: str
@@ -37,13 +37,13 @@ class Table:
     note: str = ""
 
     def records(self) -> list[dict[str, Cell]]:
-        """Return one dict per row."""
+        """Return one dict per row, with the columns as keys."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def text(self, width: int | None = None) -> str:
         """Return the table as plain text of at most `width` columns.
 
-        Default: the width of the terminal, or 100 without one.
+        By default `width` is the terminal's width, or 100 if there is no terminal.
         """
         from rich.console import Console
 
@@ -55,11 +55,12 @@ class Table:
         return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip("\n").split("\n"))
 
     def rich(self, width: int) -> Any:
-        """Return the table as Rich prints it in a terminal of `width` columns, with whole cells.
+        """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
-        The first form that fits is used. The unchanged table comes first, then the table with its
-        constant columns moved into the title, then with bytes and FLOPs in larger units. The last
-        form is transposed, with one column per row, in as many pieces as necessary.
+        Of four forms, the first one that fits is used. The first form is the unchanged table. The
+        second has its constant columns moved into the title; the third also has bytes and FLOPs in
+        larger units. The fourth form is transposed, with one column per row, in as many pieces as
+        necessary.
         """
         from rich.console import Group
         from rich.text import Text
@@ -85,7 +86,7 @@ class Table:
         return Group(*title, *grids, *note)
 
     def _values(self) -> list[Sequence[Cell]]:
-        """Return the cells of each column."""
+        """Return the texts of the cells, column by column."""
         return [[row[n] for row in self.rows] for n in range(len(self.columns))]
 
     def _told(self) -> Table:
@@ -169,7 +170,7 @@ class Table:
 
 
 def format_cell(cell: Cell) -> str:
-    """Return a cell's value as text for people."""
+    """Return a cell's value formatted for people."""
     if cell is None:
         return ""
     if isinstance(cell, bool):
@@ -198,7 +199,7 @@ def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any
 
 @contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path in the same folder, and rename that file to `path` at the end.
+    """Yield a temporary path in the folder of `path`; at the end, rename that file to `path`.
 
     After an error or an interrupt, the temporary file is removed, and the old content of `path` is
     unchanged. If `path` is not a regular file, such as /dev/stdout, it is written to directly.
@@ -218,7 +219,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Do as `beside`, but raise an `OptionError` if the file cannot be written."""
+    """Do what `beside` does, but raise an `OptionError` if the file cannot be written."""
     try:
         with beside(path) as part:
             yield part
@@ -240,7 +241,7 @@ def _texts(table: Table) -> list[list[str]]:
 
 
 def _phrase(name: str, value: Cell) -> str:
-    """Return a column's name and its constant value as words: ("store B", 5) gives "store 5 B"."""
+    """Return words for a column's name and its constant value: ("store B", 5) gives "store 5 B"."""
     what, _, unit = name.rpartition(" ")
     text = format_cell(value)
     return f"{what} {text} B" if unit == "B" and what else f"{name} {text}"
@@ -260,10 +261,10 @@ def _grids(
     width: int,
     pieces: bool,
 ) -> list[Any]:
-    """Return the cells as Rich tables, or an empty list if they do not fit.
+    """Return the cells as one Rich table or more, or an empty list if they do not fit the width.
 
-    With `pieces`, there may be several tables, each with the first column and as many other columns
-    as fit.
+    With `pieces`, the cells may be split into several tables, each with the first column and as
+    many other columns as fit.
     """
     from rich import box
     from rich.table import Table as RichTable
@@ -297,7 +298,7 @@ def _grids(
 
 
 def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the widths of columns: those wanted or, if they do not fit, with a common maximum."""
+    """Return the columns' widths: those wanted or, if they do not fit, cut to a common maximum."""
     upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
     cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
     widths, wider = upto(cap), upto(cap + 1)
@@ -312,28 +313,28 @@ def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]
 
 
 def titled(value: Any) -> str:
-    """Return one line for an object that has a `table()`: its class and the table's title."""
+    """Return one line for an object that has a `table()`: its class and its table's title."""
     return f"<{type(value).__name__} {value.table().title}>"
 
 
 def text(value: Any) -> str:
-    """Return the `table()` of a value as text."""
+    """Return the table of an object that has a `table()`, as text."""
     return value.table().text()
 
 
 def tabled(value: Any) -> str:
-    """Return the `table()` of a value as HTML."""
+    """Return the table of an object that has a `table()`, as HTML."""
     return value.table().html()
 
 
 def short(value: Any) -> str:
-    """Return one line with the fields of a dataclass or named tuple; of arrays, type and shape."""
+    """Return one line with a dataclass's or named tuple's fields; of arrays, type and shape."""
     facts = ", ".join(f"{name} {text}" for name, text in _facts(value))
     return f"<{type(value).__name__} {facts}>"
 
 
 def card(value: Any) -> str:
-    """Return the fields of a dataclass or named tuple as HTML; of arrays, type and shape."""
+    """Return the fields of a dataclass or named tuple as HTML; of arrays, only type and shape."""
     return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
 
 

@@ -1,9 +1,10 @@
-"""FlashAttention (the first): Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, Algorithms 1 and 4.
+"""The first FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, Algorithms 1 and 4.
 
-The loop is KV-outer: K and V are read once, but O, l and m are read and written at every visit
-(tile pair). FlashAttention-2 swapped the loops to avoid this. The numbers at the right are the
-paper's line numbers. If the input type is narrower than the accumulator type, O (and dQ) are in HBM
-in the accumulator type during the loop, and are converted once at the end, as in real kernels.
+Keys are the outer loop: K and V are read once, but O, l and m are read and written at every visit
+(tile pair). FlashAttention-2 swapped the two loops so that O, l and m stay on chip. The comments at
+the right end of the lines are line numbers of the paper's algorithms. If the inputs' type is
+narrower than the accumulators' type, O (and dQ) stay in HBM in the accumulators' type during the
+loop. They are converted once at the end, as in real kernels.
 """
 
 from __future__ import annotations
@@ -58,10 +59,10 @@ def forward(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run Algorithm 4, without dropout (lines 14, 15 and 18).
+    """Run the backward pass, the paper's Algorithm 4, without its dropout (lines 14, 15 and 18).
 
-    Every visit reads and writes dQ. dK and dV are complete at the end of their column tile, so they
-    need not be set to zero in HBM (line 5).
+    Every visit (tile pair) reads and writes dQ. dK and dV are complete at the end of their column
+    tile, so HBM need not be filled with zeros for them (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

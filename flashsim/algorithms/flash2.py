@@ -1,9 +1,10 @@
 """FlashAttention-2: Tri Dao, arXiv:2307.08691.
 
-The numbers at the right are the paper's line numbers. `load`, `store` and `reduce` are the only
-ways to access HBM, and they count bytes. A `step` or `visit` (one tile pair) frees all tiles that
-were allocated inside it, so indentation shows how long a tile stays on chip. Arrays have leading
-axes (batch * key heads, group), because all heads run the same loop at once.
+The numbers at the right are the paper's line numbers. `Sram.load`, `store` and `reduce` are the
+only ways to access HBM, and they count bytes. A `step` or `visit` (one tile pair) frees all tiles
+that were allocated inside it, so indentation shows how long a tile stays on chip. Arrays have the
+leading axes (batch * key heads, query heads per key head), because all heads run the same loop at
+once.
 """
 
 from __future__ import annotations
@@ -31,9 +32,11 @@ from flashsim.schedule.schedule import Visit
 
 
 def forward(machine: Machine) -> None:
-    """Run Algorithm 1. The loop is Q-outer: O, m and l stay on chip while K and V are streamed.
+    """Run Algorithm 1.
 
-    Line 10 of the paper divides O by the rescaling factor; the correct operation is to multiply.
+    Queries are the outer loop: O, m and l stay on chip while K and V are streamed.
+
+    Line 10 of the paper divides O by the rescaling factor; this code multiplies, which is correct.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:
@@ -65,7 +68,7 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Run lines 7 to 10: add some key tiles to a row tile's O (not yet normalised), l and m."""
+    """Add key tiles to a row tile's O (not normalised yet), l and m: lines 7 to 10."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -88,17 +91,18 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Run lines 12 and 13: return out and LSE, which are 0 and -inf for rows that saw no key."""
+    """Return a row tile's O and LSE (lines 12 and 13); 0 and -inf for rows that saw no key."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
 
 def backward(machine: Machine) -> None:
-    """Run Algorithm 2 in three passes: delta, then dK and dV, then dQ.
+    """Run the paper's Algorithm 2 in three passes: delta, then dK and dV, then dQ.
 
-    It needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV are sums over
-    queries. One loop order can keep only one kind of sum on chip, so dQ needs a pass of its own,
-    which recomputes the scores. That takes 7 matrix products instead of 5: 14 N^2 d FLOPs.
+    This backward pass needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV
+    are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ needs a
+    pass of its own, which recomputes the scores. Recomputing the scores makes 7 matrix products
+    instead of 5: 14 N^2 d FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -109,10 +113,10 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Run Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
+    """Run the paper's Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
 
-    It takes 5 matrix products: 10 N^2 d FLOPs. Atomics add each tile's dQ. On a GPU their order,
-    and so the last bits of dQ, change from run to run.
+    This backward pass takes 5 matrix products: 10 N^2 d FLOPs. Each tile's dQ is added by atomics.
+    On a GPU the order of the atomics, and so the last bits of dQ, change from run to run.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -123,11 +127,11 @@ def backward_fused(machine: Machine) -> None:
 
 
 def backward_once(machine: Machine) -> None:
-    """Run Algorithm 2 in one pass, for row tiles with a single key tile, without sums in HBM.
+    """Run Algorithm 2 in one pass, for row tiles that see a single key tile: no sums in HBM.
 
     All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
-    separate pass. dQ is complete, so it is stored directly in its final type. The results are
-    deterministic.
+    separate pass. Each tile's dQ is complete, so it is stored directly in its final type. This
+    backward pass is deterministic.
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
@@ -136,10 +140,10 @@ def backward_once(machine: Machine) -> None:
 
 
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
-    """Compute delta = rowsum(dO o O), the paper's D.
+    """Compute delta = rowsum(dO o O), which the paper calls D.
 
-    If the LSE has a gradient dL, it is subtracted from delta: d LSE / dS = P, so
-    dS = P (dP - D + dL). `clears_dq` also sets dQ's accumulator to 0, for the fused backward pass.
+    If the LSE has a gradient dL, it is subtracted from delta: d LSE / dS = P, so dS = P (dP - D +
+    dL). With `clears_dq`, the pass also sets dQ's accumulator to 0, for the fused backward pass.
     """
     hbm = machine.hbm
     with machine.stage("delta") as sram:
@@ -163,9 +167,10 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 def _sink_gradient(
     machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
 ) -> np.ndarray | None:
-    """Return these rows' contribution to the sinks' gradient, (lead, group, 1); None without sinks.
+    """Return what these rows add to the sinks' gradient, (lead, group, 1); None without sinks.
 
-    A sink has the probability exp(sink - L) and no value, so its gradient is -P delta.
+    An attention sink has the probability P = exp(sink - L) and no value row, so its gradient is -P
+    delta.
     """
     if not machine.problem.sinks:
         return None
@@ -174,11 +179,11 @@ def _sink_gradient(
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
-    """Compute dK and dV in a KV-outer loop.
+    """Compute dK and dV in a loop with keys outermost.
 
-    A thread block computes column tile j of one key head, for all its query heads. `dq` says what
-    happens to each tile pair's dQ: "" means that it is not computed, "reduce" that it is added to
-    HBM, and "store" that it is complete and stored.
+    A thread block computes one tile of keys of one key head, for all query heads that share it.
+    `dq` says what happens to each tile pair's dQ: "" if it is not computed, "reduce" if it is added
+    to HBM, and "store" if it is complete and stored.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5
@@ -225,7 +230,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
 
 
 def _dq_pass(machine: Machine) -> None:
-    """Compute dQ in a Q-outer loop, as in the forward pass."""
+    """Compute dQ in a loop with queries outermost, as in the forward pass."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule

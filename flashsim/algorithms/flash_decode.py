@@ -1,13 +1,15 @@
 """FlashDecoding: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
 A few queries with a long KV cache yield too few row tiles to fill a GPU, so most SMs would idle. So
-FlashDecoding also splits the keys, in two steps. Step 1 computes attention over each part of the
-keys in parallel, with a log-sum-exp per part. Step 2 merges the parts. Each part's output is
-normalised and stored in float32 (float64 for float64 inputs). `Schedule` defines the parts.
+FlashDecoding also splits the keys into parts, and works in two steps. Step 1 computes attention
+over each part of the keys in parallel, and each part's log-sum-exp. Step 2 merges the results of
+all parts. Each part's output is normalised and stored in float32 (float64 for float64 inputs).
+`flashsim.Schedule` decides where each part of the keys begins and ends.
 
-If all batch entries share a prefix, additional row tiles with the queries of all entries read the
-prefix once. Their results are merged with those of each entry's own keys. This is cascade attention
-(FlashInfer, arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
+If all batch entries share a prefix of keys, additional row tiles hold the queries of all entries,
+so that the prefix is read only once. The results over the shared prefix are merged with those over
+each entry's own keys. Reading a shared prefix once is called cascade attention (FlashInfer,
+arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -20,13 +22,16 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps; a row tile whose keys form a single part needs only the first."""
+    """Run both steps: attention per part of the keys, and the merge.
+
+    A row tile whose keys form a single part needs only the first step.
+    """
     _split(machine)
     _combine(machine)
 
 
 def _split(machine: Machine) -> None:
-    """Step 1: FlashAttention-2's loop; each thread block handles one part of a row tile's keys."""
+    """Run step 1: FlashAttention-2's loop, over one part of a row tile's keys per thread block."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("split") as sram:
         schedule = sram.schedule
@@ -51,12 +56,12 @@ def _split(machine: Machine) -> None:
 
 
 def _combine(machine: Machine) -> None:
-    """Step 2: merge the parts of each row tile in a fixed order, so every run gives the same bits.
+    """Run step 2: merge the parts of a row tile in a fixed order, for the same bits in every run.
 
-    The parts of a shared prefix come before the parts of an entry's own keys. This function merges
-    one part after the other. FlashAttention's combine kernel and flashsim's GPU kernel first
-    compute the largest L of all parts, and then the weighted sum. Both ways compute the same sum
-    with different roundings.
+    When results are merged, the parts of a shared prefix come before the parts of an entry's own
+    keys. This function merges one part after another. FlashAttention's combine kernel and
+    flashsim's GPU kernel first compute the largest LSE of all parts, and then the weighted sum.
+    Merging one by one and the weighted sum give the same result except for rounding.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:
@@ -78,7 +83,10 @@ def _combine(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Never called: `plans.check_backward` raises first, because there is no backward pass."""
+    """Raise: decoding has no backward pass.
+
+    Never reached, as `plans.check_backward` raises first.
+    """
     raise NotImplementedError
 
 

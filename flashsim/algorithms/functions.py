@@ -1,7 +1,8 @@
-"""Evaluates score and mask functions, and their derivatives, on the simulated machine.
+"""Evaluates the user's score and mask functions, and their derivatives, on the simulated machine.
 
-A function's expressions are evaluated on captured values that were loaded into SRAM. A value that
-was never loaded raises an error, and a value from an earlier tile is NaN.
+A function's expressions are evaluated on those elements of its captured arrays that were loaded
+into SRAM. Using an element that was never loaded raises an error, and an element of an earlier tile
+is NaN.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """The data of a score tile from which the gradient of the scaled product follows, given dS.
+    """What the backward pass needs, besides dS, to compute the gradient of a tile's scale Q K^T.
 
-    `cap` is the softcap's derivative. `raw` is the score function's input score. `values` and
-    `positions` are the function's captured values and its indices.
+    `cap` is the softcap's derivative. `raw` is the score that was passed to the score function.
+    `values` are the captured elements that the function read, and `positions` its arguments b, h,
+    q, k.
     """
 
     cap: np.ndarray | None = None
@@ -41,7 +43,7 @@ class Chain(NamedTuple):
 def indices(
     schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
 ) -> dict[str, np.ndarray]:
-    """Return the arguments b, h, q, k of a tile's functions, each (lead, group, rows, cols)."""
+    """Return the arguments b, h, q, k of such functions, each (lead, group, rows, cols)."""
     p, s = schedule.problem, schedule.sequence_of_row(i)
     lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
     members = np.arange(p.group) if member is None else np.array([member])
@@ -55,7 +57,7 @@ def indices(
 
 
 def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
-    """Load the captured elements F_own and M_own of row tile i, for a Q-outer loop."""
+    """Load the captured elements that depend on row tile i but not on keys, for a Q-outer loop."""
     rows = sram.schedule.row_slice(i)
     positions = indices(sram.schedule, i, rows, None, None)
     values: dict[tuple[str, int], np.ndarray] = {}
@@ -78,7 +80,7 @@ def _loaded(
 def apply_score(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> Chain:
-    """Apply the score function to S_ij, in place of it, and return the data for its derivative."""
+    """Apply the score function to S_ij in place; return what its derivative needs."""
     p = visit.schedule.problem
     if p.score_mod is None:
         return Chain()
@@ -95,7 +97,7 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set the scores that the mask function does not keep to -inf; a FULL tile has none."""
+    """Set the scores that the mask function removes to -inf; in a FULL tile there are none."""
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return
@@ -117,9 +119,9 @@ def _evaluated(
 
 
 def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
-    """Replace dS, the gradient of a score function's result, by the gradient of its input score.
+    """Turn dS, the gradient of the score function's result, into the gradient of its input score.
 
-    The gradients of captured arrays are added to HBM.
+    The gradients of captured arrays are added to their sums in HBM.
     """
     p = sram.schedule.problem
     if chain.raw is None or p.score_mod is None:

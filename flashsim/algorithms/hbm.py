@@ -1,8 +1,8 @@
-"""Simulated HBM: it contains every tensor, but arithmetic cannot use tensors in HBM directly.
+"""Simulated HBM: it contains every tensor, but code cannot compute with tensors in HBM directly.
 
-A tensor in HBM is a `Tensor` handle that does not allow arithmetic; `Sram.load` copies a tile. All
-heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where `group` is the
-number of query heads that share a key head, or 1.
+A tensor in HBM is a `Tensor` handle that does not allow arithmetic; `Sram.load` copies one of its
+tiles on chip. All heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where
+`group` is the number of query heads that share a key head, or 1.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ ALL = slice(None)
 class Tensor:
     """A tensor in simulated HBM, which can be loaded and stored by tiles, but not computed with.
 
-    `data` is (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in HBM.
+    `data` has the shape (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in
+    HBM.
     """
 
     def __init__(self, name: str, data: np.ndarray, dtype: str, code: int | None = None) -> None:
@@ -40,12 +41,12 @@ class Tensor:
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the tile [rows, cols] of all heads, or of query head `member` of each group."""
+        """Return the tile [rows, cols] of all heads, or of query head number `member` per group."""
         part = self.data[:, _heads(member), rows]
         return part if self.vector else part[..., cols]
 
     def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
-        """Add a tile to the tensor."""
+        """Add a tile to the tensor's values, in place."""
         self.view(rows, cols, member)[...] += tile
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
@@ -60,7 +61,7 @@ class Tensor:
 class Scale(Tensor):
     """The scales of an FP8 tensor: one factor per block of `every` rows.
 
-    `data` is (batch * kv_heads, group or 1, ceil(n / every)), float32.
+    `data` is float32 of shape (batch * kv_heads, group or 1, ceil(n / every)).
     """
 
     def __init__(self, name: str, data: np.ndarray, every: int) -> None:
@@ -71,28 +72,28 @@ class Scale(Tensor):
         return slice(rows.start // self.every, -(-rows.stop // self.every))
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Return the bytes of the scales for these rows."""
+        """Return the bytes of the FP8 scales for these rows."""
         return super().tile_bytes(self._entries(rows), cols)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the scales for these rows, one per block."""
+        """Return the FP8 scales for these rows, one per block of rows."""
         return super().view(self._entries(rows), cols, member)
 
     def spread(self, entries: np.ndarray, rows: slice) -> np.ndarray:
-        """Repeat the loaded scales, `entries`, so that each row has one: (.., rows, 1)."""
+        """Repeat the loaded scales, `entries`, so that each row has its own: (.., rows, 1)."""
         first = rows.start // self.every
         return entries[..., np.arange(rows.start, rows.stop) // self.every - first, None]
 
 
 class SharedTensor(Tensor):
-    """A bias, or its gradient: (1 or batch, 1 or heads, n_q, n_kv), shared where an axis is 1."""
+    """A bias or its gradient, (1 or batch, 1 or heads, n_q, n_kv), shared if an axis is 1."""
 
     def __init__(self, name: str, data: np.ndarray, dtype: str, problem: Problem) -> None:
         super().__init__(name, data, dtype)
         self.problem = problem
 
     def _select(self, member: int | None) -> slice:
-        """Return the heads with number `member` in their group."""
+        """Return the indices of the query heads that have number `member` in their group."""
         if member is None or self.data.shape[1] == 1:
             return ALL
         return slice(member, None, self.problem.group)
@@ -105,7 +106,7 @@ class SharedTensor(Tensor):
         return full.reshape(p.batch * p.kv_heads, heads // p.kv_heads, *part.shape[2:])
 
     def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
-        """Add every head's tile, summed over the heads that share a matrix."""
+        """Add every head's tile; heads that share one bias matrix are summed."""
         batch = self.problem.batch
         full = tile.reshape(batch, tile.shape[0] // batch * tile.shape[1], *tile.shape[2:])
         shared = tuple(axis for axis in (0, 1) if self.data.shape[axis] == 1)
@@ -113,11 +114,11 @@ class SharedTensor(Tensor):
 
 
 class BlockTable(Tensor):
-    """The block table: the numbers of the pages with each sequence's keys.
+    """The block table of a paged KV cache: the page numbers of each sequence's keys.
 
-    Loading the rows of some keys loads the numbers of their pages.
+    Loading some keys from the block table loads the numbers of their pages.
 
-    `data` is (1, 1, problem.pages), sequence after sequence.
+    `data` is (1, 1, problem.pages): the page numbers of one sequence after another.
     """
 
     def __init__(self, numbers: np.ndarray, problem: Problem) -> None:
@@ -134,7 +135,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the sequence of these keys, their first position in it, and one past the last."""
+        """Return the sequence of these keys, the first key's position in it, and their end."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -150,14 +151,15 @@ class BlockTable(Tensor):
         return (entries.stop - entries.start) * TABLE_ITEM
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the numbers of the pages with these keys."""
+        """Return the page numbers of these keys."""
         return self.data[..., self._entries(rows)]
 
 
 class PagedTensor(Tensor):
     """K or V in pages, (pages, kv_heads, page_size, width), read through loaded page numbers.
 
-    Rows are keys of the packed sequences; `Hbm.through` passes the page numbers.
+    Rows count the keys of all sequences, one after another; `Hbm.through` supplies the loaded page
+    numbers.
     """
 
     def __init__(
@@ -183,7 +185,7 @@ class PagedTensor(Tensor):
 
 
 class CapturedTensor(Tensor):
-    """The captured arrays of a function, restricted to its reads per step or per visit."""
+    """The elements that a function reads of captured arrays, per outer step or tile pair."""
 
     def __init__(
         self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem
@@ -192,9 +194,9 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """Return the elements that a stage with this outer loop reads, in float64.
+        """Return the elements that a kernel with this outer loop reads, in float64.
 
-        The keys of the dict are the nodes of the function's graph that read them.
+        The dict's keys are the load nodes of the function's graph.
         """
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
@@ -203,9 +205,9 @@ class CapturedTensor(Tensor):
 
 
 class Hbm:
-    """The tensors of one run, as attributes by the papers' names: ``hbm.Q``, ``hbm.dK``, ...
+    """The tensors of one simulated run, as attributes: ``hbm.Q``, ``hbm.dK``, ...
 
-    Outputs start as NaN (in the input's type), so that a tile that is never stored is noticed.
+    Outputs start as NaN (in the input's type), so that a tile that is never stored shows as NaN.
     """
 
     def __init__(self, problem: Problem) -> None:
@@ -223,7 +225,7 @@ class Hbm:
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Add an array (batch, heads, n[, width]) to HBM, as a view if possible."""
+        """Put an array (batch, heads, n[, width]) into HBM, as a view if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])
@@ -231,29 +233,29 @@ class Hbm:
         return self.tensors[name]
 
     def put_scale(self, name: str, array: np.ndarray, every: int) -> None:
-        """Add the scales of a tensor to HBM: (batch, heads, blocks of `every` rows)."""
+        """Put the scales of an FP8 tensor, (batch, heads, blocks of `every` rows), into HBM."""
         scale = f"{name}_scale"
         self.tensors[name].scale = Scale(scale, self.put(scale, array, "float32").data, every)
 
     def put_shared(self, name: str, array: np.ndarray, dtype: str) -> Tensor:
-        """Add a bias (1 or batch, 1 or heads, n_q, n_kv) to HBM."""
+        """Put a bias (1 or batch, 1 or heads, n_q, n_kv) into HBM."""
         self.tensors[name] = SharedTensor(name, array, dtype, self.problem)
         return self.tensors[name]
 
     def put_captured(self, letter: str, graph: Graph, arrays: tuple[np.ndarray, ...]) -> None:
-        """Add the captured arrays of a score function ("F") or a mask function ("M") to HBM."""
+        """Put the arrays captured by a score function ("F") or a mask function ("M") into HBM."""
         for name in (letter, f"{letter}_own"):
             self.tensors[name] = CapturedTensor(name, graph, arrays, self.problem)
 
     def put_paged(self, pages: np.ndarray, **pools: np.ndarray) -> None:
-        """Add paged K and V, and the page numbers of each sequence, to HBM."""
+        """Put paged K and V, and the page numbers of each sequence, into HBM."""
         table = BlockTable(pages, self.problem)
         self.tensors["table"] = table
         for name, pool in pools.items():
             self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
 
     def through(self, pages: np.ndarray, name: str) -> Tensor:
-        """Return K or V read through `pages`, a loaded tile of the block table."""
+        """Return K or V as a tensor that is read by `pages`, a loaded tile of the block table."""
         tensor = getattr(self, name)
         assert isinstance(tensor, PagedTensor)
         return PagedTensor(name, tensor.data, tensor.dtype, tensor.table, pages)

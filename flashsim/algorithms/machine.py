@@ -1,4 +1,4 @@
-"""A run of an algorithm on the simulated two-level memory: its HBM, and an SRAM for each stage."""
+"""Runs an algorithm on the simulated two-level memory: one HBM, and one SRAM per kernel."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Machine:
-    """One run of one algorithm: its HBM, and the stages as they are executed.
+    """One run of one algorithm: its HBM, and its stages (simulated kernels) as they run.
 
     Parameters
     ----------
@@ -69,7 +69,7 @@ class Machine:
         )
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
-        """Keep an LSE that the algorithm computes but does not store; this counts no traffic."""
+        """Keep an LSE that is computed but not stored in HBM; no traffic is counted."""
         self.noted_lse[..., rows] = lse
 
     @property
@@ -81,12 +81,12 @@ class Machine:
         return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
 
     def has(self, name: str) -> bool:
-        """Return whether the algorithm has this stage for this problem."""
+        """Return whether the algorithm runs this stage (kernel) for this problem."""
         return name in self._plan
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage: yield an empty SRAM, whose `schedule` is the stage's loop."""
+        """Run one stage (kernel): yield an empty SRAM, whose `schedule` is the stage's loop."""
         stage = self._plan[name]
         schedule = self._schedules.get(name)
         if schedule is None:
@@ -99,12 +99,12 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return the slice of `O_part` and `L_part` for these rows and this part."""
+        """Return where `O_part` and `L_part` hold these rows' results for this part of keys."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield row tile i in strips, each of as many whole score rows as fit on chip."""
+        """Yield row tile i in strips, each with as many complete rows of scores as fit on chip."""
         rows = sram.schedule.row_slice(i)
         height = strip_rows(sram.stage, sram.schedule, self.device)
         for start in range(rows.start, rows.stop, height):

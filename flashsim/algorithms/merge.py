@@ -8,10 +8,11 @@ import numpy as np
 def merged(
     out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return out and LSE over the keys of both sets; ``lse`` has one axis less than ``out``.
+    """Return out and LSE over the keys of both sets; ``lse`` lacks the last axis of ``out``.
 
-    lse = log(exp(lse_a) + exp(lse_b)); out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b.
-    If a row saw no key of one set (lse = -inf), the result is the row of the other set.
+    The formulas are lse = log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b
+    - lse) out_b. If a row saw no key of one set (lse = -inf), the result is the row of the other
+    set.
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # avoids inf - inf if a row saw no key of either set

@@ -1,4 +1,4 @@
-"""Code that the algorithms share: the scores of a tile, and small stages around the main loop."""
+"""Code that the algorithms share: the scores of a tile, and small kernels around the main loop."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from flashsim.schedule.schedule import Visit
 
 
 def unseen(m: np.ndarray) -> np.ndarray:
-    """Return whether rows saw no key, from their maximum (or LSE): all scores masked, or none."""
+    """Return which rows saw no key, judged by their maximum (or LSE)."""
     return m <= masked_score(m.dtype)
 
 
 def finite(m: np.ndarray) -> np.ndarray:
-    """Return row maxima (or LSEs) to subtract from scores: 0 for rows that saw no key.
+    """Return the row maxima (or LSEs) to subtract from scores, with 0 for rows that saw no key.
 
-    The 0 avoids inf - inf. Scores that count as masked are so low that their exponential is 0 even
-    without a subtraction.
+    For such rows, the 0 avoids the NaN of inf - inf. Scores that count as masked are so low that
+    their exponential is 0 even if nothing is subtracted.
     """
     return np.where(unseen(m), 0, m)
 
@@ -51,7 +51,7 @@ def score_tile(
 ) -> tuple[np.ndarray, Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
-    `own` is the captured elements that were loaded for the row tile, in a Q-outer loop.
+    `own` holds the captured elements that a Q-outer loop has loaded for the row tile.
 
     Returns
     -------
@@ -90,10 +90,10 @@ def score_gradient(
     chain: Chain,
     dL_i: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in dP's tile.
+    """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in the memory of dP's tile.
 
-    Without `delta_i`, the tile must have all keys that its rows see. The function then computes
-    delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one.
+    If `delta_i` is None, the tile must contain all keys that its rows see. The function then
+    computes delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one.
 
     Returns
     -------
@@ -122,14 +122,14 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """Load the gradient of the LSE of some rows; None if the LSE has no gradient."""
+    """Load the LSE's gradient for some rows; None if the LSE has no gradient."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
-    """Run a stage that only writes constants to HBM: ``{tensor: value}``."""
+    """Run a kernel that only writes constants to HBM; the dict is ``{tensor: value}``."""
     with machine.stage(name) as sram:
         for i in range(sram.schedule.t_r):
             with sram.step(i):
@@ -138,7 +138,7 @@ def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
 
 
 def convert(machine: Machine, accumulator: str, result: str) -> None:
-    """Run the stage that rounds an accumulator in HBM to the input's type, if the types differ."""
+    """Run the kernel that rounds an accumulator in HBM to the input's type, if the types differ."""
     name = "convert_dbias" if result == "dBias" else "convert"
     if not machine.has(name):
         return
@@ -153,7 +153,7 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
 
 
 def clear_dbias(machine: Machine) -> Tensor | None:
-    """Set the bias's gradient to zero, and return its accumulator; None without a bias."""
+    """Set the bias gradient's accumulator to zero and return it; None without a bias."""
     if not machine.has("clear_dbias"):
         return None
     name = accumulator_name(machine, "dBias")
@@ -164,7 +164,7 @@ def clear_dbias(machine: Machine) -> Tensor | None:
 def accumulator_name(machine: Machine, result: str) -> str:
     """Return the name of the tensor in HBM that accumulates `result`.
 
-    It is `result` itself if that has the accumulator's type.
+    This is `result` itself if `result` has the accumulator's type.
     """
     name = f"{result}_acc"
     return name if name in machine.hbm.tensors else result

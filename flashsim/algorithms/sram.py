@@ -1,9 +1,10 @@
-"""Simulated SRAM: the memory of one thread block during one stage, and the only access to HBM.
+"""Simulated SRAM: one thread block's memory during one stage (kernel), and the only access to HBM.
 
-Arithmetic can use only the copies that `Sram.load` returns. Each copy is overwritten with NaN when
-its step or visit ends. So a missing load causes an error or a wrong result, and every byte used is
-counted. All heads run the same loop, so one event is recorded for all of them, and `Trace`
-multiplies it by the number of heads. Sizes are those of one head's thread block.
+Code can compute only with the copies that `Sram.load` returns. Each copy is overwritten with NaN
+when the step or visit (tile pair) that loaded it ends. So a missing load causes an error or a wrong
+result, and every byte used is counted. All heads run the same loop, so each event is recorded once,
+and `Trace` multiplies it by the number of heads. Recorded sizes are those of one head's thread
+block.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Sram:
-    """On-chip memory of one thread block while one stage runs: capacity, lifetimes, events.
+    """The simulated on-chip memory of one thread block: capacity, tiles, and a log of events.
 
     Parameters
     ----------
@@ -65,14 +66,14 @@ class Sram:
 
     @contextmanager
     def step(self, outer: int, member: int = 0) -> Iterator[None]:
-        """Open a scope for one step of the outer loop: row tile i, or column tile j if KV-outer."""
+        """Open a scope for one step of the outer loop: row tile i, or (KV-outer) column tile j."""
         i, j = (outer, -1) if self.stage.outer == "queries" else (-1, outer)
         with self._frame((member, i, j, -1)):
             yield
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """Open a scope for some rows of an outer step; tiles loaded inside are freed at its end."""
+        """Open a scope for some rows of an outer step; tiles that it loads are freed at its end."""
         return self._frame(self._where)
 
     @contextmanager
@@ -139,10 +140,10 @@ class Sram:
     def load(
         self, tensor: Tensor, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> np.ndarray:
-        """Copy a tile HBM -> SRAM, converted to the accumulator type without rounding.
+        """Copy a tile from HBM to SRAM, converted to the accumulator type without rounding.
 
-        An FP8 tile is loaded with its scales and multiplied by them. In a stage whose loop works on
-        a whole group, `member` selects the query head.
+        An FP8 tile is loaded with its scales and multiplied by them. In a stage (kernel) that loops
+        over a group of query heads, `member` selects the head.
         """
         # The copy has the same memory layout whatever the layout of the caller's array, because
         # BLAS sums in an order that depends on the layout.
@@ -155,11 +156,11 @@ class Sram:
         return tile
 
     def has(self, name: str) -> bool:
-        """Return whether the stage has an on-chip buffer of this name."""
+        """Return whether this stage (kernel) has an on-chip buffer of this name."""
         return any(buffer.name == name for buffer in self.stage.buffers)
 
     def _tile_of(self, name: str, rows: slice, cols: slice) -> int:
-        """Return the bytes of a buffer of the stage for a tile."""
+        """Return the bytes that a buffer of this stage takes for a tile."""
         buffer = next(b for b in self.stage.buffers if b.name == name)
         return buffer.nbytes(rows.stop - rows.start, cols.stop - cols.start)
 
@@ -170,7 +171,7 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Copy the elements that a function reads for a tile, and return them by reading node."""
+        """Load the captured elements that a function reads for a tile, by load node."""
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
@@ -183,23 +184,23 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Count the bytes of a buffer that this tile does not use, but that stays allocated."""
+        """Count a buffer's bytes although this tile does not use it, because it stays allocated."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)
 
     def note_reduce(self, name: str, shape: tuple[int, ...]) -> None:
-        """Record that a visit added to gradients of captured arrays."""
+        """Record that a visit (tile pair) added to the gradients of captured arrays."""
         move = next(m for m in self.stage.visit if m.tensor == name)
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to the type in which it enters a product; S and m if `Precision` says."""
+        """Round P or dS to its type as a product's operand; S and m too if `Precision` says so."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
     def multiply(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> None:
-        """``out = a @ b``."""
+        """Compute ``out = a @ b``."""
         if not self._roundings.tensor_cores:
             np.matmul(a, b, out=out)
             return
@@ -209,7 +210,7 @@ class Sram:
     def accumulate(
         self, into: np.ndarray, a: np.ndarray, b: np.ndarray, rescale: np.ndarray
     ) -> None:
-        """``into = diag(rescale) into + a @ b``."""
+        """Compute ``into = diag(rescale) into + a @ b``."""
         into *= rescale[..., None]
         if not self._roundings.tensor_cores:
             into += a @ b
@@ -235,7 +236,10 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        """Copy a tile from SRAM to HBM, rounded once to the tensor's type.
+
+        If `tile` is a number, it fills the whole tile.
+        """
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)
@@ -251,7 +255,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Add a tile into HBM (on a GPU: an atomic or bulk reduction in the L2 cache)."""
+        """Add a tile to a tensor in HBM (on a GPU: an atomic or bulk reduction in the L2 cache)."""
         tensor.add(rows, cols, member, tile)
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
@@ -265,6 +269,6 @@ class Sram:
         return tensor.view(rows, cols, member)
 
     def done(self) -> StageTrace:
-        """Return the stage's events after its loop has ended."""
+        """Return the recorded events of the stage, whose loop has ended."""
         repeat, stride = heads_of(self.stage, self.schedule.problem)
         return StageTrace.build(self.stage, self.schedule, repeat, stride, self._events)

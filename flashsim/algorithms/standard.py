@@ -1,8 +1,8 @@
 """Standard attention: S and P are materialised in HBM (Algorithms 0 and 3 of arXiv:2205.14135).
 
-The products are tiled like any matrix product; nothing else is optimised. Fully masked tiles are
-not skipped, as in the frameworks' plain implementations. The numbers at the right are the paper's
-line numbers.
+The matrix products are tiled as in any matrix-product kernel; nothing else is optimised. Fully
+masked tiles are not skipped, as in the frameworks' plain implementations. The numbers at the right
+are the paper's line numbers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashsim.algorithms.score_tile import (
 
 
 def forward(machine: Machine) -> None:
-    """Algorithm 0: S = Q K^T; P = softmax(S); O = P V."""
+    """Run the paper's Algorithm 0: S = Q K^T; P = softmax(S); O = P V."""
     _scores(machine)
     _softmax(machine)
     hbm, p = machine.hbm, machine.problem
@@ -40,10 +40,10 @@ def forward(machine: Machine) -> None:
 
 
 def _scores(machine: Machine) -> None:
-    """Compute S and, with a softcap, the softcap's derivative.
+    """Compute S = scale Q K^T and, with a softcap, the softcap's derivative.
 
-    The derivative is stored too, because it cannot be computed precisely from an S that was rounded
-    to a narrow type.
+    The softcap's derivative is stored too, because it cannot be computed precisely from an S that
+    was rounded to a narrow type.
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:
@@ -64,7 +64,7 @@ def _scores(machine: Machine) -> None:
 
 
 def _softmax(machine: Machine) -> None:
-    """Compute P from whole rows of S; the LSE is returned to the caller, but not stored in HBM."""
+    """Compute P from complete rows of S; the LSE is returned, but not stored in HBM."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for i in range(sram.schedule.t_r):
@@ -84,7 +84,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run Algorithm 3, from the P (and the softcap's derivative) that the forward pass saved."""
+    """Run the paper's Algorithm 3, from the P (and softcap's derivative) that forward saved."""
     _dv(machine)
     hbm = machine.hbm
     with machine.stage("dp") as sram:

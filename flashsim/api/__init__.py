@@ -1,4 +1,4 @@
-"""The public functions and classes of `flashsim`, which loads them from here."""
+"""All public functions and classes; the package `flashsim` loads them from here."""
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count

@@ -1,8 +1,9 @@
-"""Convert CPU arrays of any library to NumPy arrays over the same memory, and back.
+"""Convert CPU arrays of any library to NumPy arrays that share their memory, and back.
 
-Results are arrays of the inputs' library; for a subclass of torch.Tensor, plain tensors. NumPy and
-torch are known by name. Arrays of other libraries are read through DLPack. Results become arrays of
-that library by its array namespace, as JAX has one, or else stay NumPy arrays. No input is copied.
+Results are arrays of the inputs' library; for a subclass of torch.Tensor they are plain tensors.
+NumPy's and torch's arrays are recognised by their package's name. Arrays of other libraries are
+read through DLPack. Results become arrays of the inputs' library if it has an array namespace, as
+JAX does; otherwise they stay NumPy arrays. No input array is copied.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ _DLPACK_CPU = 1
 
 
 class Host(NamedTuple):
-    """Conversions between one library's arrays and NumPy's: `take(name, x)` in, `give` back.
+    """How to convert one library's arrays: `take(name, x)` gives NumPy's, `give` converts back.
 
-    `library` is the package's name, or "" if arrays of any kind pass through unchanged.
+    `library` is the array library's package name, or "" if arrays of any kind pass through
+    unchanged.
     """
 
     library: str
@@ -38,7 +40,7 @@ def library_of(x: Any) -> str:
 
 
 def host_of(x: Any) -> Host:
-    """Return the conversions for arrays like `x`; an unknown kind passes through unchanged."""
+    """Return the `Host` that converts arrays like `x`; arrays of an unknown kind pass unchanged."""
     library = library_of(x)
     if library == "torch":
         return Host(library, from_torch, _to_torch)
@@ -51,7 +53,7 @@ def host_of(x: Any) -> Host:
 
 
 def _from_numpy(_: str, x: Any) -> Any:
-    """Return a NumPy matrix as a plain array; a later check refuses masked arrays."""
+    """Return an np.matrix as a plain array; a later check refuses masked arrays."""
     return np.asarray(x) if isinstance(x, np.matrix) else x
 
 
@@ -65,7 +67,7 @@ ANY = NUMPY._replace(library="")
 
 
 def take(host: Host, **arrays: Any) -> list[Any]:
-    """Convert arrays to NumPy's, all from the same library; None stays None.
+    """Convert arrays, all from one library, to NumPy's; None stays None.
 
     Raises
     ------
@@ -85,9 +87,10 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Convert arrays to NumPy's, copying from a GPU; the host converts results back.
+    """Convert arrays to NumPy's, copying them from a GPU; the returned host converts results back.
 
-    For operations that have no GPU kernel. All arrays use the conversions of the first one.
+    This is for operations that have no GPU kernel. All arrays are converted in the way of the first
+    one.
     """
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)
@@ -106,7 +109,7 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
 
 
 def from_torch(name: str, x: Any) -> Any:
-    """Return a NumPy array over a CPU tensor's memory; other tensors as they are.
+    """Return a NumPy array that shares a CPU tensor's memory; other tensors are returned unchanged.
 
     Raises
     ------

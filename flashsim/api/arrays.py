@@ -1,6 +1,7 @@
 """Find the shape, the element type and the values of one array of any library.
 
-Works on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a copy.
+These functions work on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a
+copy.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from flashsim.problem import checks
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of an array's element type; works for NumPy, CuPy and torch."""
+    """Return the name of an array's element type, for NumPy, CuPy and torch."""
     return name_of(array.dtype)
 
 
@@ -26,14 +27,14 @@ def name_of(dtype: Any) -> str:
 
 
 def only_dlpack(x: Any) -> bool:
-    """Return whether an array can only be read through DLPack: not NumPy's, CuPy's or torch's."""
+    """Return whether only DLPack can read an array: it is not NumPy's, CuPy's or torch's."""
     if type(x).__module__.partition(".")[0] in ("numpy", "cupy", "torch"):
         return False
     return hasattr(x, "__dlpack__") and not hasattr(x, "__cuda_array_interface__")
 
 
 def last_axes(name: str) -> str:
-    """Describe the last axes of the argument `name`: those of q, except for a bias or an LSE."""
+    """Return, for an error text, the last axes that the argument `name` must have."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
@@ -92,7 +93,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """Return `array` if it has the shape and dtype of `like`; errors call `like` by `what`."""
+    """Return `array` if it has the shape and dtype of `like`, which errors call `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")
@@ -138,7 +139,7 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Warn if results have NaN or infinity although all inputs are finite.
+    """Warn if results contain NaN or infinity although all inputs are finite.
 
     A bias may contain -inf, which masks a score.
     """

@@ -1,6 +1,6 @@
 """`compare`: several algorithms on the same inputs, side by side in one table.
 
-`side_by_side` makes the same table of counts, without running anything.
+`side_by_side` makes the same table from counts, without running anything.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from flashsim.trace.trace import Trace
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Comparison:
-    """The results of several algorithms on the same inputs; prints as one table.
+    """The results of several algorithms on the same inputs; printing it shows one table.
 
     Attributes
     ----------
@@ -48,12 +48,12 @@ class Comparison:
 
     @property
     def traces(self) -> list[Trace]:
-        """All traces, forward before backward."""
+        """All recorded traces: those of forward passes, then those of backward passes."""
         runs: list[Result | Gradients] = [*self.results.values(), *self.gradients.values()]
         return [r.trace for r in runs if r.traced]
 
     def table(self) -> report.Table:
-        """One row per algorithm and direction."""
+        """Return a table with one row per algorithm and direction."""
         traces = self.traces
         table = side_by_side(traces)
         table.columns = (*table.columns, "max |diff|")
@@ -84,9 +84,9 @@ class Comparison:
 
 
 def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
-    """One row per trace or count: its bytes, intensity and peak SRAM.
+    """Return a table with one row per trace or count: its bytes, intensity and peak SRAM.
 
-    The note says whether all have the same tile.
+    The note under the table says whether all algorithms have the same tile sizes.
     """
     first = sources[0]
     tiles = dict.fromkeys(str(source.tiling) for source in sources)
@@ -133,7 +133,8 @@ def compare(
 ) -> Comparison:
     """Run several algorithms on the same inputs, with traces, and compare them in one table.
 
-    All algorithms get one tiling, unless `tiling` is "fit", so that only the algorithm differs.
+    Unless `tiling` is "fit", all algorithms get the same tiling, so that only the algorithm
+    differs.
 
     Parameters
     ----------
@@ -211,7 +212,7 @@ def compare(
 
 
 def _plain(backend: str, options: Mapping[str, Any]) -> bool:
-    """Return whether the sizes alone decide which tiles are possible."""
+    """Return whether the problem's sizes alone decide which tiles are possible."""
     deciding = (*inputs.DECODING, "scales", "block_mask")
     return backend in dispatch.ON_CPU and all(options.get(name) is None for name in deciding)
 
@@ -219,7 +220,7 @@ def _plain(backend: str, options: Mapping[str, Any]) -> bool:
 def _common(
     q: Any, k: Any, v: Any, algorithms: Sequence[str], directions: Sequence[str], device: Any
 ) -> Tiling | None:
-    """Return one tiling for all; None for arrays that `run` will refuse."""
+    """Return one tiling for all algorithms; None for arrays that `run` will refuse."""
     try:
         sides = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
         n_q, n_kv, head_dim, head_dim_v = map(int, sides)
@@ -231,7 +232,7 @@ def _common(
 
 
 def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
-    """Return K and V of a cache as the plain arrays that algorithms without a cache take."""
+    """Return a KV cache's K and V as plain arrays, for algorithms that do not support a cache."""
     if v is None:
         v = k[..., : decoding["head_dim_v"]]
     if (table := decoding.get("block_table")) is not None:

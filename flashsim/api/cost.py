@@ -22,7 +22,7 @@ REQUEST, REQUEST_BYTES = 0.2e-6, (7, 50)
 
 @dataclass(frozen=True)
 class Estimate:
-    """The memory and time of passes that run one after another."""
+    """The estimated host memory and time of simulated passes that run one after another."""
 
     seconds: float
     nbytes: int
@@ -34,7 +34,7 @@ class Estimate:
 
 
 def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
-    """Return the cost of executing these passes and keeping their results.
+    """Return the cost of simulating these passes and keeping their results.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
-    """Return the cost of replaying the requests of these passes through a model of the L2 cache.
+    """Return the cost of replaying these passes' requests through a model of the L2 cache.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estima
 
 
 def fits(nbytes: int, instead: str) -> None:
-    """Raise `OptionError` if this machine has less than `nbytes` bytes of memory."""
+    """Raise `OptionError` if this computer has less than `nbytes` bytes of memory."""
     there = memory()
     if nbytes > there:
         raise OptionError(
@@ -78,5 +78,5 @@ def fits(nbytes: int, instead: str) -> None:
 
 
 def memory() -> int:
-    """Return the size of this machine's memory, in bytes."""
+    """Return the size of this computer's memory, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,4 +1,4 @@
-"""`count`: the bytes and FLOPs of a run, without running it."""
+"""`count`: the bytes and FLOPs of an attention pass, without running it."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def count(
     level: str = "requested",
     l2: L2Model | None = None,
 ) -> Traffic | Dram:
-    """Count the bytes and FLOPs of a run by formula, without data.
+    """Count the bytes and FLOPs of an attention pass by formula, without data.
 
-    The result equals, as integers, the trace of `run(..., trace=True)`. For causal and windowed
-    problems the time is proportional to the number of row tiles.
+    The counts are integers, equal to those in the trace of `run(..., trace=True)`. For causal and
+    windowed problems, counting takes time proportional to the number of row tiles.
 
     Parameters
     ----------

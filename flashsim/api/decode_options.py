@@ -1,4 +1,4 @@
-"""`DecodeOptions`: how a decoding call splits the keys, and which keys its KV cache holds."""
+"""`DecodeOptions`: how a decoding call splits the keys, and what its KV cache holds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from flashsim.schedule.split import check_splits
 @own_errors
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecodeOptions:
-    """The options of ``algorithm="flash-decode"`` in one object, checked when it is made.
+    """The options of ``algorithm="flash-decode"``, checked when the object is created.
 
-    Pass it to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be passed
-    to them as a keyword of the same name. Arrays are kept, not copied, so a server can change the
-    lengths in place between calls. Two objects are equal only if they are the same object.
+    Pass the object to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be
+    passed to these functions as a keyword of the same name. Arrays are kept by reference, so a
+    server can change the lengths in place between calls. Two `DecodeOptions` are equal only if they
+    are the same object.
 
     Attributes
     ----------
@@ -85,7 +86,10 @@ class DecodeOptions:
 
 
 def _check_lengths(lengths: Any) -> None:
-    """Raise unless these are integers on one axis. Numbers on a GPU are not read."""
+    """Raise unless `lengths` is a one-dimensional array of integers.
+
+    An array on a GPU is not read.
+    """
     if hasattr(lengths, "shape") and hasattr(lengths, "dtype"):
         kind = str(lengths.dtype).removeprefix("torch.")
         if len(lengths.shape) != 1 or not kind.startswith(("int", "uint")):
@@ -106,7 +110,7 @@ def _check_lengths(lengths: Any) -> None:
 
 
 def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[str]) -> Any:
-    """Return the keywords of a call with the fields of `decode` among them.
+    """Return a call's keywords, to which the fields of `decode` are added.
 
     Raises
     ------
@@ -135,9 +139,9 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
 
 
 def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a closed form takes in addition to its problem.
+    """Return the fields that a closed-form count takes besides its problem.
 
-    The other fields, about pages and about V, must agree with the problem.
+    Fields about pages and about V must agree with the problem, which has them already.
 
     Raises
     ------

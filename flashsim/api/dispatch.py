@@ -1,4 +1,4 @@
-"""Find the engine for the name of a backend."""
+"""Find the engine (the code that computes a pass) for the name of a backend."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
 
 
 def engine(name: str) -> Engine:
-    """Return the engine of this name; import it when it is first used.
+    """Return the backend's engine, which is imported at first use.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""`run` computes attention; `backward` computes gradients from `out` and `lse` alone."""
+"""`run` computes attention; `backward` computes its gradients from the inputs, `out` and `lse`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def run(
 ) -> Result:
     """Compute attention tile by tile, on the simulator, the CPU or a GPU.
 
-    Computes ``softmax(mask(score_mod(softcap(scale q k^T) + bias))) v``. If the batch, the queries
-    or the keys are empty, out and gradients are zeros and the LSE is -inf; nothing is traced.
+    The result is ``softmax(mask(score_mod(softcap(scale q k^T) + bias))) v``. If there is no batch
+    entry, query or key, out and gradients are zeros and the LSE is -inf; no trace is recorded.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def backward(
     captured: bool | Sequence[str] | None = None,
     **question: Any,
 ) -> Gradients:
-    """Compute gradients from the inputs, `out`, `lse` and `dout` alone.
+    """Compute attention's gradients from its inputs, `out`, `lse` and `dout`; P is recomputed.
 
     Parameters
     ----------

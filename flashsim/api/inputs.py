@@ -36,7 +36,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keywords of `run` or `backward`, without the arrays, and their defaults.
+    """The keyword arguments of `run` or `backward`, with their defaults; arrays are not among them.
 
     Attributes
     ----------
@@ -74,9 +74,9 @@ class Request(NamedTuple):
 class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
-    `empty`: the size of the batch, the queries or the keys is 0. The problem then has size 1 in its
-    place, and neither offsets nor a block mask nor functions. `captured`: the arrays of the score
-    function as the user passed them.
+    `empty` says whether the batch, the queries or the keys have size 0. If so, the problem has size
+    1 for that axis, and neither offsets nor a block mask nor functions. `captured` holds the arrays
+    that the score function captures, as the user passed them.
     """
 
     problem: Problem
@@ -93,9 +93,10 @@ class Inputs(NamedTuple):
 
 
 def offsets(cu_seqlens: Any) -> Any:
-    """Return offsets of packed sequences; a tensor becomes a tuple.
+    """Return the offsets of packed sequences; a tensor is converted to a tuple.
 
-    A tensor may change later, and its hash is only its id. Reading a tensor on a GPU waits for it.
+    The conversion is needed because a tensor may change later, and its hash is only its id. Reading
+    a tensor on a GPU waits for it.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -104,13 +105,13 @@ def offsets(cu_seqlens: Any) -> Any:
 
 
 def check_tiling(tiling: Any) -> None:
-    """Raise `DTypeError` unless this is a `Tiling` or None."""
+    """Raise `DTypeError` unless `tiling` is a `Tiling` or None."""
     if tiling is not None and not isinstance(tiling, Tiling):
         raise DTypeError(f"tiling must be a flashsim.Tiling(block_q, block_k), got {shown(tiling)}")
 
 
 def check_key_order(key_order: str) -> Any:
-    """Return `key_order`; raise if there is no such order."""
+    """Return `key_order`; raise if no key order has that name."""
     return checks.one_of("key_order", key_order, KEY_ORDERS)
 
 
@@ -143,7 +144,7 @@ def prepare(
 ) -> Inputs:
     """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
-    `may_be_empty` says whether the batch, the queries or the keys may have size 0, and `on_cpu`
+    `may_be_empty` says whether the batch, the queries or the keys may have size 0. `on_cpu` says
     whether the engine takes captured arrays as NumPy arrays.
 
     Raises
@@ -235,7 +236,7 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
     """Return V, and whether V is the first `head_dim_v` columns of k (then `v` must be None).
 
-    Removes `head_dim_v` from the options.
+    The function removes `head_dim_v` from `options`.
     """
     width = options.pop("head_dim_v", None)
     if width is None:
@@ -255,7 +256,7 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
 
 
 def check_decoding(algorithm: str, options: Iterable[str]) -> None:
-    """Raise `OptionError` if an algorithm that does not split the keys gets decoding options."""
+    """Raise `OptionError` for decoding options of an algorithm that does not split the keys."""
     used = [name for name in options if name in DECODING]
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
@@ -281,7 +282,7 @@ def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
 
 
 def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> None:
-    """Raise `ShapeError` unless the offsets fit packed sequences that have no query or no key."""
+    """Raise `ShapeError` unless the offsets of sequences without queries or keys are valid."""
     if batch != 1:
         raise ShapeError(
             "with cu_seqlens, all sequences are packed into one batch entry, so batch must "

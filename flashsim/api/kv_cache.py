@@ -1,7 +1,8 @@
-"""Build the problem of a KV cache whose entries differ in length or share a prefix.
+"""Build the `Problem` of a KV cache whose entries differ in length or share a prefix.
 
-Each batch entry becomes a packed sequence of its live keys, which `Schedule` already supports. The
-arrays are not changed; an engine finds `cache_seqlens` and `block_table` among its options.
+Each batch entry becomes a packed sequence of its live keys (the keys in use), which `Schedule`
+already supports. The arrays are not changed: the engine gets `cache_seqlens` and `block_table`
+among its options.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 
 
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
-    """Return the shapes that q, k and v would have if each entry's pages were in one row.
+    """Return the shapes of q, k and v as if each entry's pages were joined into one row of keys.
 
-    Only the table's shape and type are read, so there is no wait for a table on a GPU.
+    Only the block table's shape and type are read, so a table on a GPU causes no wait.
 
     Raises
     ------
@@ -63,7 +64,7 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
 def live_problem(
     whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
-    """Return the problem of the live keys, and the options with lengths and pages as integers.
+    """Return the `Problem` of the live keys, and the options with lengths and pages as integers.
 
     Parameters
     ----------
@@ -106,7 +107,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the number of live keys per entry; takes the arguments of `live_problem`.
+    """Return how many keys of each entry are in use; takes the arguments of `live_problem`.
 
     Raises
     ------
@@ -128,7 +129,7 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_alike(prefix: int, **caches: np.ndarray) -> None:
-    """Raise `OptionError` unless all entries begin with the same `prefix` rows, bit for bit."""
+    """Raise `OptionError` unless all entries begin with the same `prefix` keys, bit for bit."""
     for name, x in caches.items():
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
@@ -142,7 +143,7 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 def _checked_table(
     said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
-    """Return the block table as int64; entries for live keys must name a page of the pool.
+    """Return the block table as int64, after checking that live keys have pages of the pool.
 
     The pages of a shared prefix must be the same in every row.
     """

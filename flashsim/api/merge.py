@@ -18,14 +18,14 @@ WIDE = ("float64", "float32", "float16", "bfloat16")
 
 @own_errors
 def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Combine attention of the same queries over two disjoint sets of keys, a and b.
+    """Combine the attention of the same queries over two disjoint sets of keys, a and b.
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
-    out_b``. This is FlashDecoding's second step for two splits. If a row saw no key on one side
-    (lse = -inf, out = 0), the result is the other side's.
+    out_b``. This merge is FlashDecoding's second step for two splits of the keys. If a row saw no
+    key of one set (lse = -inf, out = 0), its result is that of the other set.
 
-    An LSE is a natural logarithm. Some libraries (FlashInfer) return one to base 2: multiply it by
-    ``math.log(2)``.
+    `lse_a` and `lse_b` are natural logarithms. Some libraries (FlashInfer) return an LSE to base 2:
+    multiply it by ``math.log(2)``.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
 
 
 def _on_gpu(**named: Any) -> tuple[Any, Any]:
-    """Merge on the GPU that holds the arrays, by `flashsim.backends.cupy_gpu.merge`."""
+    """Merge on the GPU that holds the arrays, with `flashsim.backends.cupy_gpu.merge`."""
     engine = dispatch.engine("cupy")  # raises if a package is missing
     from flashsim.backends.cupy_gpu import merge as gpu
 

@@ -1,4 +1,4 @@
-"""`quantize`: round q, k and v to FP8, with scales."""
+"""`quantize`: round q, k and v to FP8, and return scales for them."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ROTATIONS = ("hadamard",)
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """Attention inputs in FP8; each element is multiplied by its scale.
+    """Attention inputs in FP8, with scales by which the elements are multiplied.
 
-    ``flashsim.run(x.q, x.k, x.v, **x.options)`` runs on them.
+    To run attention on such inputs `x`: ``flashsim.run(x.q, x.k, x.v, **x.options)``.
 
     Attributes
     ----------
@@ -62,18 +62,18 @@ class Quantized:
 
     @property
     def scales(self) -> tuple[Any, Any, Any]:
-        """Return the scales of q, k and v."""
+        """Return the three arrays of scales, of q, k and v."""
         return self.q_scale, self.k_scale, self.v_scale
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords with which `run` uses these scales."""
+        """The keywords of `flashsim.run` for these inputs."""
         block = {} if self.block is None else {"scale_block": self.block}
         extra = {} if self.v_transposed is None else {"v_transposed": self.v_transposed}
         return {"scales": self.scales, **block, **extra}
 
     def dequantized(self) -> tuple[Any, Any, Any]:
-        """q, k and v in float32, with scales applied and the rotation undone."""
+        """The inputs q, k and v in float32, with scales applied and the rotation undone."""
         rows = self.block or (1, 1)
         sides = {"q": rows[0], "k": rows[1], "v": rows[1]}
         arrays = []
@@ -191,7 +191,7 @@ def quantize(
 def _on_gpu(
     prepared: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
-    """Quantize by `flashsim.backends.cupy_gpu.quantize`; results keep the number of axes."""
+    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`; the number of axes is kept."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = prepared.problem

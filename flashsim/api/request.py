@@ -1,4 +1,4 @@
-"""Check the request of `run` or `backward`, or find its checked form from an earlier call."""
+"""Check a call of `run` or `backward`, or find the result of checking an equal call before."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _OR_NONE = {*CACHES, "precision"}
 
 @dataclass(frozen=True)
 class Checked:
-    """A request that passed every check: the job, its engine, and the kind of its arrays.
+    """A call that passed every check: its job, its engine, and the library of its arrays.
 
-    `empty`: the batch, the queries or the keys have size 0, and the engine is `Nothing`.
-    `captured`: the arrays of the score function as the user passed them.
+    `empty` says whether the batch, the queries or the keys have size 0; then the engine is
+    `Nothing`. `captured`: the arrays of the score function as the user passed them.
     """
 
     engine: Engine
@@ -51,9 +51,9 @@ class Checked:
     captured: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the engine, so that a `Result` can be pickled.
+        """Return this object's state without the engine, so that a `Result` can be pickled.
 
-        The engine is a module; unpickling finds it by its name.
+        The engine is a module, which unpickling finds by its name.
         """
         return {name: x for name, x in self.__dict__.items() if name != "engine"}
 
@@ -62,9 +62,10 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """Return the same job with other arrays, which look like the checked ones.
+        """Return the same job on other arrays, which have the checked arrays' shapes and types.
 
-        The job keeps its memo if the checks saw every value that the memo may depend on.
+        The job keeps its memo (cached values that do not depend on the arrays' content) if the
+        checks saw every value that it may depend on.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)
@@ -86,10 +87,10 @@ class Checked:
         dlse: bool,
         captured: Sequence[str] = (),
     ) -> Job:
-        """Return the job of the requested backward pass after the forward pass `mine`.
+        """Return the job of the backward pass that follows the forward pass `mine`.
 
-        `dlse` says whether the caller passes a gradient of the LSE, and `captured` names the
-        captured arrays of the score function whose gradients it wants.
+        `dlse` says whether the caller passes a gradient of the LSE. `captured` names the captured
+        arrays of the score function whose gradients the caller wants.
         """
         engine = self.engine
         form = plans.backward_form(mine.algorithm, deterministic)  # raises if there is none
@@ -133,7 +134,7 @@ _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
 def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Checked, Job]:
-    """Return the checked request and its job on these arrays; reuse an earlier check if any."""
+    """Return the checked call and its job on these arrays; reuse the check of an equal call."""
     if request.backend == "numpy":
         request = request._replace(backend="simulator")
     host = array_libraries.ANY
@@ -164,9 +165,9 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 def _key(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
-    """Return the cache key of a request on arrays like these; None if it is checked each time.
+    """Return a call's cache key for arrays like these; None if such a call is checked each time.
 
-    True and 1 are equal, so the key holds types as well as values.
+    True and 1 are equal in Python, so the key holds types as well as values.
     """
     if host.library:  # in the CPU's memory
         for x in (q, k, v) if bias is None else (q, k, v, bias):
@@ -194,7 +195,7 @@ def _key(
 
 
 def _with(problem: Problem, **fields: Any) -> Problem:
-    """Return the problem with other fields; the same object if they are equal."""
+    """Return the problem with some fields replaced; the same object if nothing changes."""
     same = all(getattr(problem, name) == value for name, value in fields.items())
     return problem if same else replace(problem, **fields)
 
@@ -206,7 +207,7 @@ def _options(request: Request) -> dict[str, Any]:
 def _check(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> Checked:
-    """Check a request on these arrays and return it as `Checked`; raise if a check fails."""
+    """Check a call on these arrays and return it as `Checked`; raise if a check fails."""
     backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)
     if "precision" in options:
@@ -286,9 +287,9 @@ def _check(
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first unknown option that another backend has.
+    """Raise `UnknownArgumentError` for the first unknown option that belongs to another backend.
 
-    Backends that are not installed are not looked at.
+    Backends that are not installed are not considered.
     """
     for name in unknown:
         having = []
@@ -304,5 +305,5 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
 
 
 def adopted(engine: Any, name: str, x: Any) -> Any:
-    """Return `x` as an array of a kind that the engine knows, if the engine can convert it."""
+    """Return `x` as an array of a library that the engine supports, converted if possible."""
     return engine.adopt(name, x) if only_dlpack(x) and hasattr(engine, "adopt") else x

@@ -22,7 +22,7 @@ TRACES = ("h200-forward", "h200-backward")
 class Sample(NamedTuple):
     """Attention inputs of one layer of a real model, and the model's own output.
 
-    `q`, `k`, `v` are float16, `out` is float32; all are (12 heads, 512 tokens, head_dim 32).
+    `q`, `k` and `v` are float16, `out` is float32; all are (12 heads, 512 tokens, head_dim 32).
     """
 
     q: np.ndarray
@@ -64,10 +64,11 @@ def load_sample(name: str = "layer0") -> Sample:
 
 @own_errors
 def load_sample_trace(name: str = "h200-forward") -> Trace:
-    """Load a trace of a real GPU, with a timeline of every part of every visit (tile pair).
+    """Load a trace of a real GPU, which has a timeline of every part of every visit (tile pair).
 
-    The Hopper kernels ran FlashAttention-2 on an NVIDIA H200: 16 heads, 2,048 queries and keys,
-    head_dim 128, causal, bfloat16, with the fused backward pass. ``provenance`` has more details.
+    It shows flashsim's Hopper kernels running FlashAttention-2 on an NVIDIA H200: 16 heads, 2,048
+    queries and keys, head_dim 128, causal, bfloat16, with the fused backward pass. The trace's
+    ``provenance`` has more details.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
 
 
 class RandomInputs(NamedTuple):
-    """Standard normal arrays of a problem's shapes and dtype, 4-D."""
+    """Return standard normal 4-D arrays of a problem's shapes and dtype."""
 
     q: np.ndarray
     k: np.ndarray

@@ -1,4 +1,4 @@
-"""Check the scales of FP8 inputs, as `run` takes them."""
+"""Check the scales of FP8 inputs that are passed to `run`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return the three scales with numbers as float32 arrays, or None for "unscaled".
+    """Return the three scales, plain numbers as float32 arrays; None for "unscaled".
 
     Raises
     ------
@@ -37,7 +37,7 @@ def said(scales: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a Python or NumPy number as a float32 array of shape (); anything else unchanged."""
+    """Return a number as a float32 array of shape (); return anything else unchanged."""
     if not checks.is_int(value) and not isinstance(value, (float, np.floating)):
         return value
     with np.errstate(over="ignore"):  # refused by its value
@@ -45,7 +45,7 @@ def _number(value: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise `OptionError`: FP8 inputs need scales, or "unscaled"."""
+    """Raise the `OptionError` that says: FP8 inputs need scales, or "unscaled"."""
     raise OptionError(
         f"q, k and v are {dtype}, and FP8 elements need scales: pass scales=(q_scale, k_scale, "
         "v_scale), which flashsim.quantize returns in x.options (run(x.q, x.k, x.v, "
@@ -54,7 +54,7 @@ def require(dtype: str) -> None:
 
 
 def refuse(dtype: str, who: str) -> None:
-    """Raise `UnsupportedError` if `dtype` is FP8, because `who` takes no scales."""
+    """Raise `UnsupportedError` if `dtype` is FP8, because `who`, a function, takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
             f"{who} takes no scales=, but {dtype} inputs need scales; convert to bfloat16, or "
@@ -109,9 +109,10 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """Return the three scale arrays: (), (batch, heads) or (batch, heads, blocks); raise on misfit.
+    """Return q's, k's and v's scales: (), (batch, heads) or (batch, heads, blocks).
 
-    `values` says whether to read the arrays (of any library) on the CPU and check their numbers.
+    `values` says whether the scales' numbers are checked: the arrays (of any library) are then read
+    on the CPU.
 
     Raises
     ------

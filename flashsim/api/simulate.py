@@ -1,4 +1,4 @@
-"""`simulate`: run your own algorithm on the simulated machine."""
+"""`simulate`: run an algorithm that you wrote on the simulated machine."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ NAMES = tuple(
 
 @dataclass(frozen=True, eq=False, repr=False)
 class OwnResult(Result):
-    """The result of `simulate`: a `Result` of your own algorithm.
+    """The result of `simulate`: a `Result` of an algorithm that you wrote.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class OwnResult(Result):
     tensors: Mapping[str, Any] = field(default_factory=dict)
 
     def backward(self, *_: Any, **__: Any) -> Any:
-        """Raise `UnsupportedError`: your own algorithm has only the passes that you write."""
+        """Raise `UnsupportedError`: an algorithm that you wrote has no automatic backward pass."""
         raise UnsupportedError(
             "your own algorithm has no automatic backward pass; write one, and run it with "
             "flashsim.simulate(my_backward, q, k, v, inputs={'dO': dout, ...}, outputs=['dQ'])"
@@ -88,11 +88,11 @@ def simulate(
     scale: float | None = None,
     mask: Callable[..., Any] | None = None,
 ) -> OwnResult:
-    """Run your own algorithm on the simulated machine, and count every byte.
+    """Run an algorithm that you wrote on the simulated machine, and count every byte.
 
-    The algorithm is a function of one argument, the machine. It moves tiles between HBM and SRAM,
-    as the built-in algorithms do (`flashsim/algorithms/`). `docs/guides/your_own_algorithm.md` has
-    examples.
+    The algorithm is a Python function of one argument, the simulated machine. The function moves
+    tiles between HBM and SRAM, as the built-in algorithms do (`flashsim/algorithms/`).
+    `docs/guides/your_own_algorithm.md` has examples.
 
     Parameters
     ----------
@@ -187,7 +187,7 @@ def _problem(
     more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """Return the problem, 4-D copies of the arrays by the papers' names, `ndim` and the `Host`."""
+    """Return the problem, 4-D copies of the inputs by the papers' names, `ndim` and the `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)
@@ -215,7 +215,7 @@ def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray
 
 
 def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iterable[str]) -> Trace:
-    """Return the trace of a machine's work; `arrays` were its inputs, `asked` its outputs."""
+    """Return the trace of a machine's run; `arrays` are its inputs, `asked` its outputs' names."""
     p, hbm = machine.problem, machine.hbm
     backward = any(tensor.startswith("d") for tensor in asked)
     trace = Trace(
@@ -246,11 +246,11 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
 
 
 def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
-    """Raise if the function reads an input array from outside, since no load would be counted.
+    """Raise if the user's function reads an input array itself, because no load would be counted.
 
-    This looks at the globals, closure and defaults of the function and of the functions inside it.
-    The machine already refuses to store an outside array or to combine it with a tile, but it
-    would accept its numbers one by one.
+    The check looks at the globals, closure and defaults of the function and of the functions inside
+    it. The simulated machine already refuses to store such an array or to combine it with a tile.
+    But it would accept the array's numbers one by one.
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value
@@ -286,7 +286,7 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=64)  # disassembling bytecode costs as much as a small task's tiles
 def global_names(code: CodeType) -> set[str]:
-    """Return the global names that a function, and those inside it, read."""
+    """Return the global names that a function, and the functions inside it, read."""
     names = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }

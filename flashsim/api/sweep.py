@@ -1,7 +1,8 @@
 """`sweep`: count many problems, tilings and machines into one table.
 
-A sweep is a Cartesian product of axes. Each point is independent of every other one, so any
-`concurrent.futures` executor may run them, on one machine or many.
+A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. Its points are
+independent of each other, so any `concurrent.futures` executor may run them, on one machine or
+many.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from flashsim.report import Cell
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The rows of a sweep, in the order of its axes; prints as a table.
+    """The rows of a sweep, in the order of its lists; printing it shows one table.
 
     Attributes
     ----------
@@ -64,9 +65,10 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """Return a short table: only the parameters that vary, and the figures.
+        """Return a short table: the parameters that vary, and the figures.
 
-        `csv`, `json`, `rows` and `dataframe` have every column, and the full text of each status.
+        The methods and attributes `csv`, `json`, `rows` and `dataframe` have every column, and the
+        full text of each status.
         """
         told = [  # n_kv is left out if it is always n_q
             name
@@ -100,7 +102,7 @@ class Sweep:
         return self.full_table().json()
 
     def dataframe(self) -> Any:
-        """Return all columns as a `pandas.DataFrame`; missing figures are missing values.
+        """Return all columns as a `pandas.DataFrame`, in which missing figures are missing values.
 
         Raises
         ------
@@ -161,9 +163,9 @@ def sweep(
 ) -> Sweep:
     """Count every combination of sizes, tiles, algorithms and machines.
 
-    Every argument down to `key_order` is one value or a list (a range, an array). The sweep is
-    their Cartesian product. An impossible point, for example one whose tiles do not fit on chip,
-    gets the error as its `status` and does not stop the others.
+    Each parameter up to and including `key_order` is one value or a list (a range, an array). All
+    combinations of these values are counted. A combination that is impossible, for example because
+    its tiles do not fit on chip, gets the error as its `status` and does not stop the others.
 
     Parameters
     ----------
@@ -241,7 +243,7 @@ def sweep(
 def _collect(
     wanted: list[SweepPoint], executor: Executor | None, path: str | Path | None, progress: bool
 ) -> list[Row]:
-    """Return the rows of all points in order; add rows that the file lacks as they are ready."""
+    """Return the rows of all points in order; write new rows to the file at once."""
     rows_by_key: dict[Key, Row] = {}
     with ExitStack() as stack:
         file = None
@@ -261,7 +263,7 @@ def _collect(
 
 
 def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
-    """Submit all points now; yield each row when it is ready, in any order."""
+    """Submit all points to the executor; yield each row when it is ready, in any order."""
     futures = [executor.submit(measure, point) for point in todo]
 
     def results() -> Iterator[Row]:
@@ -286,7 +288,7 @@ def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
 
 
 def _track(rows: Iterable[Row], total: int, done: int, progress: bool) -> Iterator[Row]:
-    """Pass rows on, with a progress bar on a terminal."""
+    """Yield the same rows, and show a progress bar on a terminal."""
     if not (progress and sys.stderr.isatty()):
         yield from rows
         return

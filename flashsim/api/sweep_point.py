@@ -1,4 +1,4 @@
-"""One point of a sweep: its parameters, how it is measured, and its row in a table or file."""
+"""One point of a sweep: its parameters, how it is counted, and its row in a table or file."""
 
 from __future__ import annotations
 
@@ -52,7 +52,10 @@ Key = tuple[Cell, ...]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One point of a sweep. `tiling` is a `Tiling`, a preset's name or "fit"."""
+    """One combination of a sweep's parameters.
+
+    The field `tiling` is a `Tiling`, a preset's name or "fit".
+    """
 
     method: str
     algorithm: str
@@ -75,16 +78,16 @@ class SweepPoint:
 
     @property
     def machine(self) -> Device:
-        """Return the device with the on-chip capacity of this point."""
+        """Return the device; its on-chip capacity is that of this point."""
         return self.device if self.sram_bytes is None else self.device.with_sram(self.sram_bytes)
 
     @property
     def key(self) -> Key:
-        """Return the values that identify the point."""
+        """Return the values that identify this point."""
         return key_of(self.parameters())
 
     def parameters(self) -> Row:
-        """Return the parameters as plain values, the first columns of the point's row."""
+        """Return the parameters as plain values, which are the first columns of the point's row."""
         return {
             **{name: getattr(self, name) for name in PARAMETERS},
             "window": None if self.window is None else f"{self.window[0]},{self.window[1]}",
@@ -94,7 +97,7 @@ class SweepPoint:
         }
 
     def problem(self) -> Problem:
-        """Return the problem; raise if its sizes contradict each other."""
+        """Return the point's `Problem`; raise if its sizes contradict each other."""
         names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
         masks = ("dtype", "causal", "window", "softcap")
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
@@ -109,7 +112,7 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """Return the estimated seconds of `measure`; 0 for a closed form or an impossible point."""
+    """Return how many seconds `measure` will take; 0 for a closed form or an impossible point."""
     if point.method == "count":
         return 0.0
     try:
@@ -120,7 +123,7 @@ def seconds(point: SweepPoint) -> float:
 
 
 def measure(point: SweepPoint) -> Row:
-    """Return the row of one point: its parameters, its figures, and "ok" or the error."""
+    """Return a point's row: its parameters, its figures, and "ok" or the error."""
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
         problem = point.problem()
@@ -145,7 +148,7 @@ def _count(point: SweepPoint, problem: Problem, tiling: Tiling) -> Traffic:
 
 
 def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
-    """Return the cost of simulating, including the forward pass that a backward pass needs."""
+    """Return the cost of simulating a point, including the forward pass before a backward pass."""
     passes = [_count(point, problem, tiling)]
     if point.direction == "backward":
         forward = replace(point, direction="forward")
@@ -155,7 +158,7 @@ def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
 
 
 def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
-    """Simulate on random inputs; the traffic does not depend on their values."""
+    """Simulate a point on random inputs; the traffic does not depend on their values."""
     forward = point.direction == "forward"
     _cost(point, problem, tiling)  # raises if there is too little memory
     q, k, v, dout = random_inputs(problem)
@@ -189,7 +192,7 @@ def _figures(source: Traffic | Trace | None) -> Row:
 
 
 def axis(name: str, value: Any) -> list[Any]:
-    """Return the values of one axis, checked and in the form that `SweepPoint` needs."""
+    """Return the values of one axis of a sweep, checked, in the form that `SweepPoint` needs."""
     pair = name == "window" and isinstance(value, (tuple, list)) and len(value) == 2
     if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
         value = [tuple(value)]  # one window, not two values
@@ -246,7 +249,7 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Check one value alone, by a `Problem` with the dtype that allows the most."""
+    """Check one value alone, by a `Problem` with the most permissive dtype."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 
@@ -276,7 +279,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """Return the values that identify a row's point."""
+    """Return the parameters in a row, which identify its point."""
     return tuple(row[name] for name in PARAMETERS)
 
 

@@ -26,12 +26,11 @@ _LOCKED_BYTE = 1 << 40
 
 
 class SweepFile:
-    """Rows on disk with fixed columns; opening the file again finds its rows.
+    """A CSV file with fixed columns; opening it again finds the rows written before.
 
-    Each row is one line, appended at once under a lock, so several processes can write to one file.
-    An interruption can truncate only the last line; the next writer drops it. A file that a
-    spreadsheet or an editor saved with a byte order mark or with CRLF can be read; new rows keep
-    its line endings.
+    Each row is one line, written at once under a lock, so several processes can add rows. An
+    interruption can truncate only the last line; the next writer drops it. A file with a byte order
+    mark or CRLF, as spreadsheets and editors save it, can be read; new rows keep its line endings.
 
     Parameters
     ----------
@@ -124,7 +123,7 @@ class SweepFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from writing meanwhile."""
+        """Lock the file inside the ``with`` block, so that no other process writes."""
         if sys.platform == "win32":
             self._stream.seek(_LOCKED_BYTE)
             msvcrt.locking(self._stream.fileno(), msvcrt.LK_LOCK, 1)
@@ -140,7 +139,7 @@ class SweepFile:
                 fcntl.flock(self._stream, fcntl.LOCK_UN)
 
     def _drop_truncated_line(self) -> None:
-        """Remove what another process had written of a line when it was killed."""
+        """Remove the incomplete last line that a killed process left."""
         size = self._stream.seek(0, os.SEEK_END)
         if not size:
             return

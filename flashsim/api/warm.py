@@ -1,4 +1,4 @@
-"""`flashsim.warm`: compile the CPU engine ahead of time, for the processes that come later."""
+"""`flashsim.warm`: compile the CPU engine ahead of time, so that later processes start fast."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ def warm(
     direction: str = "all",
     algorithm: str = "flash2-fused",
 ) -> Warmed:
-    """Compile the code of `backend="numba"` ahead of time, and keep it on disk.
+    """Compile the CPU kernels of `backend="numba"` ahead of time, and keep them on disk.
 
-    One compilation per type serves every shape, mask and option. float16 and bfloat16 share one.
-    On a CPU with AMX or AVX512-BF16, bfloat16 has a second one; decoding in bfloat16 uses both.
-    `warm` then runs small passes to test the code.
+    One compilation per element type serves every shape, mask and option. float16 and bfloat16 share
+    a compilation. On a CPU with AMX or AVX512-BF16, bfloat16 has a second compilation; decoding in
+    bfloat16 uses both. Finally `warm` runs small passes to test the compiled code.
 
     Parameters
     ----------
@@ -101,7 +101,7 @@ def warm(
 
 
 def _writable(folder: Path | None) -> Path:
-    """Return `folder`; raise if no file can be created in it."""
+    """Return `folder`; raise an error if no file can be created in it."""
     why = "Numba finds no folder that this user, and no other, may write"
     if folder is not None:
         try:

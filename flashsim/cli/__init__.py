@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def _stop(number: int, _: Any) -> NoReturn:
-    """Exit as after an error, so that temporary files are removed; a second signal kills."""
+    """On a signal, exit as after an error, to remove temporary files; a second signal kills."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(128 + number)
 
@@ -37,7 +37,7 @@ def _stop(number: int, _: Any) -> NoReturn:
 def _ready_streams() -> None:
     """Let stdout and stderr accept every character, and exit with an error if stdout is closed.
 
-    A stream that was closed before Python started is None.
+    A standard stream that was closed before Python started is None.
     """
     if sys.stderr is None:  # errors cannot be shown
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115

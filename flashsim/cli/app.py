@@ -1,7 +1,7 @@
 """The `flashsim` command: prints tables for people, and JSON or CSV for programs.
 
-A command's module is imported only when the command is called, so `flashsim --help` uses the list
-`COMMANDS`.
+A command's module is imported only when the command is called, so `flashsim --help` takes its texts
+from the list `COMMANDS`.
 """
 
 from __future__ import annotations
@@ -140,9 +140,10 @@ _Options = list[tuple[str, str]]
 
 
 class _Command(TyperCommand):
-    """A command whose help fits on a screen; ``--help-all`` explains every option in full.
+    """A command whose help fits on one screen; ``--help-all`` explains every option in full.
 
-    Groups of options have the order of PANELS. Flags show no value.
+    Groups of options are in the order of PANELS. For an option without a value (a flag), the help
+    shows no kind of value.
     """
 
     explain_all = False
@@ -187,7 +188,7 @@ class _Command(TyperCommand):
                 formatter.write_dl(records)
 
     def _groups(self, ctx: Any) -> dict[str, _Options]:
-        """Return each group's options as pairs: the name with its value's kind, and the help."""
+        """Return each group's options as pairs: the name with its kind of value, and the help."""
         groups: dict[str, _Options] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -199,7 +200,7 @@ class _Command(TyperCommand):
         return groups
 
     def _short_help(self, ctx: Any) -> str:
-        """Return help that fits on one screen: at most one line per option, or only its name."""
+        """Return help that fits on one screen: one line per option, or only the option's name."""
         about, groups = _sentence(self.help or ""), self._groups(ctx)
         shortest = ("L2 cache", "Mask and scores", "Output", "Sizes", "How")
         for n in range(len(shortest) + 1):
@@ -221,7 +222,7 @@ class _Command(TyperCommand):
 
 
 def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None:
-    """Write one line per option; options that only one case uses share a line of names."""
+    """Write one line per option; rarely used options share a line that lists their names."""
     together: dict[str, list[str]] = {}
     wide = 2 + max(len(name) for name, _ in records)
     for name, text in records:
@@ -259,7 +260,10 @@ def _place(parameter: Any) -> int:
 
 
 class _Group(TyperGroup):
-    """A group that imports its commands when called. Errors print one line and exit with code 2."""
+    """A group of commands, each of which is imported only when it is called.
+
+    flashsim's errors print one line, and the exit code is 2.
+    """
 
     entries: _Entries = COMMANDS
 

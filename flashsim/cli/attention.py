@@ -105,8 +105,8 @@ def compare(
 ) -> Tables:
     """Compare algorithms side by side, by formula or (--execute) on tensors.
 
-    All algorithms use the same tile size: 64x64, or the largest of 64x32, 32x32, ... that fits on
-    chip for all of them. With --tiling fit each algorithm has its own tile size.
+    All algorithms use the same tile size: 64x64 or, if it does not fit on chip for all of them, the
+    largest of 64x32, 32x32, ... that does. With --tiling fit each algorithm has its own tile size.
     """
     for name in algorithm:
         plans.check_algorithm(name)
@@ -141,7 +141,10 @@ def _counted_apart(
     decoding: opt.Decoding,
     algorithms: list[str],
 ) -> Tables:
-    """Compare by formula. Decoding options apply to algorithms that split keys, or else to all."""
+    """Compare by formula.
+
+    Decoding options apply to the algorithms that split keys; if there are none, they apply to all.
+    """
     whole = values.problem(replace(sizes, n_q=sizes.n_q or 512), scores)
     tiles = values.tilings(how, whole, algorithms)
     splitting = [name for name in algorithms if plans.splits_keys(name)]
@@ -175,7 +178,7 @@ def count(
     sizes: opt.Sizes = opt.HEAD,
     algorithm: opt.Algorithm = "flash2",
 ) -> Tables:
-    """Count the bytes and FLOPs of attention by formula, at any size, without tensors."""
+    """Count the bytes and FLOPs of attention by formula, without tensors, at any size."""
     problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
     tiles = values.tilings(how, problem, [algorithm])
     wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
@@ -248,7 +251,7 @@ def sweep(
         "-o",
     ),
 ) -> Tables:
-    """Count or simulate every combination of values; options accept several, with commas."""
+    """Count or simulate every combination of values; most options accept lists with commas."""
     if causal and True in mask:
         raise OptionError(
             "--causal is short for --mask causal; pass only one of --causal and --mask"
@@ -279,7 +282,7 @@ def sweep(
 
 
 def _asked(scores: opt.Scores, how: opt.Simulated, decoding: opt.Decoding) -> dict[str, Any]:
-    """Return the options of a run, as keyword arguments of the library."""
+    """Return the options of a run as keyword arguments of `flashsim.run`."""
     return {
         **{"causal": scores.causal, "window": values.window(scores), "softcap": scores.softcap},
         **{"device": values.device(how), "key_order": how.key_order},
@@ -293,7 +296,7 @@ def _save(trace: Trace, path: Path) -> None:
 
 
 def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
-    """Check that both files can be written, and that they are different files."""
+    """Check that both output files can be written, and that they are different files."""
     ready(save)
     ready(out)
     traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]

@@ -1,8 +1,9 @@
-"""Declare options, single or in bundles (a dataclass per topic), and convert them for Typer.
+"""Declare command-line options, single or in bundles (one dataclass per topic), for Typer.
 
-A command takes a bundle as one parameter, and `spread` turns it into one option per field. The
-parameter's default, if any, holds the command's own defaults: ``sizes: Sizes = LAYER``. An option
-that only one command has is a parameter with ``option(default, help)`` as its default.
+A command takes a bundle (a dataclass of options) as one parameter, and `spread` turns it into one
+option per field. The parameter's default, if it has one, holds the command's own defaults: ``sizes:
+Sizes = LAYER``. An option that only one command has is declared as a parameter whose default is
+``option(default, help)``.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ REQUIRED: Any = ...
 
 @dataclass(frozen=True)
 class _Option:
-    """An option that is named after the parameter or field that holds it."""
+    """A command-line option; its name is that of the parameter or field that declares it."""
 
     default: Any
     help: str
@@ -34,7 +35,7 @@ class _Option:
     more: dict[str, Any] = field(default_factory=dict)
 
     def parameter(self, name: str, kind: Any, default: Any, panel: str | None) -> Any:
-        """Return the option as a parameter for Typer."""
+        """Return this option as a parameter in Typer's form."""
         about = typer.Option(
             *(flag(name), *self.short.split()),
             help=self.help,
@@ -53,16 +54,16 @@ def option(
     panel: str | None = None,
     **more: Any,
 ) -> Any:
-    """Declare an option as the default of a command's parameter, whose name it takes.
+    """Declare an option: write it as the default of a command's parameter, whose name it gets.
 
-    `read` turns the option's name and its text into the value; a list is read from text with
-    commas. `more` is passed to `typer.Option`.
+    `read(name, text)` converts the text to the option's value; for a list, the text has commas. The
+    arguments `more` are passed to `typer.Option`.
     """
     return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
 
 def in_bundle(default: Any, help: str, short: str = "") -> Any:
-    """Declare an option as the default of a bundle's field, whose name it takes."""
+    """Declare an option: write it as the default of a bundle's field, whose name it gets."""
     return field(default=default, metadata={"option": _Option(default, help, short)})
 
 
@@ -80,12 +81,12 @@ class Format:
 
 
 def flag(name: str) -> str:
-    """Return the option's name as the user types it."""
+    """Return an option's name in the form that the user types."""
     return "--" + name.strip("_").replace("_", "-")
 
 
 def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
-    """Return a reader that converts each value of ``a,b,c``."""
+    """Return a function that converts each value of the text ``a,b,c``."""
 
     def read(name: str, text: str) -> list[Any]:
         try:
@@ -101,7 +102,7 @@ def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
 
 
 def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
-    """Return a reader for a list type; None for any other type."""
+    """Return the function that converts text to this list type; None for other types."""
     list_type = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
     return None if list_type is None else each(get_args(list_type)[0])
 
@@ -109,7 +110,7 @@ def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
 def pair(
     between: str, convert: Callable[[str], T], takes: str
 ) -> Callable[[str, str], tuple[T, T]]:
-    """Return a reader of two values around a separator; `takes` describes the format in errors."""
+    """Return a function that converts two values around a separator; `takes` is for its errors."""
 
     def read(name: str, text: str) -> tuple[T, T]:
         try:
@@ -122,10 +123,10 @@ def pair(
 
 
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
-    """Return a command with a parameter per field instead of each bundle, for Typer.
+    """Return the command in Typer's form: a parameter per field replaces each bundle.
 
-    If a parameter has the name of a field, it replaces that field's option. The command's result
-    is printed in the requested `Format`.
+    A parameter of the command replaces the field of the same name. The command's result is printed
+    in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -165,7 +166,7 @@ def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[.
 
 
 def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
-    """Return a parameter per field of a bundle; fields of nested bundles are included."""
+    """Return one parameter per field of a bundle, including the fields of nested bundles."""
     parameters: dict[str, inspect.Parameter] = {}
     for name, kind in get_type_hints(type(bundle)).items():
         default = getattr(bundle, name)
@@ -178,7 +179,7 @@ def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
 
 
 def _gather(defaults: Any, received: dict[str, Any]) -> Any:
-    """Build a bundle from values that are removed from `received`; others are `defaults`."""
+    """Remove a bundle's values from `received` and build the bundle; others are `defaults`."""
     return type(defaults)(
         **{
             name: _gather(default, received)
@@ -207,9 +208,10 @@ def refuse_unused(
     only: Iterable[str] | None = None,
     never: Iterable[str] = (),
 ) -> None:
-    """Raise `OptionError` if options were typed that have no effect in this case.
+    """Raise `OptionError` if the user typed options that have no effect in this case.
 
-    Such options are those in `never`; or, if `only` is set, all except `only` and the formats.
+    These are the options in `never` or, if `only` is set, all except those in `only` and the output
+    formats.
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]

@@ -56,7 +56,7 @@ def start(
     out: Path | None = opt.option(None, "File to write. Default: NAME.py in this folder.", "-o"),
     force: bool = opt.option(False, "Overwrite an existing file."),
 ) -> None:
-    """Write the file to complete: the statement, and a skeleton."""
+    """Write the file that a student completes: the task and a skeleton."""
     exercise = shelf.find(name)
     # References for kernels are not checked, because a student may not have Triton yet.
     points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
@@ -77,7 +77,7 @@ def hint(
     name: _Name,
     number: int = opt.option(1, "Which hint to show, counted from 1.", min=1),
 ) -> None:
-    """Show a hint; later hints tell more, and the last one nearly everything."""
+    """Show one hint; later hints tell more, and the last hint tells nearly everything."""
     hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(
@@ -107,7 +107,7 @@ def reveal(
 
 
 def check(name: _Name) -> Tables:
-    """Check an exercise: grade its reference, its skeleton, its mistakes and wrong solutions."""
+    """Check your own exercise: grade its reference, skeleton, mistakes and wrong solutions."""
     table = checking.check(shelf.find(name))
     if not all(row[1] for row in table.rows):
         show(table)
@@ -159,10 +159,10 @@ def predict(
     *,
     typed: typer.Context,
 ) -> None:
-    """Guess how many bytes attention moves, then see the answer; for lectures.
+    """Guess how many bytes attention moves, then see the right answer; made for lectures.
 
-    The question is about an exercise, or (without a name) about a shape that you set with -n, -d
-    and --heads.
+    The question is about an exercise or, without a name, about a shape that you set with -n, -d and
+    --heads.
     """
     ready(plot)
     if name is None:
@@ -187,7 +187,7 @@ def _predict_shape(
     said: tuple[int | None, int | None],
     plot: Path | None,
 ) -> None:
-    """Ask about the user's own shape; the answer is counted."""
+    """Ask how many bytes attention of the user's shape moves; the answer is counted."""
     whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
     counted = values.counted(whole, mask, algorithm, how)
     typer.echo(
@@ -201,7 +201,7 @@ def _predict_shape(
 
 
 def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
-    """Ask for missing guesses, and show all guesses beside the right answers."""
+    """Ask for guesses that were not passed as options, and show them beside the right answers."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
@@ -251,7 +251,7 @@ def grade(
         None, "Number of files to grade at the same time. Default: one per CPU.", min=1
     ),
 ) -> None:
-    """Grade a solution (results, on-chip memory, bytes), or every .py file in a folder."""
+    """Grade a solution by results, on-chip memory and bytes, or every .py file in a folder."""
     if file.is_dir() and (roots := homework_in(file)):
         _homework(file, roots, exercise, form, gradescope, (plot, save), (timeout, memory))
         return
@@ -323,7 +323,7 @@ def _homework(
 
 
 def _for_gradescope(marks: Marks, path: Path | None) -> None:
-    """Write marks in Gradescope's format, if a file is given."""
+    """Write marks in Gradescope's format if a file was requested."""
     if path is not None:
         with beside(path) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")
@@ -331,7 +331,7 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """Return a table of all files: for people with the first reason, for programs with all."""
+    """Return tables of all graded files: for people with the first reason, else with all."""
     columns = ("file", "exercise", "points", "results", "on chip", "bytes", "moved B", "why")
     short, full = Table(f"{len(graded)} files", columns), Table("", (*columns, "seconds"))
     for path, marks in graded:
@@ -372,6 +372,6 @@ def _hint(exercise: shelf.AnyExercise) -> str:
 
 
 def _draw(traces: dict[str, Trace], exercise: Exercise, path: Path) -> None:
-    """Draw the bytes by tensor, and print the picture's path."""
+    """Draw a solution's bytes by tensor, and print the picture's path."""
     viz().save_figure(draw(traces, exercise), path)
     say(f"plot in {path}")

@@ -1,4 +1,4 @@
-"""Options that several commands share, single or in bundles (see `flashsim.cli.declare`)."""
+"""Options that several commands share, alone or in bundles (see `flashsim.cli.declare`)."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _SIZES, _MASK, _HOW, _L2 = "Sizes", "Mask and scores", "How", "L2 cache"
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sizes of one head."""
+    """Options for the sizes of one head."""
 
     panel = _SIZES
     n_q: int | None = in_bundle(None, "Number of queries.", "-n")
@@ -44,13 +44,13 @@ class Lengths:
     dtype: str | None = in_bundle(None, f"Element type of Q, K and V: {', '.join(DTYPES)}.")
 
     def given(self) -> dict[str, Any]:
-        """Return the sizes that are not None, as keyword arguments of `Problem`."""
+        """Return the sizes that were set, as keyword arguments of `Problem`."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Sizes(Lengths):
-    """Sizes of a problem."""
+    """Options for all sizes of a problem."""
 
     head_dim_v: int | None = in_bundle(None, "Width of a row of V. Default: that of Q.")
     batch: int | None = in_bundle(None, "Batch size.", "-b")
@@ -65,7 +65,7 @@ BATCH = replace(LAYER, batch=4)
 
 @dataclass(frozen=True)
 class Scaling:
-    """Scales of FP8 inputs."""
+    """Options for the scales of FP8 inputs."""
 
     panel = _SIZES
     scales: str | None = in_bundle(
@@ -75,7 +75,7 @@ class Scaling:
     )
 
     def kind(self) -> str | tuple[int, int] | None:
-        """Return the scales in the form of `Problem.scales`."""
+        """Return the scales in the form that `Problem.scales` takes."""
         if self.scales is None or self.scales in ("tensor", "head"):
             return self.scales
         blocks = pair("x", int, "tensor, head or QUERIESxKEYS, e.g. 128x128")
@@ -84,7 +84,7 @@ class Scaling:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The source of the tensors on which a command runs."""
+    """Options for the tensors on which a command runs: a file, demo data, or random."""
 
     panel = _SIZES
     seed: int = in_bundle(0, "Seed for drawing random tensors.")
@@ -98,7 +98,7 @@ class Tensors:
 
 @dataclass(frozen=True)
 class Mask:
-    """The keys that each query sees."""
+    """Options for the mask: which keys each query sees."""
 
     panel = _MASK
     causal: bool = in_bundle(False, "Causal mask: query q sees keys k <= q + n_kv - n_q.")
@@ -111,7 +111,7 @@ class Mask:
 
 @dataclass(frozen=True)
 class Scores(Mask):
-    """The mask, and the operations on scores."""
+    """Options for the mask and for the operations on scores."""
 
     softcap: float = in_bundle(
         0.0, "Soft cap c: each score s becomes c tanh(s / c); 0 turns it off."
@@ -131,7 +131,7 @@ _GPU = "The GPU to simulate; `flashsim study devices` lists them."
 
 @dataclass(frozen=True)
 class One:
-    """One pass, forward or backward."""
+    """Options of a command that handles one pass, forward or backward."""
 
     panel = _HOW
     direction: str = in_bundle("forward", "Pass: forward or backward.")
@@ -143,7 +143,7 @@ class One:
 
 
 def one_pass(direction: str) -> str:
-    """Return the name of a pass after checking that it exists.
+    """Return `direction` after checking that it is "forward" or "backward".
 
     Raises
     ------
@@ -158,7 +158,7 @@ def one_pass(direction: str) -> str:
 
 @dataclass(frozen=True)
 class Passes:
-    """The forward pass, and the backward pass if requested."""
+    """Options of a command that handles the forward pass, and the backward pass if requested."""
 
     panel = _HOW
     backward: bool = in_bundle(False, "Also run or count the backward pass.")
@@ -169,7 +169,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Simulated(Passes):
-    """Passes on a device whose on-chip memory size can be changed."""
+    """Options of passes on a simulated device whose on-chip memory size can be changed."""
 
     sram: int | None = in_bundle(
         None, "On-chip memory per thread block in bytes. Default: that of --device."
@@ -181,7 +181,7 @@ class Simulated(Passes):
 
 @dataclass(frozen=True)
 class Parts:
-    """The number of splits into which flash-decode divides the keys, and the cache's layout."""
+    """Options for how many splits of the keys flash-decode uses, and for the cache's layout."""
 
     panel = _HOW
     splits: str | None = in_bundle(
@@ -192,7 +192,7 @@ class Parts:
     page_size: int | None = in_bundle(None, "flash-decode only: keys per page of a paged KV cache.")
 
     def options(self) -> dict[str, Any]:
-        """Return the options that were set, as keyword arguments of the library."""
+        """Return the options that were set, as keyword arguments of `flashsim.run`."""
         if self.splits is None:
             return {}
         return {"splits": int(self.splits) if self.splits.lstrip("-").isdecimal() else self.splits}
@@ -200,7 +200,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Decoding(Parts):
-    """Options for how flash-decode reads the cache."""
+    """Options for how flash-decode splits and reads the KV cache."""
 
     no_pack_gqa: bool = in_bundle(
         False, "flash-decode only: do not put query heads that share a KV head into one tile."
@@ -214,11 +214,11 @@ class Decoding(Parts):
     )
 
     def posed(self, problem: Problem) -> Problem:
-        """Return the problem with the cache layout of these options."""
+        """Return the problem with the cache layout that these options set."""
         return replace(problem, page_size=self.page_size, latent=self.latent)
 
     def options(self) -> dict[str, Any]:
-        """Return the options that were set, as keyword arguments of the library."""
+        """Return the options that were set, as keyword arguments of `flashsim.run`."""
         chosen = super().options()
         if self.shared_prefix is not None:
             chosen["shared_prefix"] = self.shared_prefix
@@ -227,7 +227,7 @@ class Decoding(Parts):
 
 @dataclass(frozen=True)
 class L2:
-    """Settings of the L2 cache model."""
+    """Options for the model of the L2 cache."""
 
     panel = _L2
     launch: str = in_bundle(
@@ -252,7 +252,7 @@ class L2:
     )
 
     def model(self) -> L2Model:
-        """Return these settings as an `L2Model`."""
+        """Return these options as an `L2Model`."""
         return L2Model(
             *(self.launch, self.walk, self.blocks_per_sm, self.partitions),
             jitter=self.jitter * 1e-6,
@@ -274,7 +274,7 @@ Algorithm = Annotated[
 
 
 def algorithms(default: Any) -> Any:
-    """Declare an option for several algorithms, separated by commas."""
+    """Declare an option that takes several algorithms, separated by commas."""
     return option(
         default, f"Algorithms, separated by commas: {', '.join(ALGORITHMS)}.", "-a", panel=_HOW
     )
@@ -324,7 +324,7 @@ Theme = Annotated[str, typer.Option(help="Colors: light or dark.", rich_help_pan
 
 @dataclass(frozen=True)
 class Source:
-    """The data to draw: saved traces, or algorithms that are counted or run on these sizes."""
+    """Options for the data to draw: saved traces, or algorithms to count or run on these sizes."""
 
     panel = _HOW
     trace: list[Path] | None = in_bundle(
@@ -344,9 +344,9 @@ class Source:
     )
 
     def names(self) -> list[str]:
-        """Return the names of the algorithms."""
+        """Return the list of algorithms' names."""
         return [name.strip() for name in self.algorithm.split(",")]
 
     def last(self) -> Source:
-        """Return this source with only its last algorithm, for plots that show one."""
+        """Return these options with only the last algorithm, for plots that show one."""
         return replace(self, algorithm=self.names()[-1])

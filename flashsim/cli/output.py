@@ -30,7 +30,7 @@ _FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
 
 
 def figures(source: Trace | Traffic) -> report.Table:
-    """Return a table with every figure of a run or count, one per row."""
+    """Return a table with one row per figure of a run or a count."""
     table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
     for tensor, row in sorted(
         source.by_tensor().items(), key=lambda item: CODES.get(item[0], len(CODES))
@@ -68,13 +68,13 @@ def add(
     value: float,
     unit: str | None = None,
 ) -> None:
-    """Add one figure of `source` to a table as a row."""
+    """Add a row with one figure of `source` to a table."""
     what = (source.algorithm, source.direction, str(source.tiling))
     table.rows.append((*what, quantity, of, value, unit))
 
 
 def event_table(trace: Trace, limit: int) -> report.Table:
-    """Return a table of a trace's first events, with names instead of codes."""
+    """Return a table of a trace's first events, with tensors' names instead of codes."""
     columns = ("stage", "op", "tensor", "level", "head", "i", "j", "visit", "bytes")
     table = report.Table(f"{trace.n_events:,} events, the first {limit:,}", columns)
     for e in trace.events[:limit]:
@@ -136,7 +136,7 @@ def viz() -> Any:
 def draw(
     kind: str, data: Any, out: Path, options: dict[str, Any], note: str = "", **how: Any
 ) -> None:
-    """Draw one plot, and print its path and a note."""
+    """Draw one plot, and print the file's path and `note`."""
     plot = getattr(viz(), kind.replace("-", "_"))
     axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
     viz().save_figure(axes, out, **how)
@@ -175,5 +175,5 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr; stdout holds only the results."""
+    """Print a message on stderr, because stdout holds only results."""
     typer.echo(printable(text), err=True)

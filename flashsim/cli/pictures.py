@@ -63,7 +63,7 @@ _ROW = opt.option(None, "Query row whose running maximum m and sum l are shown."
 
 @dataclass(frozen=True)
 class Recordings:
-    """Traces or counts to draw, and the queries and keys of the first if they are known."""
+    """The traces or counts to draw, and Q and K of the first one if they are known."""
 
     traces: list[Trace | Traffic]
     q: np.ndarray | None = None
@@ -72,14 +72,14 @@ class Recordings:
 
     @property
     def how(self) -> str:
-        """A note for a picture of a count; empty for other pictures."""
+        """Return a note that says that a picture shows a count; "" for other pictures."""
         counts = any(isinstance(trace, Traffic) for trace in self.traces)
         return " (counted by formula; --execute simulates it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
-        """Return m and l of a row; None if the trace or the tensors are missing.
+        """Return m and l of one row of scores after each tile, or None without trace or tensors.
 
-        For a count, they are computed for one row of scores of random tensors.
+        For a count, m and l are computed from one row of scores of random tensors.
         """
         first = self.traces[0]
         if isinstance(first, Traffic) and (row is not None or first.compulsory() < _SMALL):
@@ -143,9 +143,10 @@ def plot(
     *,
     typed: typer.Context,
 ) -> None:
-    """Draw one plot: .png, .svg, .pdf or another format of Matplotlib's.
+    """Draw one plot, as .png, .svg, .pdf or another format of Matplotlib's.
 
-    tile-map, sram-timeline, l2-curve and gpu-timeline show one trace or algorithm; diff shows two.
+    The plots tile-map, sram-timeline, l2-curve and gpu-timeline show one trace or algorithm; diff
+    shows two.
     """
     if kind not in KINDS:
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
@@ -223,7 +224,7 @@ def animate(
     *,
     typed: typer.Context,
 ) -> None:
-    """Animate one trace, or two side by side, as .gif, .mp4 or .html."""
+    """Animate one trace, or two side by side; write a .gif, .mp4 or .html file."""
     ready(out, (".gif", ".mp4", ".html"))
     recorded = _recorded(source, opt.written(typed))
     if row is not None and len(recorded.traces) != 1:
@@ -253,7 +254,7 @@ def page(
     *,
     typed: typer.Context,
 ) -> None:
-    """Write a page that plays one trace, or two side by side: one file, no network."""
+    """Write an HTML page that plays one trace, or two side by side, without a network."""
     ready(out, (".html", ".htm"))
     recorded = _recorded(source, opt.written(typed))
     viz().page(
@@ -266,14 +267,14 @@ def lab(
     out: opt.Out,
     theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT),
 ) -> None:
-    """Write the tile lab: an HTML page that counts any shape, mask and tile as sliders move."""
+    """Write the tile lab: an HTML page with sliders that counts any shape, mask and tile."""
     ready(out, (".html", ".htm"))
     viz().lab(out, theme=theme)
     say(f"tile lab in {out}")
 
 
 def demo_figures(name: str, comparison: Comparison, out: Path) -> list[Path]:
-    """Draw a plot, an animation and a page of a layer of the demo data; return their paths."""
+    """Draw a plot, an animation and a page for a layer of the demo data; return their paths."""
     drawing = viz()
     sample = load_sample(name)
     # Small tiles, so that the animation has 16 x 16 tiles.
@@ -305,10 +306,10 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
 
 
 def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
-    """Load the saved traces, or count; run the simulator if --execute or tensors are passed.
+    """Return the saved traces, or counts; run the simulator for --execute or given tensors.
 
-    `typed` names the options in use. Algorithms that split keys are run if `events` are needed,
-    because only their totals can be counted.
+    `typed` names the options that the user typed. If `events` are needed, algorithms that split
+    keys are simulated, because their closed form gives only totals.
     """
     mask, how = source.mask, source.how
     if source.trace:
@@ -354,7 +355,7 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
 
 
 def _io_sweep(source: opt.Source, over: str) -> Sweep:
-    """Count bytes in closed form along one axis."""
+    """Count bytes in closed form for several values of one size."""
     how, mask = source.how, source.mask
     if over not in _OVER:
         raise OptionError(f"unknown --over {over!r}; {choices(over, _OVER)}")
@@ -382,14 +383,14 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 
 
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
-    """Closed-form counts of the given sizes, with `defaults` for sizes that are not given."""
+    """Return closed-form counts for the user's sizes; `defaults` has the sizes not set."""
     sizes = replace(defaults, **source.sizes.given())
     names = source.names()
     return [values.counted(sizes, source.mask, name, source.how, among=names) for name in names]
 
 
 def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
-    """Counts for one KV head per query head (MHA), per four (GQA), and for all (MQA)."""
+    """Return counts for one KV head per query head (MHA), per four (GQA), and for all (MQA)."""
     sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
     heads = sizes.heads or 1
     few = sizes.n_q is not None and sizes.n_q <= 16  # decoding
@@ -410,7 +411,7 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
 
 
 def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
-    """Return measured seconds: of one algorithm, or by algorithm from a CSV file."""
+    """Return measured seconds: one number, or numbers by algorithm from a CSV file."""
     if file is None:
         return seconds
     if seconds is not None:
@@ -449,7 +450,7 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
 def _roofline(
     source: opt.Source, seconds: float | dict[str, float] | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return counts, or saved traces with their GPU times, and the options of the roofline."""
+    """Return counts, or saved traces with GPU times, and the options for drawing a roofline."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {

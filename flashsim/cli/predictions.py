@@ -1,4 +1,4 @@
-"""Commands that predict (roofline, predict, dram) or measure (verify, calibrate)."""
+"""Commands that predict (roofline, predict, dram) and that measure (verify, calibrate)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def roofline(
     algorithm: list[str] = opt.algorithms("standard,flash2"),
     seconds: opt.Seconds = None,
 ) -> Tables:
-    """Show whether memory or arithmetic limits attention, for each way of counting bytes."""
+    """Show whether memory or arithmetic limits attention: one row per way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
     splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
@@ -72,10 +72,11 @@ def predict(
         "--deterministic/--no-deterministic",
     ),
 ) -> Tables:
-    """Predict the time of the kernels of backend cupy: units, overlap, waves and tails.
+    """Predict the time of flashsim's GPU kernels (backend cupy): units, overlap, waves and tails.
 
-    The command needs no GPU. With --tiling fit the kernels choose the tiling. The model is
-    calibrated on one H200; docs/reference/predictions.md compares it with measurements.
+    This command needs no GPU. With --tiling fit, the kernels themselves choose their tile sizes.
+    The time model is calibrated on one H200; docs/reference/predictions.md compares it with
+    measurements.
     """
     from flashsim.studies import predict as model
 
@@ -103,7 +104,7 @@ def dram(
         None, "Also show DRAM bytes for these L2 sizes in MiB, e.g. 10,20,50.", panel="L2 cache"
     ),
 ) -> Tables:
-    """Predict DRAM bytes: replay the tile requests of a run through a model of the L2 cache."""
+    """Predict DRAM bytes: replay a run's tile requests through a model of the L2 cache."""
     from flashsim import l2
 
     requested = values.counted(sizes, mask, algorithm, how, decoding)
@@ -147,11 +148,12 @@ def verify(
     *,
     typed: typer.Context,
 ) -> None:
-    """Compare predictions with hardware counters, kernel by kernel.
+    """Compare predicted bytes with hardware counters, kernel by kernel.
 
-    The command runs the kernels under Nsight Compute, and predicts for this machine's GPU unless
-    --device names another. With --from, it reads Nsight Compute's output of an earlier run instead.
-    A file that --save wrote also records the cases; for other tables pass the run's options.
+    The command runs flashsim's kernels under Nsight Compute, and predicts for this machine's GPU
+    unless --device names another. With --from, it reads the output of an earlier Nsight Compute run
+    instead. A file that --save wrote also records which runs were measured; for other files, pass
+    the run's options again.
     """
     from flashsim.studies import verify as verification
 
@@ -216,7 +218,7 @@ def verify(
 
 
 def _measured(cases: Any, save: Path | None) -> Any:
-    """Measure these cases, save the record if requested, and return it."""
+    """Run and measure these cases, save the record if requested, and return it."""
     from flashsim.studies import verify as verification
 
     with working("measuring"):
@@ -232,10 +234,10 @@ def calibrate(
         None, "With --units: the GPU on which the units were measured. Default: H200."
     ),
 ) -> Tables:
-    """Measure the speed of each unit of this GPU, for `flashsim predict`; it takes seconds.
+    """Measure the speed of each unit of this GPU, for `flashsim predict`; this takes seconds.
 
-    The last table has the speeds for a `flashsim.Device`. In Python,
-    `flashsim.studies.predict.chip.calibrated` returns that device.
+    The last table has the speeds as fields of a `flashsim.Device`. In Python,
+    `flashsim.studies.predict.chip.calibrated` returns a device with the measured speeds.
     """
     from flashsim.studies.predict import chip
 

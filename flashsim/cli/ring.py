@@ -1,4 +1,4 @@
-"""The `flashsim study ring` command: attention that is distributed over several GPUs."""
+"""The `flashsim study ring` command: attention distributed over several GPUs."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ring(
         None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
     ),
 ) -> Tables:
-    """Count attention over several GPUs: what each holds, sends and computes; predict the time."""
+    """Count what each of several GPUs holds, sends and computes for attention; predict the time."""
     from flashsim.studies.predict import spread
 
     ready(out, (".gif", ".mp4", ".html"))

@@ -33,7 +33,7 @@ _ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
 def demo(
     out: Path = opt.option(Path("out"), "Folder for the files.", "-o"),
 ) -> None:
-    """Run a real model's tensors, check the output against the model's, compare algorithms."""
+    """Run attention on a real model's tensors, check the output, and compare algorithms."""
     from flashsim.cli.pictures import demo_figures
     from flashsim.studies.demo import LIMIT, in_a_sentence
     from flashsim.studies.demo import demo as run_demo
@@ -80,7 +80,7 @@ def walkthrough(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Follow small numbers through softmax and FlashAttention, step by step."""
+    """Show each step of softmax and FlashAttention on a few small numbers."""
     from flashsim.studies import walkthrough as walks
 
     if name is None:
@@ -112,7 +112,7 @@ def ladder(
     magnify: float = opt.option(1.0, "Factor that multiplies Q, to make scores large."),
     seed: int = opt.option(0, "Seed for drawing random tensors."),
 ) -> Tables:
-    """Go from a naive softmax to FlashAttention; each step (rung) is run, counted and predicted."""
+    """Go from a naive softmax to FlashAttention; each step is run, counted and predicted."""
     from flashsim.studies import ladder as rungs_of
 
     asked = sizes.given()
@@ -186,7 +186,7 @@ def precision(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Measure the error of each rounding: round one value at a time, and compare with float64."""
+    """Measure each rounding's error: round one value at a time, and compare with float64."""
     from flashsim.studies import precision as lab
 
     ready_to_draw(plot)
@@ -225,7 +225,7 @@ def banks(
     plot: opt.Plot = None,
     theme: str | None = opt.option(None, "Colors of --plot: light or dark. Default: light."),
 ) -> Tables:
-    """Count bank conflicts and sectors of a warp's request, for each layout of a tile."""
+    """Count bank conflicts and memory sectors of a warp's request, for each layout of a tile."""
     from flashsim.studies import banks as on_chip
 
     ready_to_draw(plot)
@@ -258,7 +258,7 @@ def blocks(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Compare tile sizes: iterations, blocks per SM, bytes and predicted time of each stage."""
+    """Compare tile sizes: iterations, blocks per SM, bytes and predicted time of each kernel."""
     from flashsim.studies import blocks as tiles
 
     ready_to_draw(plot)
@@ -299,7 +299,7 @@ def when(
     *,
     typed: typer.Context,
 ) -> Tables:
-    """Predict from which length N FlashAttention is faster than standard attention."""
+    """Predict from which sequence length on FlashAttention is faster than standard attention."""
     from flashsim.studies import predict
 
     opt.refuse_unused(typed, "`study when`, which has as many keys as queries", never=["n_kv"])
@@ -312,17 +312,18 @@ def versions(
     sizes: opt.Sizes = opt.BATCH,
     device: opt.Device = "H200",
 ) -> Tables:
-    """Compare FlashAttention-1, -2, -3 and standard attention: bytes, memory, times, OOM."""
+    """Compare FlashAttention-1, -2, -3 and standard attention: bytes, memory, predicted times."""
     from flashsim.studies import predict
 
     return predict.versions(values.problem(sizes, mask), device=device)
 
 
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
-    """List the GPUs that can be simulated, with the source of each figure.
+    """List the GPUs that can be simulated, and where each of their figures comes from.
 
-    With sizes, the command shows how many thread blocks fill each GPU (SMs x blocks per SM), how
-    many blocks flash-decode launches, and how many splits of the keys it uses.
+    If sizes are passed, the command shows how many thread blocks fill each GPU (SMs x blocks per
+    SM). It also shows how many blocks flash-decode launches, and how many splits of the keys it
+    uses.
     """
     if sizes.given():
         return _filled(sizes, decoding)
@@ -356,7 +357,7 @@ def reproduce(
     ),
     plot: Path | None = opt.option(None, "pallas: also write its roofline plot to this file."),
 ) -> None:
-    """Recompute published numbers: the paper's, ours, and why they differ."""
+    """Recompute published numbers: show the paper's, flashsim's, and why they differ."""
     from flashsim.studies import reproduce as pages
 
     if plot is not None:
@@ -390,7 +391,7 @@ def reproduce(
 def claims(
     names: list[str] | None = typer.Argument(None, help="Names of the statements. Default: all."),
 ) -> Tables:
-    """Recompute statements from well-known texts: right or wrong, and why."""
+    """Recompute statements from well-known texts, and say whether each is right, and why."""
     from flashsim.studies import claims as all_claims
 
     table = all_claims.table(*(names or ()))
@@ -403,7 +404,7 @@ def warm(
     direction: str = opt.option("all", f"Kernels to compile: {', '.join(DIRECTIONS)}."),
     algorithm: str = opt.option("flash2-fused", f"{', '.join(ALGORITHMS)}.", "-a"),
 ) -> Tables:
-    """Compile the CPU engine (backend numba) ahead of time, and print where the code is kept."""
+    """Compile the CPU engine (backend numba) ahead of time; print the compiled code's folder."""
     with working("compiling the CPU engine"):
         done = compile_ahead(dtype, head_dim, direction, algorithm)
     return report.Table(

@@ -1,4 +1,4 @@
-"""Convert options to values: windows, tilings, devices, tensors, traces."""
+"""Convert the text of options to values: windows, tilings, devices, tensors, traces."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from flashsim.trace.trace import Trace
 
 
 class Arrays(NamedTuple):
-    """The inputs of a command; `out` is a real model's output, for comparison."""
+    """The input arrays of a command; `out` is a real model's output, for comparison."""
 
     q: np.ndarray
     k: np.ndarray
@@ -39,7 +39,7 @@ class Arrays(NamedTuple):
     out: np.ndarray | None = None
 
     def gradient(self, seed: int) -> np.ndarray:
-        """Return `dout`, or a standard normal array of out's shape."""
+        """Return `dout` or, if there is none, a standard normal array of out's shape."""
         if self.dout is not None:
             return self.dout
         shape = (*self.q.shape[:-1], self.v.shape[-1])
@@ -48,7 +48,7 @@ class Arrays(NamedTuple):
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file that the user named.
+    """Return the text in a file that the user named.
 
     Raises
     ------
@@ -64,10 +64,10 @@ def read_text(file: Path) -> str:
 def arrays(
     sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None, **instead: Any
 ) -> Arrays:
-    """Return arrays from a file or of the demo data, or random ones of these sizes.
+    """Return input arrays: from a file, from the demo data, or random with these sizes.
 
-    All batch entries of random arrays begin with the same `prefix` keys. `instead` overrides
-    sizes of random arrays.
+    In random arrays, all batch entries begin with the same `prefix` keys. `instead` replaces some
+    of the random arrays' sizes.
     """
     typed, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
@@ -90,14 +90,14 @@ def arrays(
 
 
 def unscaled(arrays: Arrays) -> dict[str, Any]:
-    """Return the option `scales` for arrays drawn directly in FP8, without scales; else {}."""
+    """Return the option `scales` for arrays drawn in FP8, which have no scales; otherwise {}."""
     return {"scales": UNSCALED} if arrays.q.dtype.name in FP8 else {}
 
 
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Return the arrays quantised to FP8, and the options with their scales.
+    """Return the arrays quantised to FP8, and their scales as options of `run`.
 
     Without --scales the arrays are returned unchanged.
     """
@@ -123,9 +123,9 @@ def quantized(
 def cache(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, dict[str, Any]]:
-    """Return Q, K and V in the requested cache layout, and the options that describe it.
+    """Return Q, K and V in the requested cache layout, and the options of `run` that describe it.
 
-    V is None if its columns are columns of K.
+    V is None if it is stored as columns of K.
     """
     q, k, v, options = _in_pages(arrays, how)
     if how.latent:
@@ -136,9 +136,9 @@ def cache(
 def _in_pages(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-    """Return Q, K and V with K and V in pages of `page_size` keys, and the options for them.
+    """Return Q, and K and V in pages of `page_size` keys, and the options of `run` for them.
 
-    A shared prefix is stored in the pages of the first batch entry.
+    A prefix that all entries share is stored in pages of the first entry.
     """
     q, k, v = arrays[:3]
     if how.page_size is None:
@@ -170,7 +170,7 @@ def foresee(
     device: Device,
     backend: str = "simulator",
 ) -> Estimate | None:
-    """Return the estimated cost of the passes in `tiles`; None on a GPU, or for invalid arrays.
+    """Return the estimated cost of the passes in `tiles`; None on a GPU or for invalid arrays.
 
     Raises
     ------
@@ -196,13 +196,13 @@ def foresee(
 
 
 def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
-    """Return the problem with these sizes and this mask."""
+    """Return the `Problem` with these sizes and this mask."""
     softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
 
 def problem_of(arrays: Arrays, mask: opt.Mask) -> Problem:
-    """Return the problem of one head of these arrays, on which a tiling depends.
+    """Return the `Problem` of one head of these arrays, which suffices to choose a tiling.
 
     Raises
     ------
@@ -226,7 +226,7 @@ def counted(
     decoding: opt.Decoding | None = None,
     among: Sequence[str] = (),
 ) -> Traffic:
-    """Count the bytes of one pass by formula; the tiling "same" fits all algorithms in `among`."""
+    """Count one pass's bytes by formula; the tiling "same" fits all algorithms of `among`."""
     machine = Device.get(how.device)
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
@@ -241,12 +241,12 @@ def counted(
 
 
 def window(mask: opt.Mask) -> tuple[int, int] | None:
-    """Return the window of a mask, or None."""
+    """Return the mask's window as numbers, or None."""
     return None if mask.window is None else parse_window(mask.window)
 
 
 def flags(names: Iterable[str]) -> str:
-    """Return options as the user types them, for error messages."""
+    """Return options' names as the user types them, for error messages."""
     return ", ".join(map(opt.flag, names))
 
 
@@ -269,7 +269,7 @@ def _read_file(file: Path) -> Arrays:
 
 
 def parse_size(name: str, text: str) -> tuple[float, float]:
-    """Parse ``WIDTHxHEIGHT`` in inches."""
+    """Parse a size ``WIDTHxHEIGHT`` in inches."""
     takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
     size = opt.pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
@@ -278,14 +278,14 @@ def parse_size(name: str, text: str) -> tuple[float, float]:
 
 
 def parse_window(text: str) -> tuple[int, int] | None:
-    """Parse ``LEFT:RIGHT``, or "none"."""
+    """Parse a window ``LEFT:RIGHT``, or "none"."""
     if text == "none":
         return None
     return opt.pair(":", int, "LEFT:RIGHT, e.g. 128:0 (-1 means no limit)")("--window", text)
 
 
 def parse_mask(text: str) -> bool:
-    """Return whether a mask is causal, from "full" or "causal"."""
+    """Return whether a mask is causal, from the text "full" or "causal"."""
     masks = {"full": False, "causal": True}
     if text not in masks:
         raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
@@ -293,7 +293,7 @@ def parse_mask(text: str) -> bool:
 
 
 def parse_tiling(text: str) -> Tiling | str:
-    """Return the Tiling of a text such as ``128x64``; "fit" and presets' names are unchanged."""
+    """Return the Tiling of a text such as ``128x64``; return "fit" and preset names unchanged."""
     if text == "fit" or text in PRESETS:
         return text
     takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
@@ -301,7 +301,7 @@ def parse_tiling(text: str) -> Tiling | str:
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
-    """Return the tiling for one run; None for "fit"."""
+    """Return the tiling of an option's text, for one run; None for "fit"."""
     parsed = parse_tiling(text)
     if isinstance(parsed, Tiling):
         return parsed
@@ -311,7 +311,7 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
 def tilings(
     how: opt.Passes, whole: Problem, algorithms: Sequence[str]
 ) -> tuple[Tiling | None, Tiling | None]:
-    """Return the tilings of the forward and the backward pass."""
+    """Return two tilings: one for the forward pass, one for the backward pass."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
         raise OptionError(
             "--backward-tiling sets the tiles of the backward pass, so it needs --backward; "
@@ -330,25 +330,25 @@ def tilings(
 def one_tiling(
     text: str, whole: Problem, algorithms: Sequence[str], directions: Sequence[str], on: Device
 ) -> Tiling | None:
-    """Return one tiling for several algorithms; None for "fit", which each algorithm chooses."""
+    """Return one tiling for all algorithms; None for "fit", which each algorithm chooses."""
     if text == "same":
         return Tiling.common(whole, on, algorithms, directions)
     return tiling(text, whole.head_dim, whole.causal)
 
 
 def _machine(how: opt.Passes) -> Device:
-    """Return the device of passes, with another on-chip memory size if the options have one."""
+    """Return the device of these passes, with its on-chip memory size changed if requested."""
     return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
 
 
 def device(how: opt.Simulated) -> Device:
-    """Return the device, with another on-chip memory size if `how` sets one."""
+    """Return the device, with its on-chip memory size changed if `how` sets one."""
     machine = Device.get(how.device)
     return machine if how.sram is None else machine.with_sram(how.sram)
 
 
 def duration(trace: Trace) -> float | None:
-    """Return the seconds from the first to the last span of a timeline; None without one."""
+    """Return the seconds from a timeline's first span to its last; None without a timeline."""
     spans = trace.timeline
     if spans is None or not len(spans):
         return None
@@ -356,6 +356,6 @@ def duration(trace: Trace) -> float | None:
 
 
 def load_trace(file: Path) -> Trace:
-    """Load a saved trace, or an included one by its name if no file has that name."""
+    """Load a saved trace; if no file has that name, load the bundled trace of that name."""
     bundled = str(file) in TRACES and not file.exists()
     return load_sample_trace(str(file)) if bundled else Trace.load(file)

@@ -27,8 +27,8 @@ def watch(
 ) -> None:
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
-    With --csv or --json, the program's own output goes to stderr. If the program fails or is
-    stopped by Ctrl-C, the calls up to then are printed. The exit code is the program's.
+    With --csv or --json, the program's own output goes to stderr. If the program fails or Ctrl-C
+    stops it, the calls made until then are printed. The command's exit code is that of the program.
     """
     from flashsim.torch import program
     from flashsim.torch import watch as watching

@@ -1,4 +1,4 @@
-"""The `flashsim xray` command: find tile sizes of a program's kernels from hardware counters."""
+"""The `flashsim xray` command: find tile sizes of a program's kernels by GPU counters."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def xray(
     *,
     typed: typer.Context,
 ) -> None:
-    """Measure the bytes that a program's attention kernels move, and infer their tile sizes.
+    """Measure the bytes that a program's attention kernels move, and infer the kernels' tile sizes.
 
-    The command runs the program under Nsight Compute, on an NVIDIA GPU. It measures the attention
-    calls that `flashsim watch` sees. For any other kernel, pass its name with --kernel, and its
-    shape.
+    The command runs the program under Nsight Compute, on an NVIDIA GPU. By default it measures the
+    attention calls that `flashsim watch` sees. To measure any other kernel, pass its name with
+    --kernel, and the problem's sizes.
     """
     from flashsim.studies import xray as studies
 

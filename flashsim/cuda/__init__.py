@@ -1,6 +1,6 @@
 """Traces Numba-CUDA kernels in Numba's CUDA simulator, without a GPU.
 
-Set ``NUMBA_ENABLE_CUDASIM=1`` in the environment before Python starts.
+To use it, set ``NUMBA_ENABLE_CUDASIM=1`` in the environment before Python starts.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Records the memory accesses of a Numba-CUDA kernel that runs in Numba's CUDA simulator.
 
-The simulator runs each thread of a block as a Python thread, and passes arguments of unknown types
-to the kernel unchanged. So the kernel can be called with a `WatchedArray` in place of each array.
-Every element that a thread reads or writes is recorded with its source line. When a block ends, the
-records of its threads are combined: all accesses of one line between two barriers are one
-`BlockAccess`.
+Numba's simulator runs each thread of a block as a Python thread, and passes arguments of unknown
+types to the kernel unchanged. So flashsim calls the kernel with a `WatchedArray` in place of each
+array. A `WatchedArray` records every element that a thread reads or writes, with the source line.
+When a block ends, its threads' records are combined: all accesses from one source line between two
+barriers become one `BlockAccess`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SWITCH = 5e-5
 
 
 class ThreadAccess(NamedTuple):
-    """One access of one thread to an element of an array."""
+    """One thread's access to one element of an array."""
 
     kind: str
     tensor: int
@@ -38,11 +38,12 @@ class ThreadAccess(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockAccess:
-    """The accesses of all threads of a block by one line between two barriers.
+    """The accesses that a block's threads make from one source line between two barriers.
 
-    `offsets` are the elements accessed, one per thread and execution of the line, in no particular
-    order. `requests` is the number of requests of all warps, and `sectors` the number of 32-byte
-    sectors summed over these requests. `outside` is the number of accesses past the tensor's end.
+    `offsets` are the accessed elements, one per thread and execution of that line, in no particular
+    order. `requests` is the number of memory requests of all warps. `sectors` is the number of
+    32-byte sectors, summed over these requests. `outside` is the number of accesses past the
+    tensor's end.
     """
 
     block: tuple[int, int, int]
@@ -58,7 +59,7 @@ class BlockAccess:
 
 
 class WatchedArray:
-    """An array that records each access of a kernel to its elements, also through slices."""
+    """An array that records each of a kernel's accesses to its elements, also through slices."""
 
     def __init__(
         self,
@@ -137,7 +138,7 @@ class WatchedArray:
 
 
 class BlockWatch:
-    """Collects the accesses of one launch, block by block."""
+    """Collects the accesses of one kernel launch, block by block."""
 
     def __init__(self, simulator: Any) -> None:
         self._simulator = simulator
@@ -152,13 +153,13 @@ class BlockWatch:
         self._first: dict[Any, int] = {}
 
     def array(self, array: np.ndarray) -> WatchedArray:
-        """Return a watched view of an argument."""
+        """Return a view of an argument that records accesses."""
         self.itemsizes.append(array.itemsize)
         strides = tuple(s // array.itemsize for s in array.strides)
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
 
     def note(self, kind: str, tensor: int, offset: int) -> None:
-        """Record one access by the calling thread."""
+        """Record one access, made by the thread that calls this function."""
         frame = sys._getframe(2)
         if frame.f_code.co_filename.endswith("kernelapi.py"):  # an atomic operation
             # The simulator reads, reads again and writes; only the first read's line is recorded.
@@ -186,7 +187,7 @@ class BlockWatch:
             return self._threads.setdefault(int(thread.thread_id), [])
 
     def end_block(self) -> None:
-        """Combine the records of a finished block's threads."""
+        """Combine the records of a block's threads, after the block has ended."""
         if self._block is not None:
             self.accesses[self._block] = merged(self._block, self._threads, self.itemsizes)
         self._threads = {}
@@ -195,7 +196,7 @@ class BlockWatch:
 def merged(
     block: tuple[int, int, int], threads: dict[int, list[ThreadAccess]], itemsizes: list[int]
 ) -> list[BlockAccess]:
-    """Return a block's accesses in program order, one per line and kind between two barriers."""
+    """Return a block's accesses in program order, merged per source line between barriers."""
     offsets: dict[tuple[int, str, int, tuple[str, int]], list[int]] = {}
     places: dict[tuple[int, str, int, tuple[str, int]], int] = {}
     requests: dict[tuple[Any, ...], set[int]] = {}
@@ -228,10 +229,10 @@ def merged(
 
 @contextmanager
 def counted_barriers(thread_class: Any):
-    """Return a context manager in which each thread counts the barriers that it passes.
+    """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
-    It also shortens Python's thread switch interval, because the simulator waits at barriers in a
-    loop that keeps other threads from running.
+    The context also shortens Python's thread switch interval: a simulated thread that waits at a
+    barrier loops, and keeps others from running.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()
@@ -250,7 +251,7 @@ def counted_barriers(thread_class: Any):
 
 
 def require_simulator(kernel: Any) -> Any:
-    """Return the simulator's module for a kernel; raise `BackendUnavailable` for other kernels."""
+    """Return Numba's simulator module for a kernel; raise `BackendUnavailable` otherwise."""
     module = sys.modules.get(type(kernel).__module__)
     if type(kernel).__name__ == "FakeCUDAKernel" and module is not None:
         return module
@@ -267,9 +268,9 @@ def require_simulator(kernel: Any) -> Any:
 
 
 def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
-    """Run a kernel with its launch; return its accesses, and the arrays among its arguments.
+    """Run a kernel launch; return its accesses, and the arrays among its arguments.
 
-    The kernel writes to the caller's arrays.
+    The kernel writes to the caller's own arrays.
     """
     simulator = require_simulator(kernel)
     refuse_merged_arrays(kernel)
@@ -301,7 +302,7 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
 
 
 def refuse_merged_arrays(kernel: Any) -> None:
-    """Raise an error if one line creates two shared arrays, which the simulator would merge."""
+    """Raise if one source line creates two shared arrays, which the simulator would merge."""
     try:
         lines, first = inspect.getsourcelines(kernel.fn)
     except OSError:  # the source of a function typed into a prompt cannot be read
@@ -316,7 +317,7 @@ def refuse_merged_arrays(kernel: Any) -> None:
 
 
 def held(arg: Any, number: int) -> np.ndarray | None:
-    """Return the array of an argument; None for a number."""
+    """Return the array behind an argument; None for a number."""
     arg = getattr(arg, "value", arg) if type(arg).__name__ in ("In", "Out", "InOut") else arg
     if type(arg).__name__ in ("FakeCUDAArray", "FakeWithinKernelCUDAArray"):
         arg = getattr(arg, "_item", arg)._ary
@@ -331,7 +332,7 @@ def held(arg: Any, number: int) -> np.ndarray | None:
 
 
 def kernel_line(error: BaseException, kernel: Any) -> str:
-    """Return the line of the kernel in which an error was raised, as text."""
+    """Return, as text, the kernel's source line in which an error was raised."""
     file = kernel.fn.__code__.co_filename
     found = kernel.fn.__code__.co_firstlineno
     step = error.__traceback__

@@ -1,8 +1,9 @@
 """Attention over several GPUs: ring, zigzag, striped, Ulysses and USP, simulated and counted.
 
-The link between ranks is one more level of the memory hierarchy. For each step, the model states
-which bytes each rank sends to which rank, and the FLOPs and HBM bytes of each rank. `run` executes
-all ranks in one process, with real arrays. `count` returns the same integers without a run.
+The link between ranks (one GPU each) is modelled as one more level of the memory hierarchy. For
+each step, the model states the bytes that each rank sends to each other rank, and the FLOPs and HBM
+bytes of each rank. `run` executes all ranks in one process on real arrays. `count` returns the same
+integers in closed form.
 """
 
 from flashsim.distributed.account import Account

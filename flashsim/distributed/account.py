@@ -1,4 +1,4 @@
-"""`Account`: the bytes and FLOPs of each rank, step by step: sent, computed, moved, in memory."""
+"""`Account`: what each rank sends, computes, moves in HBM and holds in memory, step by step."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Account:
     # -- queries --------------------------------------------------------------------------------
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
-        """Return the bytes sent, of one tensor or of all, by one rank or by all."""
+        """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
                 f"no rank sends a tensor named {shown(tensor)}; {choices(tensor, self.sent)}"
@@ -93,23 +93,23 @@ class Account:
 
     @property
     def idle_share(self) -> float:
-        """Return the share of time in which ranks idle, if only arithmetic took time.
+        """Return the share of time in which ranks would idle if only arithmetic took time.
 
-        All ranks start each step together, because K and V pass through every rank. A step lasts as
-        long as its busiest rank computes.
+        All ranks start each step together, because every rank waits for the K and V of another one.
+        A step lasts as long as the rank with the most FLOPs computes.
         """
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
 
     def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
-        """Return the rows per ring member from which arithmetic takes longer than communication.
+        """Return how many rows per ring member make arithmetic take longer than communication.
 
-        With so many rows, communication is hidden: a step's FLOPs grow with the square of the rows,
-        its bytes only linearly. This is ring attention's "minimal block size" c = F / B
-        (arXiv:2310.01889, section 3), computed from the bytes and FLOPs of this account. The result
-        is the largest over all steps that both compute and communicate. Steps that only
-        communicate, such as the last step of the gradients, are not considered, because their
-        communication is never hidden.
+        With that many rows, communication is hidden: a step's FLOPs grow with the square of the
+        rows, but its bytes only linearly. This number is the ring attention paper's "minimal block
+        size" c = F / B (arXiv:2310.01889, section 3), computed from the bytes and FLOPs of this
+        account. The result is the largest such number over all steps that both compute and
+        communicate. Steps that only communicate, such as the last step of the gradients, do not
+        count, because nothing can hide their communication.
 
         Parameters
         ----------
@@ -135,7 +135,7 @@ class Account:
         return self.group.rows_a_member * longest * flop_rate / bandwidth
 
     def destination(self, rank: int, step: int) -> tuple[int, ...]:
-        """Return the ranks to which a rank sends at a step; an empty tuple if it sends nothing."""
+        """Return the ranks that a rank sends to at a step; an empty tuple if it sends nothing."""
         rank = checks.place("rank", rank, self.group.ranks)
         step = checks.place("step", step, len(self.steps))
         if not self.out_bytes[rank, step]:
@@ -173,7 +173,8 @@ class Account:
     def rank_table(self, rank: int) -> report.Table:
         """Return a table with one row per step of one rank.
 
-        A row states whose keys the rank has, which tiles it computes, and which bytes it sends.
+        Each row says whose keys the rank has at that step, which tiles it computes, and which bytes
+        it sends.
         """
         group, out = self.group, self.out_bytes
         checks.place("rank", rank, group.ranks)
@@ -201,7 +202,7 @@ class Account:
 
 
 def _scores(account: Account, rank: int, step: int) -> str:
-    """Return a text that describes a rank's block of scores at a step."""
+    """Return the text that describes the block of scores that a rank computes at a step."""
     group = account.group
     block_of = group.block if account.direction == "forward" else group.gradient_block
     block = block_of(rank, step)
@@ -212,7 +213,7 @@ def _scores(account: Account, rank: int, step: int) -> str:
 
 
 def _spans(rows: np.ndarray) -> str:
-    """Return positions as text: "0:4 28:32", or "1::8" for every eighth position."""
+    """Return positions in a sequence as text: "0:4 28:32", or "1::8" for every eighth one."""
     if len(rows) > 1 and len(steps := np.unique(np.diff(rows))) == 1 and steps[0] > 1:
         return f"{rows[0]}::{steps[0]}"
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -225,6 +226,6 @@ def zeros(group: Group, direction: str) -> np.ndarray:
 
 
 def fields(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the counts for an `Account`, without tensors that no rank sends."""
+    """Return the fields of an `Account`, leaving out tensors that no rank sends."""
     sent = {name: x for name, x in counts.pop("sent").items() if x.any()}
     return {"sent": sent, **counts}

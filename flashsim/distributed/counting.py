@@ -31,7 +31,7 @@ def count(
 ) -> Account:
     """Count the bytes and FLOPs of attention over several ranks in closed form.
 
-    The counts are integers, equal to those of `run`.
+    The counts are integers, equal to those that `run` measures.
 
     Parameters
     ----------
@@ -70,9 +70,9 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Yield each distinct block of scores with the steps and ranks that compute it.
+    """Yield each distinct block of scores, with the steps and ranks at which it is computed.
 
-    Each item is (steps, mask of the ranks that compute the block per step, block).
+    Each item is (steps, mask of the ranks that compute the block at each step, block).
     """
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
@@ -89,17 +89,17 @@ def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Bloc
 
 
 def visits(local: Traffic) -> int:
-    """Return the number of visits (one query tile times one key tile), all heads and kernels."""
+    """Return the number of visits (one query tile times one key tile) of all heads and kernels."""
     stages = [stage for stage in local.stages if any(buffer.visit for buffer in stage.buffers)]
     walk = sum(local.schedule(stage).n_visits for stage in stages)
     return walk * local.problem.batch * local.problem.heads
 
 
 class MemberSizes:
-    """Bytes of a ring member's tensors: `n` rows of each, for the heads that a rank computes.
+    """Sizes in bytes of `n` rows of a ring member's tensors, for the heads that a rank computes.
 
-    `wide` is the bytes per element of an accumulator, which is float32. With two members, it is the
-    input type, because they merge only once, directly into the result.
+    `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
+    accumulators have the input type: they merge only once, directly into the result.
     """
 
     def __init__(self, group: Group) -> None:
@@ -141,8 +141,8 @@ class MemberSizes:
 def _sent_forward(group: Group) -> dict[str, np.ndarray]:
     """Return the bytes that ranks send in the forward pass.
 
-    Teams exchange heads of Q, K, V and out. Ring members send K and V at every step except the
-    last.
+    The ranks of a team exchange heads of Q, K, V and out. The members of the ring pass on K and V
+    at every step except the last.
     """
     size, sent = MemberSizes(group), _nothing(group, "forward", "Q", "K", "V", "out")
     n = group.rows_a_member
@@ -157,8 +157,8 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
     """Return the bytes that ranks send in the backward pass.
 
-    Ranks also send dK and dV, two steps after K and V. At first these are one block's gradients, in
-    the input type, and later float32 sums.
+    The members of the ring send K and V, and two steps later dK and dV. At first dK and dV are one
+    block's gradients, in the input type; later they are float32 sums.
     """
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -187,8 +187,8 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 def _others_share(group: Group, whole: int) -> int:
     """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the bytes of a rank's own rows of all heads, which is also the bytes of all rows of
-    its team, restricted to its own heads.
+    `whole` is the bytes of a rank's own rows for all heads. The rows of its whole team, for the
+    rank's own heads, have the same number of bytes.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 
@@ -201,7 +201,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Return the bytes loaded and stored to merge each step's out and LSE with earlier results."""
+    """Return the HBM bytes moved to merge each step's out and LSE with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:
@@ -217,10 +217,10 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Return the bytes loaded and stored to sum gradients.
+    """Return the HBM bytes moved to sum the gradients of several blocks.
 
-    dQ is summed over steps, dK and dV over ring members. The gradients of a rank's own block are
-    added last.
+    dQ is summed over the steps of a rank; dK and dV are summed over ring members. The gradients of
+    a rank's own block of scores are added last.
     """
     size, n, ring = MemberSizes(group), group.rows_a_member, group.ring
     moved = zeros(group, "backward")
@@ -245,21 +245,21 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Return the bytes to load `nbytes` and to store as many elements in float32."""
+    """Return the bytes moved to load `nbytes` and to store as many elements in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """Return `nbytes` of the first block after a rank's own; 0 if there is no such block.
+    """Return each rank's `nbytes(block)` for the first block after its own; 0 without such a block.
 
-    With `before`, it is the predecessor's first block.
+    With `before`, the block is that of the rank's predecessor in the ring.
     """
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """Return `nbytes` of every rank's block at each later ring step; 0 without a block."""
+    """Return every rank's `nbytes(block)` at each ring step after the first; 0 without a block."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 
@@ -319,7 +319,7 @@ def _peak_backward(group: Group) -> np.ndarray:
 
 
 def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """Return the most bytes in memory at any later step, with this step's and the next K and V."""
+    """Return the most bytes in memory after the first step, with this step's and the next K, V."""
     held[:, :-1] += 2 * visitor
     held[:, -1] += visitor
     return held.max(axis=1)

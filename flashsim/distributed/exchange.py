@@ -1,4 +1,4 @@
-"""Simulated ranks: the arrays in their memories, the transfers between them, and all counts."""
+"""Simulates ranks: the arrays in their memories, the transfers between them, and all counts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flashsim.schedule.names import COMPUTE
 
 
 class Rank:
-    """The arrays in one rank's memory, by name, and the largest number of bytes at any time."""
+    """The arrays in one rank's memory, by name, and the most bytes that they ever took together."""
 
     def __init__(self) -> None:
         self.arrays: dict[str, np.ndarray] = {}
@@ -26,12 +26,12 @@ class Rank:
         return name in self.arrays
 
     def put(self, **arrays: np.ndarray) -> None:
-        """Add arrays; each replaces an array of the same name."""
+        """Add arrays to the rank's memory; each replaces an array of the same name."""
         self.arrays |= arrays
         self.peak = max(self.peak, sum(x.nbytes for x in self.arrays.values()))
 
     def rename(self, name: str, to: str) -> None:
-        """Rename an array; it replaces an array of the new name."""
+        """Rename an array; it replaces any array that has the new name."""
         self.arrays[to] = self.arrays.pop(name)
 
     def drop(self, *names: str) -> None:
@@ -41,7 +41,7 @@ class Rank:
 
 
 class Ranks:
-    """All ranks of a group at step `now` of a pass, and their counts for each step so far."""
+    """All ranks of a `Group` at step `now` of a pass, and their counts for each step so far."""
 
     def __init__(self, group: Group) -> None:
         self.group = group
@@ -56,14 +56,14 @@ class Ranks:
         self.now = 0
 
     def account(self, direction: str) -> Account:
-        """Return the account of all steps since `begin`."""
+        """Return the `Account` of all steps since `begin`."""
         peak = np.array([rank.peak for rank in self.ranks], np.int64)
         return Account(
             self.group, direction, **fields({"sent": self.sent, **self.made, "peak": peak})
         )
 
     def note(self, number: int, trace: Any) -> None:
-        """Add the FLOPs, visits and HBM bytes of a rank's kernels, from their trace."""
+        """Add the FLOPs, visits (tile pairs) and HBM bytes of a rank's kernels to its counts."""
         here = number, self.now
         self.made["flops"][here] += trace.flops("matmul")
         for stage in trace.stages:
@@ -72,23 +72,23 @@ class Ranks:
         self.made["hbm"][here] += trace.bytes()
 
     def touch(self, number: int, *arrays: np.ndarray) -> None:
-        """Add the bytes of arrays that a rank loads or stores to combine results."""
+        """Add the bytes that a rank loads or stores to combine results to its counts."""
         self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
 
     def add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
-        """Add `part` to `total` in float32, and count the bytes."""
+        """Add `part` to `total` in float32, and count the bytes that this moves."""
         total[:] = total.astype(self.wide) + part.astype(self.wide)
         self.touch(number, total, total, part)
 
     def convert(self, number: int, name: str, dtype: np.dtype) -> None:
-        """Convert an array of a rank to another type."""
+        """Convert an array of a rank to another type, and count the bytes that this moves."""
         rank = self.ranks[number]
         rank.put(converted=rank[name].astype(dtype))
         self.touch(number, rank[name], rank["converted"])
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Send array `source` of every rank that has it to the successor, as array `target`."""
+        """Send each rank's array `source`, if any, to the next rank in the ring, as `target`."""
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes
@@ -96,10 +96,10 @@ class Ranks:
                 to.put(**{target: rank[source].copy()})
 
     def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
-        """Exchange arrays all-to-all: send the n-th piece along `split` to a team's n-th rank.
+        """Exchange arrays in each team: send the n-th piece along `split` to the n-th rank.
 
-        The receiver joins the pieces in order along `join`. The old arrays stay, under names that
-        begin with `before`.
+        Each receiver joins its pieces in order along `join`. The arrays from before the exchange
+        stay, under names that begin with the text `before`.
         """
         team = self.group.ulysses
         if team == 1:

@@ -1,18 +1,20 @@
-"""`Group`: which rank has which rows, and which block of scores it computes at which step.
+"""`Group`: which rank holds which rows, and which block of scores it computes at which step.
 
 In every scheme, the ranks form a ring of `ring` members, and each member is a team of `ulysses`
 ranks:
 
 - "ring" (Liu, Zaharia and Abbeel, arXiv:2310.01889): each member has one contiguous part of the
-  rows. Members pass K and V round the ring. At step s, a member has the K and V of the member s
-  positions before it. Under a causal mask, the first members have no work in most steps.
+  rows. Members of the ring pass K and V on to the next member. At step s, a member has the K and V
+  of the member that is s positions before it. Under a causal mask, the members with the first rows
+  have no work in most steps.
 - "zigzag" (Llama 3, arXiv:2407.21783, section 3.3.2; github.com/zhuzilin/ring-flash-attention): the
   rows are divided into 2 x ring chunks, and member j has chunks j and 2 x ring - 1 - j. In each
-  step after the first, every member computes half of a block.
+  step after the first, every member computes half of a block of scores.
 - "striped" (Brandon et al., arXiv:2311.09431): member j has rows j, j + ring, j + 2 x ring ..., so
   every block is a causal triangle, with or without its diagonal.
 - "ulysses" (Jacobs et al., arXiv:2309.14509): all ranks form one team. An all-to-all exchange gives
-  each rank all rows of some heads. After attention, a second exchange returns each rank's own rows.
+  each rank all rows, for some of the heads. After attention, a second exchange returns each rank's
+  own rows, for all heads.
 - "usp" (Fang and Zhao, arXiv:2405.07719): teams exchange heads, and form a zigzag ring.
 """
 
@@ -39,7 +41,7 @@ OWN, BEFORE, AFTER = range(3)
 
 
 class Block(NamedTuple):
-    """A member's work in one step: its query rows `q` times the keys `k` that it then has."""
+    """A ring member's work in one step: its query rows `q` times the keys `k` that it has then."""
 
     q: slice
     k: slice
@@ -51,7 +53,9 @@ class Block(NamedTuple):
 @own_errors
 @dataclass(frozen=True)
 class Group:
-    """A problem distributed over ranks; rank r is number ``r % ulysses`` of team ``r // ulysses``.
+    """A problem distributed over ranks (GPUs), which form a ring of teams.
+
+    Rank r is number ``r % ulysses`` of team ``r // ulysses``.
 
     Parameters
     ----------
@@ -105,9 +109,10 @@ class Group:
             )
 
     def _whole_parts(self, parts: int) -> str:
-        """Return a text that says how to make the sequence length divisible by `parts`.
+        """Return a hint for errors: how to make the sequence length divisible by `parts`.
 
-        Padding at the end needs a causal mask, which hides the padding from the rows before it.
+        Padding at the end of a sequence needs a causal mask, which hides it from the rows before
+        it.
         """
         n = self.problem.n_q
         padded, cut = f"{-(-n // parts) * parts:,}", f"{n // parts * parts:,}"
@@ -166,7 +171,7 @@ class Group:
 
     @property
     def order(self) -> str:
-        """How rows are distributed over members: "in order", "zigzag" or "striped"."""
+        """How rows are distributed over ring members: "in order", "zigzag" or "striped"."""
         return _ORDER.get(self.scheme, "in order")
 
     @property
@@ -176,11 +181,11 @@ class Group:
 
     @property
     def rows_a_member(self) -> int:
-        """Number of rows that each rank computes: all rows of its team."""
+        """Number of rows that each rank computes: those of its whole team."""
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
-        """Return the positions in the sequence of a member's rows, ascending int64."""
+        """Return the positions of a ring member's rows in the sequence, ascending int64."""
         checks.place("member", member, self.ring)
         n, ring = self.rows_a_member, self.ring
         if self.order == "striped":
@@ -191,23 +196,23 @@ class Group:
         return np.concatenate([member * (n // 2) + half, (2 * ring - 1 - member) * (n // 2) + half])
 
     def rows(self, rank: int) -> np.ndarray:
-        """Return the positions in the sequence of a rank's rows, int64 (rows_a_rank,)."""
+        """Return the positions of a rank's rows in the sequence, int64 (rows_a_rank,)."""
         checks.place("rank", rank, self.ranks)
         member, number = divmod(rank, self.ulysses)
         n = self.rows_a_rank
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks that exchange heads with a rank, including itself."""
+        """Return the ranks of a team: those that exchange heads with a rank, including itself."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
     def successor(self, rank: int) -> int:
-        """Return the rank to which a rank sends K and V."""
+        """Return the next rank in the ring, to which a rank sends its K and V."""
         return (rank + self.ulysses) % self.ranks
 
     def predecessor(self, rank: int) -> int:
-        """Return the rank from which a rank receives K and V."""
+        """Return the previous rank in the ring, from which a rank receives K and V."""
         return (rank - self.ulysses) % self.ranks
 
     def source(self, rank: int, step: int) -> int:
@@ -224,14 +229,14 @@ class Group:
         return BEFORE if step <= member else AFTER
 
     def relations(self) -> np.ndarray:
-        """The `relation` of every rank and step, int8 (ranks, ring)."""
+        """The value of `relation` for every rank and step, int8 (ranks, ring)."""
         member = np.arange(self.ranks)[:, None] // self.ulysses
         step = np.arange(self.ring)
         return np.where(step == 0, OWN, np.where(step <= member, BEFORE, AFTER)).astype(np.int8)
 
     @cached_property
     def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
-        """The block of each relation; None if the block is fully masked."""
+        """The block of scores for each value of `relation`; None if it is fully masked."""
         n = self.rows_a_member
         everything = slice(0, n)
         if not self.problem.causal:
@@ -258,15 +263,15 @@ class Group:
         return Block(q, k, part)
 
     def block(self, rank: int, step: int) -> Block | None:
-        """Return the block that a rank computes in a ring step; None if it is fully masked."""
+        """Return a rank's block of scores in a ring step; None if it is fully masked."""
         return self.blocks[self.relation(rank, step)]
 
     @cached_property
     def own_parts(self) -> tuple[Block, Block | None]:
-        """A member's own block in the backward pass, split by heads into a first and a last part.
+        """A member's own block of scores in the backward pass, split by heads into two parts.
 
-        The first transfer of K and V runs during the first part, and the last transfer of dK and dV
-        during the last part.
+        The first transfer of K and V runs while the first part is computed, and the last transfer
+        of dK and dV while the second part is computed.
         """
         own = self.blocks[OWN]
         assert own is not None
@@ -286,9 +291,9 @@ class Group:
         return first_part, rest
 
     def gradient_block(self, rank: int, step: int) -> Block | None:
-        """Return the block that a rank computes in a backward step.
+        """Return the block of scores that a rank computes in a step of the backward pass.
 
-        At step number `ring`, gradients reach their owner.
+        In the last step, whose number is `ring`, the gradients reach the rank that owns the rows.
         """
         if step in (0, self.ring):
             return self.own_parts[step > 0]

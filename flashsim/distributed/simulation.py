@@ -24,7 +24,7 @@ from flashsim.schedule.tiling import Tiling
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The result of `run`: outputs in the sequence's order, and the account of all ranks.
+    """The result of `run`: out and LSE in the sequence's order, and the `Account` of all ranks.
 
     Attributes
     ----------
@@ -46,11 +46,11 @@ class Spread:
 
     @property
     def group(self) -> Group:
-        """The group, which states which rank had which rows."""
+        """The `Group`, which says which rank had which rows."""
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
-        """Compute the gradients with the same scheme.
+        """Compute the gradients with the same distribution over ranks.
 
         Parameters
         ----------
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True, eq=False)
 class SpreadGradients:
-    """Gradients in the sequence's order, shaped and typed like the inputs, and their account."""
+    """Gradients in the sequence's order, shaped and typed like the inputs, and their `Account`."""
 
     dq: Any
     dk: Any
@@ -100,8 +100,9 @@ def run(
 ) -> Spread:
     """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
-    A rank can access only its own rows and the arrays sent to it. `flashsim.run` executes each
-    block with a trace. The results of blocks are merged by their LSE, in float32.
+    A rank can access only its own rows and the arrays sent to it. `flashsim.run` computes each
+    rank's block of scores with a trace. The results of a rank's blocks are merged by their LSE, in
+    float32.
 
     Parameters
     ----------
@@ -134,9 +135,9 @@ def run(
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
-    """Call `run` by its older name, kept for one more version.
+    """Call `run`, which had this name before; the name is kept for one more version.
 
-    `flashsim.simulate` is a different function.
+    `flashsim.simulate` is a function with another purpose.
     """
     warnings.warn(
         "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
@@ -148,7 +149,7 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
 
 
 class _SpreadRun(Ranks):
-    """Runs both passes of one problem; ranks save tensors of forward for the backward pass."""
+    """Runs both passes of one problem; ranks keep what the backward pass needs."""
 
     def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
         super().__init__(group)
@@ -213,8 +214,8 @@ class _SpreadRun(Ranks):
     def backward(self, dout: np.ndarray) -> SpreadGradients:
         """Run the backward pass of all ranks, step by step.
 
-        The dK and dV of other members' keys follow these keys round the ring, and end at the rank
-        that owns the keys.
+        The dK and dV of other members' keys follow these keys round the ring until they reach the
+        rank that owns the keys.
         """
         group = self.group
         self.begin("backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -271,7 +272,7 @@ class _SpreadRun(Ranks):
         rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
 
     def _begin_sums(self, number: int, rank: Rank, *names: str) -> None:
-        """Create arrays of zeros for the sums over blocks, with all rows, in float32."""
+        """Create float32 zeros, for all rows, in which gradients of several blocks are summed."""
         for name in names:
             total = np.zeros(rank[name[1:]].shape, self.wide)
             rank.put(**{f"sum_{name}": total})
@@ -284,9 +285,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Return the rows that have a gradient from the first block after a member's own.
+        """Return the rows to which the first block after a member's own contributes gradients.
 
-        For "dq" this is the member's own first block; for dK and dV it is its predecessor's.
+        For "dq" that block is the member's own first one; for dK and dV it is its predecessor's.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)
@@ -304,9 +305,9 @@ class _SpreadRun(Ranks):
         return gradients
 
     def _come_home(self, number: int, rank: Rank) -> None:
-        """Add the gradients of other blocks to those of a rank's own block.
+        """Add the gradients of other blocks to those of a rank's own block of scores.
 
-        The own block has two parts, each with some of the heads.
+        A rank's own block is computed in two parts, each with some of the heads.
         """
         ring = self.group.ring
         parts = [part for part in (0, ring) if f"own{part}_dq" in rank]
@@ -331,16 +332,16 @@ class _SpreadRun(Ranks):
     # -- transfers between ranks ----------------------------------------------------------------
 
     def _visiting(self, rank: Rank, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the K and V of a step: the rank's own, or those of another member."""
+        """Return the K and V that a rank has at a step: its own, or those of another member."""
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:
-        """Make every rank send the K and V of this step to its successor."""
+        """Let every rank send its K and V of this step to the next rank in the ring."""
         for name, tensor in (("k", "K"), ("v", "V")):
             self.send(tensor, f"visiting_{name}" if step else name, f"incoming_{name}")
 
     def _pass_gradients(self) -> None:
-        """Make every rank send its dK and dV, if it has any, to its successor."""
+        """Let every rank send its dK and dV, if it has any, to the next rank in the ring."""
         for name, tensor in (("dk", "dK"), ("dv", "dV")):
             for rank in self.ranks:
                 if name in rank:
@@ -348,7 +349,7 @@ class _SpreadRun(Ranks):
             self.send(tensor, f"{name}_sent", name)
 
     def _arrive(self) -> None:
-        """Make the K and V that arrived during a step the current K and V of the next step."""
+        """Use the K and V that arrived during a step as the current ones of the next step."""
         for rank in self.ranks:
             for name in ("k", "v"):
                 rank.arrays.pop(f"visiting_{name}", None)
@@ -356,9 +357,9 @@ class _SpreadRun(Ranks):
                     rank.rename(f"incoming_{name}", f"visiting_{name}")
 
     def _to_heads(self, names: dict[str, str]) -> None:
-        """Exchange arrays in each team: from some rows of all heads to all rows of some heads."""
+        """Exchange arrays in each team: give some rows of all heads, get all rows of some heads."""
         self.exchange(names, "given", split=1, join=2)
 
     def _to_rows(self, names: dict[str, str]) -> None:
-        """Exchange arrays in each team: from all rows of some heads to some rows of all heads."""
+        """Exchange arrays in each team: give all rows of some heads, get some rows of all heads."""
         self.exchange(names, "heads", split=2, join=1)

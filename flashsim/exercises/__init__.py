@@ -1,9 +1,10 @@
-"""Programming exercises, graded on the results, the on-chip memory and the bytes moved.
+"""Programming exercises, which are graded by results, on-chip memory and bytes moved.
 
-``flashsim exercise list`` lists the exercises, ``flashsim exercise start NAME`` writes a skeleton
-to complete, and ``flashsim exercise grade FILE`` grades the completed file. Each exercise is one
-file: a statement, a skeleton, hints, a reference solution and a grader. `course` and `kernels` hold
-the bundled exercises; a lecturer's own exercise is named by its path. See docs/guides/course.md.
+Three commands are for students: ``flashsim exercise list`` lists the exercises, ``flashsim exercise
+start NAME`` writes a skeleton to complete, and ``flashsim exercise grade FILE`` grades the
+completed file. Each exercise is one file: a statement, a skeleton, hints, a reference solution and
+a grader. The folders `course` and `kernels` hold the bundled exercises; a lecturer's own exercise
+is named by the path of its file. See docs/guides/course.md.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task

@@ -1,4 +1,4 @@
-"""Check an exercise: its reference gets every point, and its wrong solutions are explained."""
+"""Check an exercise: does its reference get every point, and does it explain wrong solutions?"""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KERNEL_ROUNDS = 3
 
 
 def check(one: Exercise | KernelExercise) -> Table:
-    """Return a table with a row per check; the column `right` says whether it passed."""
+    """Return a table with one row per check; the column `right` says whether the check passed."""
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
@@ -53,7 +53,7 @@ def check(one: Exercise | KernelExercise) -> Table:
 
 
 def graded(text: str, one: Exercise | KernelExercise) -> Marks:
-    """Return the marks of a solution, from its file's text."""
+    """Return the marks of a solution whose file has this text."""
     if not isinstance(one, KernelExercise):
         return grade(text, one)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -78,7 +78,7 @@ def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | No
 
 
 def _told(one: Exercise, mistake: str) -> tuple[bool, None, str]:
-    """Return whether the result of a mistake is graded as wrong with the mistake's explanation."""
+    """Return whether the result of a known mistake is graded as wrong, with its explanation."""
     seen = []
     for kind in KINDS:
         arrays = one.task.arrays(kind)

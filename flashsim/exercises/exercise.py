@@ -31,7 +31,7 @@ Arrays = Mapping[str, np.ndarray]
 @own_errors
 @dataclass(frozen=True)
 class Task:
-    """The inputs of a solution, the outputs that it must store, and its machine's sizes.
+    """The inputs of a solution, the outputs that it must store, and its simulated machine's sizes.
 
     Attributes
     ----------
@@ -58,12 +58,12 @@ class Task:
 
     @property
     def device(self) -> Device:
-        """An H100 whose thread blocks have `sram_bytes` of SRAM each."""
+        """The simulated device: an H100 whose thread blocks have `sram_bytes` of SRAM each."""
         name, size = "this exercise's machine", self.sram_bytes
         return replace(Device.get("H100"), name=name, sram_bytes=size, sram_per_sm=size)
 
     def arrays(self, kind: str = "normal", seed: int = 0) -> dict[str, np.ndarray]:
-        """Return Q, K, V and the other inputs in float32, drawn as one of `KINDS`."""
+        """Return random Q, K, V and the other inputs in float32; `kind` is one of `KINDS`."""
         p = self.problem
         checks.one_of("kind of input", kind, KINDS)
         rng = np.random.default_rng([checks.seed(seed), KINDS.index(kind)])
@@ -101,7 +101,7 @@ class Task:
     def run(
         self, solution: Callable[..., None], arrays: Arrays, device: Device | None = None
     ) -> OwnResult:
-        """Run a solution on arrays and return its result; the default device is the task's."""
+        """Run a solution on these arrays and return its result; by default on the task's device."""
         p = self.problem
         if lacking := {"Q", "K", "V", *self.inputs} - {*arrays}:
             raise OptionError(
@@ -122,9 +122,10 @@ class Task:
 
 @own_errors
 class Question(NamedTuple):
-    """A quantity that students count by hand; `answer` computes it from the reference's trace.
+    """A number that students work out by hand; `answer` computes it from the reference's trace.
 
-    `slips` returns known wrong answers, also from the trace: a dict of explanations by number.
+    `slips` returns known wrong answers, computed from the same trace, as a dict: number to
+    explanation.
     """
 
     ask: str
@@ -211,17 +212,17 @@ class Exercise:
 
     @cached_property
     def executed(self) -> OwnResult:
-        """The result of the reference, run on normal inputs."""
+        """The result of running the reference solution on normally distributed inputs."""
         return self.task.run(self.reference, self.task.arrays())
 
     @property
     def full_marks_bytes(self) -> int:
-        """The most bytes that get full marks."""
+        """The largest number of bytes that gets full marks."""
         return self.budget(self.task) if self.budget else self.executed.trace.bytes()
 
     @cached_property
     def solution_source(self) -> str:
-        """The source of the reference solution, as a student would write it."""
+        """The reference solution's source code, as a student would write it."""
         if self.questions:
             answers = [q.answer(self.executed.trace) for q in self.questions]
             lines = (f"    {q.ask!r}: {n},\n" for q, n in zip(self.questions, answers, strict=True))
@@ -243,7 +244,7 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """The problem's and the tiles' sizes, which determine the bytes, in one line."""
+        """One line with the sizes that determine the bytes: the problem's and the tiles'."""
         p, t = self.task.problem, self.task.tiling
         heads = f"{p.heads} query heads, {p.kv_heads} KV heads, " if p.heads > 1 else ""
         return (
@@ -274,15 +275,15 @@ def require_statement(name: str, statement: object) -> None:
 
 
 def solved(marked: str) -> str:
-    """Return a reference's source without the comments TODO, LEFT OUT and END: the solution."""
+    """Return a reference's source as a solution, without the comments TODO, LEFT OUT, END."""
     return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", marked, flags=re.M)
 
 
 def gapped(marked: str) -> str:
-    """Return a reference's source as a skeleton.
+    """Return a reference's source code as a skeleton for students.
 
-    Each line "# TODO ..." replaces the lines from it to "# END"; the lines from "# LEFT OUT" to
-    "# END" are removed.
+    Each comment "# TODO ..." stays and replaces the lines from it to "# END". The lines from "#
+    LEFT OUT" to "# END" are removed.
     """
     text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", marked, flags=re.M | re.S)
     text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
@@ -291,14 +292,14 @@ def gapped(marked: str) -> str:
 
 
 def headed(name: str, about: str, skeleton: str) -> str:
-    """Return a file to complete: its first line names the exercise, and comments hold the task."""
+    """Return the text of a file to complete; its first line names the exercise."""
     comment = textwrap.indent(about, "# ", lambda line: True)
     lines = "\n".join(line.rstrip() for line in comment.splitlines())
     return f"# flashsim exercise: {name}\n#\n{lines}\n\n{skeleton.strip()}\n"
 
 
 def _imports(function: Callable[..., None]) -> list[str]:
-    """Return NumPy's import, and the imports of the function's module that the function uses."""
+    """Return the import lines that the function needs: NumPy's, and those of its module."""
     found, used = ["import numpy as np"], global_names(function.__code__)
     for node in ast.parse("".join(inspect.findsource(function)[0])).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

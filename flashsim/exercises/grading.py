@@ -1,4 +1,4 @@
-"""Grade a solution's recorded program on random inputs: results, on-chip memory, bytes moved."""
+"""Grade a solution's recorded program on random inputs: results, on-chip memory and bytes."""
 
 from __future__ import annotations
 
@@ -34,11 +34,12 @@ def grade(
     exercise: Exercise,
     file: str = "solution.py",
 ) -> tuple[Marks, Trace | None]:
-    """Grade a solution that runs in this process; return its marks and the trace of its transfers.
+    """Grade a solution inside this process; return its marks and the trace of its transfers.
 
-    The solution runs on symbolic tiles without values, which records a program. The program is then
-    replayed and graded. Do not use this function for a file of someone else, because the file's
-    code runs in this process; `submissions.grade_file` runs it in a separate process.
+    The solution runs on symbolic tiles, which have no values, and so records a program of
+    operations. The recorded program is then replayed on inputs and graded. Do not use this function
+    for files that you do not trust, because their code runs in this process;
+    `submissions.grade_file` runs a file in a separate process.
 
     Parameters
     ----------
@@ -69,7 +70,7 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Grade the program or the answers that running a solution returned.
+    """Grade what running a solution returned: a recorded program, or answers to questions.
 
     Parameters
     ----------
@@ -105,7 +106,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return the text of a function's file or cell, and of the function; "" if unknown."""
+    """Return the source of the file or cell with a function, and the function's; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -120,7 +121,7 @@ class _Judge:
         self.source, self.until = source.splitlines(), until
 
     def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-        """Return marks, figures, and the trace of the transfers of one draw of inputs."""
+        """Return the marks, their figures, and a trace of the transfers for one draw of inputs."""
         task, each = self.task, RESULTS // len(KINDS)
         draws = [
             (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
@@ -166,7 +167,7 @@ class _Judge:
     def _replayed(
         self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
     ) -> OpenMachine:
-        """Return the machine after the program ran on all these inputs at once."""
+        """Return the simulated machine after running the program on all these inputs at once."""
         setting = self.task.setting
         names = ("Q", "K", "V", *setting.inputs)
         arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}
@@ -177,7 +178,7 @@ class _Judge:
     def _wrong(
         self, machine: OpenMachine, at: int, kind: str, arrays: Mapping[str, np.ndarray]
     ) -> str:
-        """Return the reason why the results of one draw are wrong, or ""."""
+        """Return why the results for one draw of inputs are wrong, or "" if they are right."""
         batch, right = self.task.problem.batch, list[str]()
         for name in self.task.outputs:
             got = machine.hbm._array(name)[at * batch : (at + 1) * batch]

@@ -1,7 +1,9 @@
-"""Grade a homework folder: its files of kernels, and its own tests. No GPU is needed.
+"""Grade a homework folder: its files of kernels, and the tests that it contains.
 
-Such a folder contains files at the paths that the kernel exercises name (`KernelExercise.path`),
-and maybe a folder `tests`. Grading changes none of its files.
+Grading needs no GPU.
+
+A homework folder contains files at the paths that the kernel exercises name
+(`KernelExercise.path`), and maybe a folder `tests`. Grading changes no file in the homework folder.
 """
 
 from __future__ import annotations
@@ -23,13 +25,13 @@ TESTS = "its own tests"
 
 
 def homework_in(folder: Path) -> list[Path]:
-    """Return the homework folders: the folder itself, or those of its subfolders that are."""
+    """Return the homework folders: `folder` if it is one, otherwise those among its subfolders."""
     below = sorted(path for path in folder.iterdir() if path.is_dir())
     return [folder] if _files(folder) else [path for path in below if _files(path)]
 
 
 def _files(root: Path) -> list[tuple[Path, KernelExercise]]:
-    """Return the files of a homework folder, with the exercises that they solve."""
+    """Return a homework folder's files, each with the exercise that it solves."""
     found = [shelf.find(name) for name in shelf.kernel_names()]
     return [
         (root / one.path, one)
@@ -71,7 +73,7 @@ def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
 
 
 def together(found: list[tuple[Path, Marks]]) -> Marks:
-    """Return all marks of a homework folder as one `Marks`, for Gradescope."""
+    """Return all marks of a homework folder combined into one `Marks`, for Gradescope."""
     marks = [
         replace(mark, name=f"{one.exercise}: {mark.name}") for _, one in found for mark in one.marks
     ]

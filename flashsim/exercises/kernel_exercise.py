@@ -1,4 +1,4 @@
-"""`KernelExercise`: an exercise whose solution is kernels in Triton or Pallas."""
+"""`KernelExercise`: an exercise that asks for kernels in Triton or Pallas."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ Transfers = Mapping[tuple[str, str], int]
 
 
 class KernelCase(NamedTuple):
-    """One graded call of a solution: a task, and the kind of its inputs."""
+    """One graded call of a solution: a `Task`, and the kind of its inputs."""
 
     task: Task
     kind: str
 
     @property
     def title(self) -> str:
-        """The case's problem and kind of inputs, in words."""
+        """The graded call's problem and kind of inputs, in words."""
         return f"{in_words(self.task.problem)}, {self.kind} inputs"
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """Return the bytes that FlashAttention-2 moves with the task's tiles, by `flashsim.count`."""
+    """Return the bytes that FlashAttention-2 moves with the task's tiles, from `flashsim.count`."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     return by_operation(counted.transfers)
@@ -41,7 +41,7 @@ def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class KernelExercise:
-    """One exercise for kernels; its file assigns it to the name EXERCISE.
+    """An exercise that asks for kernels; its file assigns it to the name EXERCISE.
 
     Attributes
     ----------
@@ -108,26 +108,27 @@ class KernelExercise:
 
     @property
     def cases(self) -> list[KernelCase]:
-        """The graded calls: each task with normal inputs, the first also with rising scores.
+        """The graded calls: every task with normal inputs, and the first also with rising scores.
 
-        A backward pass is not called with rising scores, since it has no running maximum.
+        A backward pass is not called with rising scores, because it has no running maximum that
+        they could test.
         """
         rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
         return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """The tensors that the kernels must store."""
+        """The output tensors that the kernels must store."""
         return self.tasks[0].outputs
 
     def arguments(self, arrays: Arrays) -> list[np.ndarray]:
-        """Return the arguments of a call: arrays with batch and heads on one axis."""
+        """Return the arguments of a graded call: arrays with batch and heads as one axis."""
         return [np.ascontiguousarray(x.reshape(-1, *x.shape[2:])) for x in
                 (arrays[name] for name in self.given)]  # fmt: skip
 
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
-        """The bytes for full marks, summed over all cases, by operation and tensor."""
+        """The bytes for full marks by operation and tensor, summed over all graded calls."""
         budget = self.budget or attention_bytes
         found: dict[tuple[str, str], int] = {}
         for case in self.cases:
@@ -137,27 +138,27 @@ class KernelExercise:
 
     @property
     def full_marks_bytes(self) -> int:
-        """The most bytes that get full marks, summed over all cases."""
+        """The largest number of bytes that gets full marks, summed over all graded calls."""
         return sum(self.full_marks.values())
 
     @property
     def solution_source(self) -> str:
-        """The text of the reference solution, as a student would write it."""
+        """The reference solution's source code, as a student would write it."""
         return solved(self.reference).strip() + "\n"
 
     @property
     def skeleton(self) -> str:
-        """The code of the file that students start from, without the comments on the task."""
+        """The code of the file that students start from, without the comments about the task."""
         return gapped(self.reference)
 
     @property
     def sizes(self) -> str:
-        """The problems that a solution is called with, in one line."""
+        """One line with the problems for which a solution is called."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property
     def file_text(self) -> str:
-        """The file that a student starts from."""
+        """The text of the file that a student starts from."""
         tile = self.tasks[0].tiling
         about = (
             f"{self.statement.strip()}\n\nIt is called with {self.sizes}.\nFull marks: at most "

@@ -1,8 +1,8 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes moved.
 
-The file runs in a separate process (`kernel_runner`), which returns a record of its kernels'
-accesses and results. This process draws the inputs, computes the right results, and grades. It
-never runs the file.
+The user's file runs in a separate process (`kernel_runner`), which returns its results and a record
+of its kernels' accesses. The grading process draws the inputs, computes the right results, and
+grades. The grading process never runs the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST = 1 << 28
 
 
 class Handover(NamedTuple):
-    """A process's answer: kind and words of a failure, the record, and outcomes of tests."""
+    """The runner's answer: a failure's kind and text, the record, and the outcomes of tests."""
 
     kind: str = ""
     words: str = ""
@@ -52,7 +52,7 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One case that ran: its inputs, and the trace of the kernels."""
+    """One graded call that ran: its inputs, and the trace of its kernels."""
 
     case: KernelCase
     arrays: Arrays
@@ -68,10 +68,10 @@ def grade_kernels(
     memory: int | None = None,
     runner: Callable[[KernelOrder], Handover] | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Grade a file of kernels; return its marks, and the trace of its last case.
+    """Grade a file of kernels; return its marks, and the trace of its last graded call.
 
-    The file may import modules from its own folder and from the folder `root`. `runner` carries out
-    the order; the default, `handed`, starts a separate process.
+    The file may import modules from its own folder and from the folder `root`. `runner` is the
+    function that runs the file; the default, `handed`, starts a separate process.
     """
     began = time.perf_counter()
     cases = exercise.cases
@@ -106,7 +106,7 @@ def grade_kernels(
 
 
 def handed(order: KernelOrder) -> Handover:
-    """Run a file in a separate process, as an order describes it."""
+    """Run a file in a separate process, as a `KernelOrder` describes it."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
     ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
     if ended.why:
@@ -161,7 +161,7 @@ def _judged(
 
 
 def _spread(case: KernelCase) -> Any:
-    """Return the problem with batch and heads on one axis, like the arrays."""
+    """Return the problem with batch and heads joined into one axis, like the arrays."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 
@@ -175,7 +175,7 @@ def _short(case: KernelCase) -> str:
 
 
 def _unread(exercise: KernelExercise, one: _Run) -> str:
-    """Return the reason if the kernels leave out an input or an output, else ""."""
+    """Return a complaint if the kernels never access an input or an output, else ""."""
     traced = one.traced
     a, stored = traced.record.accesses, [traced.tensors[code] for code in traced.record.stored]
     for name in exercise.outputs:
@@ -195,7 +195,7 @@ def _unread(exercise: KernelExercise, one: _Run) -> str:
 
 
 def _wrong(exercise: KernelExercise, one: _Run) -> str:
-    """Return the reason why results are wrong, else ""."""
+    """Return why the results are wrong, or "" if they are right."""
     reference: Callable[..., Any] | None = None
     if exercise.truth is not None:
         reference = partial(_truth, exercise, one)

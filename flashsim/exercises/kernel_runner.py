@@ -1,9 +1,9 @@
 """Run a file of kernels in a separate process, and return a record of its kernels' accesses.
 
-The grader starts ``python -m flashsim.exercises.kernel_runner``. The file imports torch, Triton or
-JAX, so the process has limits on time and memory, but no sandbox: docs/guides/grader.md describes
-the consequences. The process gets the inputs, but no reference solution, no right results and no
-points.
+The grader starts this module as ``python -m flashsim.exercises.kernel_runner``. The user's file
+imports torch, Triton or JAX, so the process has limits on time and memory, but no sandbox:
+docs/guides/grader.md describes the consequences. The process gets the inputs, but neither the
+reference solution nor right results nor points.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FREE = re.compile(
 
 
 class KernelOrder(NamedTuple):
-    """An order for the process: the file to run, and the calls to make.
+    """An order for the separate process that runs a file: the file, and the calls to make.
 
-    `calls` holds, for each case, the arguments, and whether attention is causal (None: no flag).
-    `names` are the names of the arguments, and `outputs` the names of the results. With `tests`,
-    pytest runs the folder `path` instead.
+    `calls` holds, for each graded call, its arrays and whether attention is causal (None: no such
+    argument). `names` are the names of the arguments, and `outputs` are the names of the results.
+    If `tests` is true, pytest runs the folder `path` instead of these calls.
     """
 
     path: str
@@ -61,7 +61,7 @@ def libraries(text: str) -> set[str]:
 
 
 def run(order: KernelOrder) -> list[Recorded]:
-    """Call a file's function once per case, and return the records of its kernels."""
+    """Call a file's function once per graded call, and return the records of its kernels."""
     path = Path(order.path)
     used = libraries(path.read_text(encoding="utf-8"))
     with _on_the_cpu("triton" in used) as replace_imported, beside(path, order.root):
@@ -155,7 +155,7 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Return a call of a torch.autograd.Function, forward or backward, and its input tensors."""
+    """Return a function that calls a torch.autograd.Function's pass, and the pass's inputs."""
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -185,7 +185,7 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """Append to `outside` what torch computes outside of kernels, with the file's line."""
+    """Append to `outside` each torch computation outside of kernels, with its line."""
     if library != "torch":
         yield
         return
@@ -217,7 +217,7 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
 
 
 def told(error: BaseException, path: str) -> str:
-    """Return an error in words, with the line of the file."""
+    """Return an error's text, with the line of the user's file."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text
@@ -232,7 +232,7 @@ def told(error: BaseException, path: str) -> str:
 
 
 def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
-    """Run a folder's own tests on the CPU; return each one's name, outcome and last line."""
+    """Run the tests in a folder on the CPU; return each test's name, outcome and last line."""
     import pytest
 
     from flashsim.triton import watch
@@ -260,7 +260,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Carry out an order; return a description of any failure, and the record as bytes."""
+    """Do what a `KernelOrder` asks; return any failure's description, and the record as bytes."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:
@@ -279,7 +279,8 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 def main() -> None:
     """Read a `KernelOrder` from stdin, and write the result to stdout.
 
-    The result is one line of JSON, followed by the record. The file's own output goes to stderr.
+    The output is one line of JSON, followed by the record's bytes. Output that the user's file
+    prints goes to stderr.
     """
     order: KernelOrder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)

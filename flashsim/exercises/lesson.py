@@ -1,4 +1,4 @@
-"""Questions in a notebook that are graded at once: readers predict first, then see the result.
+"""Graded questions in a notebook: readers first predict, then run the code and see the result.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")
@@ -49,7 +49,7 @@ class Lesson:
         slips: Mapping[float, str] | None = None,
         choices: Sequence[str] = (),
     ) -> None:
-        """Grade one answer and print its mark. Only a right answer shows the right value.
+        """Grade one answer and print its mark. The right value is shown only after a right answer.
 
         Parameters
         ----------
@@ -87,7 +87,7 @@ class Lesson:
         slips: Mapping[float, str],
         choices: Sequence[str],
     ) -> tuple[()] | tuple[str, str]:
-        """Return the kind of mistake and an explanation; () if the answer is right."""
+        """Return a wrong answer's kind of mistake and an explanation; () for a right answer."""
         if said is ...:
             wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
             return "open", f"no answer yet; replace ... with {wanted}"
@@ -111,7 +111,7 @@ class Lesson:
     def solve(
         self, exercise: str, solution: Callable[..., None] | Mapping[str, int] | EllipsisType
     ) -> Trace | None:
-        """Grade a solution of an exercise, print its marks and return its trace.
+        """Grade a solution of an exercise, print its marks, and return its trace.
 
         Parameters
         ----------

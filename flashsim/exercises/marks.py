@@ -1,4 +1,4 @@
-"""Points with explanations, which can be written as text, JSON or in Gradescope's format."""
+"""Points with explanations, to be written as text, as JSON or in Gradescope's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Mark:
     """The points for one graded item, such as the bytes moved.
 
     `kind` names the mistake in one word, for programs; "" means that there is no mistake. `words`
-    explains the mistake to people.
+    explains the mistake in a sentence for people.
     """
 
     name: str
@@ -26,7 +26,7 @@ class Mark:
 
 
 class Refused(Exception):
-    """Raised for a file that cannot be graded; `kind` becomes the `Mark.kind`."""
+    """Error for a file that cannot be graded; its `kind` becomes the `Mark.kind`."""
 
     def __init__(self, kind: str, text: str) -> None:
         super().__init__(text)
@@ -35,7 +35,7 @@ class Refused(Exception):
 
 @dataclass(frozen=True, repr=False)
 class Marks:
-    """All marks of a file or a lesson.
+    """All marks of a graded file or of a lesson.
 
     Attributes
     ----------
@@ -60,12 +60,12 @@ class Marks:
 
     @classmethod
     def none(cls, exercise: str, kind: str, text: str) -> Marks:
-        """Return marks of 0 points, for a file that could not be graded."""
+        """Return marks of 0 points for a file that could not be graded."""
         return cls(exercise, (Mark("the file", 0, 100, kind, text),), {})
 
     @property
     def points(self) -> int:
-        """The sum of the points."""
+        """The sum of the points of all marks."""
         return sum(mark.points for mark in self.marks)
 
     @property
@@ -113,8 +113,9 @@ class Marks:
     def gradescope(self) -> str:
         """Return the marks as Gradescope's ``results.json``.
 
-        Each mark is a test. The leaderboard sorts right solutions by bytes moved, the fewest first.
-        https://gradescope-autograders.readthedocs.io/en/latest/specs/ describes the format.
+        In that file, each mark is a test. The leaderboard sorts right solutions by bytes moved, the
+        fewest first. https://gradescope-autograders.readthedocs.io/en/latest/specs/ describes the
+        format.
         """
         tests: list[dict[str, Any]] = [
             {

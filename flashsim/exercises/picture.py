@@ -1,4 +1,4 @@
-"""Plot the bytes that a solution moved, beside the reference's bytes."""
+"""Plot the bytes that a solution moved beside those of the reference."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Reference results in plain NumPy for grading exercises, right ones and those of mistakes.
+"""Right results for grading exercises, and the results of known mistakes, in plain NumPy.
 
-Each function takes (arrays, problem, dtype) and returns outputs by name. Solutions are compared
-with the float64 result; the error of the float32 result sets the tolerance. `with_problem` and
-`scaled` turn a right reference into the result of a mistake.
+Each such function takes (arrays, problem, dtype) and returns outputs by name. Solutions are
+compared with the float64 result; the tolerance is set by the error of the float32 result.
+`with_problem` and `scaled` turn a function for the right result into one for a mistake's result.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Return, for each output of a forward pass, the sum of its terms' absolute values.
+    """For each output of a forward pass, return the sum of its terms' absolute values.
 
-    Rounding errors are relative to these sums: a mean of rows of V may be small although its terms
-    are large.
+    Rounding errors are proportional to these sums: a mean of rows of V may be small although its
+    terms are large.
     """
     v = np.repeat(np.abs(arrays["V"].astype(np.float64)), p.group, axis=1)
     found = attention(arrays, p, "float64")
@@ -66,10 +66,10 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Return, for each of `gradients`, the sum of its terms' absolute values.
+    """For each of `gradients`, return the sum of its terms' absolute values.
 
-    Rounding errors are relative to these sums: dS is a difference of two nearly equal numbers where
-    a row has one large P.
+    Rounding errors are proportional to these sums: dS is a difference of two nearly equal numbers
+    where a row has one large P.
     """
     q, k, v, dout = (np.abs(arrays[name].astype(np.float64)) for name in ("Q", "K", "V", "dO"))
     P = softmax(arrays, p, "float64")["P"]
@@ -91,17 +91,17 @@ def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def with_problem(truth: Truth, **changes: Any) -> Truth:
-    """Return `truth` for a changed problem: ``scale=1.0`` is the mistake of omitting the scale."""
+    """Return `truth` for a problem with changed fields: ``scale=1.0`` omits the scale."""
     return lambda arrays, p, dtype: truth(arrays, replace(p, **changes), dtype)
 
 
 def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth:
-    """Return `truth` with one result multiplied by a factor."""
+    """Return `truth` with one of its results multiplied by a factor."""
     return lambda arrays, p, dtype: {name: truth(arrays, p, dtype)[name] * factor(p)}
 
 
 def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions: int = 0) -> Truth:
-    """Return a function for attention, tile by tile, with a mistake in the loop.
+    """Return a function that computes attention tile by tile, with a mistake in the loop.
 
     Parameters
     ----------
@@ -139,7 +139,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
 
 
 def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
-    """Return a function for a wrong L; `of` computes it from each row's maximum m and right L."""
+    """Return a function for a wrong L; `of` computes it from each row's maximum and right L."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}
@@ -148,7 +148,7 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Return a function for gradients with a wrong scale, or with a wrong multiple of delta."""
+    """Return a function for gradients with a wrong scale, or with delta times a wrong factor."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))
@@ -188,7 +188,7 @@ BACKWARD_SLIPS: dict[str, Truth] = {
 
 
 def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
-    """Return mistakes inside the loop over the keys, for these tile sizes."""
+    """Return known mistakes in the loop over keys with these tile sizes, by their explanations."""
     words = "O was divided by l in every iteration"
     found = {
         f"{words}; divide once, after the last iteration": tiled(block_q, block_k, divisions=1),
@@ -205,7 +205,7 @@ def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
 
 
 def softmax_slips(block_q: int, *, stable: bool) -> dict[str, Truth]:
-    """Return mistakes in a softmax of whole rows, in tiles of `block_q` rows."""
+    """Return known mistakes in a softmax of complete rows, in tiles of `block_q` rows."""
 
     def of(top: int, total: int) -> Truth:
         def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:

@@ -1,7 +1,7 @@
 """Run a command in a separate process, with limits, and return its output.
 
-Whatever the process does, `run` returns in time. It kills the process and every process that it
-started, and keeps no more of its output than the limits allow.
+Whatever the process does, `run` returns in time. `run` kills the process and every process that it
+started, and keeps no more output than the limits allow.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
 
 @dataclass(frozen=True)
 class Limits:
-    """A process's limits: seconds, bytes of its result (stdout), bytes that it prints (stderr)."""
+    """A process's limits: seconds, bytes of its result (stdout), and bytes it prints (stderr)."""
 
     seconds: float = 60.0
     result: int = 1 << 26
@@ -32,7 +32,7 @@ class Limits:
 
 
 class Ended(NamedTuple):
-    """A process that ended: its exit status, its result (stdout) and what it printed (stderr).
+    """A process that ended: its exit status, its result (stdout) and the text it printed (stderr).
 
     `why` names the limit that ended the process: "time", "result" or "printed"; "" if none did.
     """
@@ -44,13 +44,13 @@ class Ended(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last line that the process printed, shortened, or else its exit status."""
+        """The last line that the process printed, shortened; if there is none, its exit status."""
         lines = self.printed.strip().splitlines() or [f"exit status {self.status}"]
         return plain(lines[-1], 300)
 
 
 def run(command: Sequence[str], given: bytes, limits: Limits) -> Ended:
-    """Run a command with `given` as its stdin; stdout is the result, and stderr is `printed`."""
+    """Run a command with the bytes `given` as stdin; return its stdout and stderr."""
     process = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -112,6 +112,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def plain(text: str, most: int = 4000) -> str:
-    """Return untrusted text, safe to print: shortened, and without terminal escapes."""
+    """Return untrusted text in a form safe to print: shortened, without terminal escapes."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in cut)

@@ -1,4 +1,4 @@
-"""Find exercises by name (the bundled ones) or by path (a lecturer's own file)."""
+"""Find exercises: bundled ones by name, or a lecturer's own by the path of its file."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def kernel_names() -> list[str]:
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
-    A student's file may name only a bundled exercise, because a path would run that file's code.
+    A student's file may name only bundled exercises, because a path would run the code at that
+    path.
     """
     if name not in _bundled():
         raise OptionError(
@@ -70,7 +71,7 @@ def get(name: str) -> Exercise:
 
 
 def find(name: str) -> AnyExercise:
-    """Return the exercise (of any kind) with that name, or in the file at that path.
+    """Return the exercise, of any kind, with that name or in the file at that path.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Grade students' files: one file, or a folder of them.
 
-A file runs once, in a separate, sandboxed process (`flashsim.engines.sandbox.recorder`), which
-returns a recorded program. This process never runs the file: it replays and grades the program.
-docs/guides/grader.md describes what this protects from, and what not.
+A student's file runs once, in a separate, sandboxed process (`flashsim.engines.sandbox.recorder`),
+which returns a recorded program. The grading process never runs the file: it replays and grades the
+program. docs/guides/grader.md describes what this protects from, and what it does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST_FILE = 1 << 20
 
 
 class _Lines:
-    """Iterates over the lines of a text except the first; there may be millions."""
+    """Iterates over the lines of a text, except the first line; there may be millions."""
 
     def __init__(self, text: bytes) -> None:
         self.text = text
@@ -60,7 +60,7 @@ def grade_file(
     limit: float | None = None,
     memory: int | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Grade a file; return its marks, and the trace of its transfers.
+    """Grade a student's file; return its marks, and the trace of its transfers.
 
     Parameters
     ----------
@@ -95,7 +95,7 @@ def grade_folder(
 ) -> Iterator[tuple[Path, Marks]]:
     """Grade all .py files in a folder and its subfolders, several at once; yield them by name.
 
-    If `exercise` is None, a file that does not name its exercise gets no points.
+    If `exercise` is None, each file must name its exercise; a file that does not gets no points.
     """
     paths = sorted(
         Path(place, name)
@@ -135,7 +135,7 @@ def exercise_of(text: str) -> str | None:
 
 
 def missing_walls() -> list[str]:
-    """Return the protections against a graded file's code that this system cannot provide."""
+    """Return what this system cannot prevent the code of a graded file from doing."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
@@ -202,13 +202,13 @@ def _text_of(path: Path) -> str:
 
 
 def _ended(order: Order) -> Ended:
-    """Run a file in a separate process."""
+    """Run a student's file in a separate process."""
     command = [sys.executable, "-P", "-m", recorder.__name__]
     return run(command, pickle.dumps(order), Limits(order.seconds, result=MOST + (1 << 20)))
 
 
 def _handed(order: Order) -> Handed:
-    """Run a file; return its program, or an explanation if the process returned anything else."""
+    """Run a file; return its recorded program, or an explanation if the process returned none."""
     ended = _ended(order)
     if ended.why:
         return Handed(kind=ended.why, words=WHY_ENDED[ended.why].format(order.seconds))

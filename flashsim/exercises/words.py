@@ -37,7 +37,7 @@ def transfers(trace: Trace) -> dict[tuple[str, str], int]:
 
 
 def excess(trace: Trace, reference: Trace) -> list[str]:
-    """Return the excess transfers, the worst first: "K was loaded 64 times; 8 times is enough"."""
+    """Return excess transfers, worst first, as in "K was loaded 64 times; 8 times is enough"."""
     mine, theirs, p = transfers(trace), transfers(reference), trace.problem
     over = {key: n - theirs.get(key, 0) for key, n in mine.items() if n > theirs.get(key, 0)}
     said = []
@@ -56,7 +56,7 @@ _BY = {"Q": "i", "dO": "i", "K": "j", "V": "j"}
 
 
 def unread(trace: Trace) -> list[str]:
-    """Return the inputs of which a solution loads only a part."""
+    """Return the inputs that a solution loads only in part."""
     loads = trace.events[trace.events["op"] == OPS.index("load")]
     found = []
     for tensor, index in _BY.items():
@@ -85,12 +85,12 @@ def of_number(said: float, right: float, why: str = "") -> str:
 
 
 def number(n: float) -> str:
-    """Return a number as text, without decimals if it is an integer."""
+    """Return a number as text, without decimals if it is a whole number."""
     return f"{n:.0f}" if n == int(n) else f"{n:.2f}".rstrip("0").rstrip(".")
 
 
 def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarray) -> str:
-    """Return the reason why a result is wrong, or "" if it is right.
+    """Return why a result is wrong, or "" if it is right.
 
     A result is right if its error is at most twice the error of plain float32 attention, plus one
     rounding error.
@@ -130,19 +130,19 @@ def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarra
 
 
 def untouched(text: str, skeleton: str) -> bool:
-    """Return whether a solution's code is still that of the skeleton; comments do not count."""
+    """Return whether a solution's code is still that of the skeleton; comments are ignored."""
     return _code(text) == _code(skeleton)
 
 
 def todo(text: str, skeleton: str) -> str:
-    """Return a sentence about the first TODO of the skeleton that a text still has, or ""."""
+    """Return a sentence about the skeleton's first TODO that is still in a text, or ""."""
     left = {line.strip() for line in skeleton.splitlines() if "# TODO" in line}
     lines = enumerate(text.splitlines(), 1)
     return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
 
 
 def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
-    """Return the marks; the first one with a mistake also names a TODO that the text still has."""
+    """Return the marks; the first with a mistake also names a TODO that the text still has."""
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
     if first is None or not (left := todo(text, skeleton)):
         return marks

@@ -1,7 +1,8 @@
-"""Score and mask functions as expression graphs: traced, emitted, differentiated, bounded.
+"""Score and mask functions as expression graphs: traced, turned into code, differentiated, bounded.
 
 ``run(..., score_mod=f, mask_mod=g)`` takes functions written for PyTorch's FlexAttention. This
-package also has ready-made ones, such as ``causal() & documents(numbers)`` and ``alibi(heads)``.
+package also has ready-made masks and score functions, such as ``causal() & documents(numbers)`` and
+``alibi(heads)``.
 """
 
 from flashsim.functions.ready import (

@@ -1,4 +1,4 @@
-"""`Builder` makes and simplifies expression graphs; `graph_of` reads one from a file's entry."""
+"""`Builder` makes and simplifies expression graphs; `graph_of` reads a graph from a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,11 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Makes nodes. Equal nodes are shared, constants folded, and operations like x + 0 left out."""
+    """Makes nodes.
+
+    While a graph is built, equal nodes are shared, constants are folded, and operations such as x +
+    0 are left out.
+    """
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
         self.nodes: list[Node] = list(nodes)
@@ -31,7 +35,7 @@ class Builder:
         self._known = {_key(node): n for n, node in enumerate(self.nodes)}
 
     def graph(self, root: int, name: str = "function") -> Graph:
-        """Return the graph of one result, with only the nodes and arrays that it depends on."""
+        """Return the graph of one result, with only the nodes and arrays that it needs."""
         kept = needed(self.nodes, [root])
         arrays = sorted({self.nodes[n].value for n in kept if self.nodes[n].op == "load"})
         number = {old: new for new, old in enumerate(kept)}
@@ -44,7 +48,7 @@ class Builder:
         return Graph(tuple(nodes), number[root], tuple(self.arrays[a] for a in arrays), name)
 
     def put(self, node: Node) -> int:
-        """Return the number of a node, which is added unless an equal node exists."""
+        """Return a node's number, adding the node unless an equal one exists."""
         key = _key(node)
         if key not in self._known:
             self._known[key] = len(self.nodes)
@@ -52,7 +56,7 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the node of a function's argument: the score is a float, the others integers."""
+        """Return the node of an argument: the score is a float; b, h, q and k are integers."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
@@ -79,7 +83,7 @@ class Builder:
         return self.put(Node("cast", (n,), None, kind))
 
     def op(self, name: str, *args: int) -> int:
-        """Return the node of one of OPERATIONS; its arguments are converted to the right kinds."""
+        """Return the node of one of OPERATIONS, after converting arguments to the right kinds."""
         its = OPERATIONS[name]
         if name in LOGIC:
             args = tuple(self.cast(a, BOOL) for a in args)
@@ -150,20 +154,20 @@ class Builder:
 def _key(node: Node) -> tuple[Any, ...]:
     """Return a key that two nodes share exactly if they are equal.
 
-    The key holds the value as text, because 0, 0.0 and False are equal in Python.
+    The key contains a constant as text, because 0, 0.0 and False are equal in Python.
     """
     return node.op, node.args, repr(node.value), node.kind
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """Return a constant as a Python number of this kind."""
+    """Return a constant converted to a Python number of this kind."""
     if kind == BOOL:
         return bool(value)
     return math.trunc(value) if kind == INT else float(value)
 
 
 def graph_of(entry: Any) -> Graph:
-    """Return the graph that `Graph.entry` wrote to a file.
+    """Return the graph that was written to a file by `Graph.entry`.
 
     Raises
     ------
@@ -202,7 +206,7 @@ def graph_of(entry: Any) -> Graph:
 
 
 def _array_entry(name: Any, shape: Any, dtype: Any) -> ArraySpec:
-    """Return the captured array that an entry of a file describes."""
+    """Return the captured array that an entry in a file describes."""
     sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     if not isinstance(name, str) or not name.isidentifier() or not sizes or dtype not in ELEMENTS:
         raise ValueError(

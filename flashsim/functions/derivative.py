@@ -1,10 +1,10 @@
 """Reverse-mode derivatives of a score function, as nodes of the same graph.
 
-``adjoints(graph)`` appends the nodes of the derivative to the nodes of a score function. They
-start from `dout`, the gradient of the loss with respect to the function's result. They compute the
-gradient with respect to the score, and to each element of a captured array that the function
-reads. Comparisons, conversions to integers and integer operations have no derivative. Where
-`minimum` or `maximum` has two equal arguments, the first one gets the gradient.
+``adjoints(graph)`` appends the nodes of the derivative to the nodes of a score function. The added
+nodes start from `dout`, the gradient of the loss with respect to the function's result. From it
+they compute the gradient with respect to the score, and with respect to each element of a captured
+array that the function reads. Comparisons, conversions to integers and integer operations have no
+derivative. Where `minimum` or `maximum` has two equal arguments, the first one gets the gradient.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ DOUT = "dout"
 
 
 class Adjoints(NamedTuple):
-    """A score function's graph with the nodes of its derivative.
+    """A score function's graph, extended by the nodes of its derivative.
 
-    `nodes` are the function's nodes, followed by the derivative's. `score` is the number of the
-    node that holds the gradient of the score; None if the result does not depend on the score.
-    `reads` has one pair (load node, gradient node) per load of a differentiable element.
+    `nodes` are the nodes of the function, followed by those of the derivative. `score` is the
+    number of the node that holds the gradient of the score; None if the result does not depend on
+    the score. `reads` has one pair (load node, gradient node) per load of an element that has a
+    gradient.
     """
 
     nodes: tuple[Node, ...]
@@ -38,17 +39,17 @@ class Adjoints(NamedTuple):
 
     @property
     def roots(self) -> list[int]:
-        """The numbers of the gradient nodes: one per read, and the score's."""
+        """The numbers of the gradient nodes: one per load, and that of the score."""
         return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the nodes that the gradients and the loads depend on, in order."""
+        """The numbers of all nodes that the gradients and the loads depend on, in order."""
         return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph with its derivatives.
+    """Return a score function's graph extended by its derivative.
 
     `wanted` names the captured arrays whose gradients are computed; None means all.
     """
@@ -75,13 +76,13 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the derivative's FLOPs per score, including function values that it recomputes."""
+    """Return the derivative's FLOPs per score, including recomputed values of the function."""
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 
 
 class _Terms:
-    """Short names for building the operations that derivatives need."""
+    """Shorthand for building the operations that derivatives consist of."""
 
     def __init__(self, build: Builder) -> None:
         self.build = build
@@ -91,7 +92,7 @@ class _Terms:
         return self.build.op(name, *numbers)
 
     def mul(self, *args: int | float) -> int:
-        """Return the product of nodes and constants."""
+        """Return the node of a product of nodes and constants."""
         first, *rest = args
         result = self.build.const(first) if isinstance(first, float) else first
         for a in rest:
@@ -99,7 +100,7 @@ class _Terms:
         return result
 
     def minus(self, a: int | float, b: int | float) -> int:
-        """Return the difference of two nodes or constants."""
+        """Return the node of the difference of two nodes or constants."""
         return self("sub", a, b)
 
 

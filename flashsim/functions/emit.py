@@ -1,6 +1,6 @@
-"""Emit a graph as CUDA C++ source: one statement per node, in the graph's order.
+"""Turn an expression graph into CUDA C++ source: one statement per node, in the graph's order.
 
-The compiler hoists computations that depend only on the query or only on the key.
+The CUDA compiler hoists computations that depend only on the query or only on the key.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 class Field(NamedTuple):
     """A member of the struct `FlashCaptured`: an array's data, its gradient, or an axis's length.
 
-    `what` is "data", "gradient" or "length" (the length of axis `axis`). `array` is the array's
-    index in `CudaSource.arrays`.
+    `what` says which: "data", "gradient" or "length" (the length of axis `axis`). `array` is the
+    array's index in `CudaSource.arrays`.
     """
 
     name: str
@@ -93,11 +93,11 @@ class Field(NamedTuple):
 
 
 class CudaSource(NamedTuple):
-    """CUDA C++ text that defines `FlashCaptured`, `flash_mask`, `flash_score`, `flash_score_grad`.
+    """CUDA C++ text with `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
 
-    `fields` are the members of the struct in order: first 8-byte pointers, then 4-byte lengths.
-    `arrays` are the captured arrays of the score function, followed by those of the mask function.
-    `gradients` names the captured arrays whose gradients the kernel accumulates.
+    `fields` are the members of the struct `FlashCaptured` in order: first 8-byte pointers, then
+    4-byte lengths. `arrays` are the captured arrays of the score function, followed by those of the
+    mask function. `gradients` names the captured arrays whose gradients the kernel accumulates.
     """
 
     text: str
@@ -106,12 +106,12 @@ class CudaSource(NamedTuple):
     gradients: tuple[str, ...]
 
     def pack(self, data: Iterable[int], gradients: Iterable[int] = ()) -> np.ndarray:
-        """Return the struct as a NumPy array of one structured element, to be passed by value.
+        """Return the struct `FlashCaptured` as a NumPy array of one element, to be passed by value.
 
-        `data` holds the device addresses of `arrays`, each contiguous in its own element type.
+        `data` holds the device addresses of `arrays`, each contiguous and in its own element type.
         The argument `gradients` holds the device addresses of float32 arrays, into which the kernel
-        accumulates gradients. There is one per name in the attribute `gradients`, in the same order
-        and with the shape of that captured array.
+        accumulates gradients. `gradients` has one address per name in the attribute `gradients`, in
+        the same order. Each of these arrays has the shape of its captured array.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -138,17 +138,17 @@ def cuda_source(
 ) -> CudaSource:
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
-    Without a mask function every score is kept, and without a score function scores are unchanged.
-    `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
-    accumulates. `extents` holds the sizes of b, h, q and k. If it is passed, array indices that
-    cannot leave their array are not checked at run time.
+    If there is no mask function, every score is kept; if there is no score function, scores are
+    unchanged. `gradients` names the captured arrays of the score function whose gradients
+    `flash_score_grad` accumulates. `extents` holds the sizes of the ranges of b, h, q and k. With
+    `extents`, array indices that cannot leave their array are not checked at run time.
 
-    `tile` is the number of a load node of the score function, whose element the kernel loads in
-    advance. A second overload of `flash_score` then takes this element as its argument `tile`,
-    after the score. If the load's last two indices are q and k, `flash_tile_plane` returns the
-    number of the (q, k) plane that holds a head's elements. If `band` = (sign, offset) is passed,
-    the load's last index is sign * (q - k) + offset. `flash_band` then returns the element for a
-    distance q - k; a distance out of range gives the nearest element.
+    `tile` is the number of a load node of the score function, whose array element the kernel loads
+    in advance. With `tile`, a second overload of `flash_score` takes this element as its argument
+    `tile`, after the score. If the load's last two indices are q and k, `flash_tile_plane` returns
+    which (q, k) plane of the array holds a head's elements. If `band` = (sign, offset) is passed,
+    the load's last index is sign * (q - k) + offset. With `band`, `flash_band` returns the element
+    for a distance q - k; a distance out of range gives the nearest element.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -206,9 +206,9 @@ LEAST_BAND = 512
 def _tile_lines(
     score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
 ) -> list[str]:
-    """Return the source of `flash_tile_plane` or `flash_band`, and of `flash_score` with `tile`.
+    """Return the source of `flash_tile_plane` or `flash_band`, and of the second `flash_score`.
 
-    The last closing brace is missing; the caller adds it.
+    The last closing brace is left out; the caller adds it.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
@@ -235,9 +235,9 @@ def _tile_lines(
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """Return the source of `FlashHead`, and of `flash_head`, which makes one.
+    """Return the source of the struct `FlashHead`, and of `flash_head`, which makes one.
 
-    A `FlashHead` holds a batch entry, a head, and the elements that are loaded once per head.
+    A `FlashHead` holds a batch entry, a head, and the array elements that are loaded once per head.
     """
     members, reads = [], []
     for cuda in per_head:
@@ -316,7 +316,7 @@ def _gradient_lines(
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return, for each node, whether it is certainly an integer of at least 0."""
+    """Return, for each node, whether it is certain to be an integer of at least 0."""
     found: list[bool] = []
     for node in nodes:
         of = [found[a] for a in node.args]
@@ -341,7 +341,7 @@ def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
 
 
 class _Cuda:
-    """CUDA C++ statements for the nodes of a graph; arrays are numbered from `first`."""
+    """Writes CUDA C++ statements for a graph's nodes; arrays are numbered from `first`."""
 
     def __init__(
         self,
@@ -365,7 +365,7 @@ class _Cuda:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
-        """Return ``const float v7 = v5 + v6;`` per node, except arguments and constants."""
+        """Return a statement such as ``const float v7 = v5 + v6;`` per node that needs one."""
         numbers = range(len(self.nodes)) if numbers is None else numbers
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
@@ -376,7 +376,7 @@ class _Cuda:
         ]
 
     def name(self, n: int) -> str:
-        """Return the expression for a node's value: a variable, an argument or a constant."""
+        """Return the C++ expression for a node's value: a variable, an argument or a constant."""
         node = self.nodes[n]
         if n in self.given:
             return self.given[n]
@@ -387,7 +387,7 @@ class _Cuda:
         return _literal(node) if node.op == "const" else f"v{n}"
 
     def expression(self, node: Node) -> str:
-        """Return the expression that computes a node from `v0`, `v1`, ..."""
+        """Return the C++ expression that computes a node from `v0`, `v1`, ..."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             return self._load(node)
@@ -420,10 +420,10 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return a sum or difference of positions, or its absolute value, as a float expression.
+        """Return a sum or difference of positions, or its absolute value, as a C++ float.
 
-        None for other integers. Positions are below 2^24, so float arithmetic is exact. `FlashAt`
-        in the emitted source says why this form is fast.
+        The result is None for other integers. Positions are below 2^24, so float arithmetic is
+        exact. `FlashAt` in the emitted source says why this form is fast.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])
@@ -432,7 +432,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return a distance times a per-head factor, in a form that takes one multiply-add."""
+        """Return a distance times a per-head factor, in C++ that needs one multiply-add."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])
@@ -442,21 +442,21 @@ class _Cuda:
         return None
 
     def _per_head(self, n: int) -> bool:
-        """Return whether a node has one value per head."""
+        """Return whether a node's value depends on nothing but the batch entry and the head."""
         node = self.nodes[n]
         if node.op == "arg":
             return node.value in ("b", "h")
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return a distance as two float expressions: the shared base, and the step."""
+        """Return a distance of positions as two float expressions: a shared base, and a step."""
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
             return None
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """Return the base or the step of a sum of positions and constants; else None."""
+        """Return the base or the step of a sum of positions and constants; None for other nodes."""
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -484,7 +484,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return the offset of a load's element in its array, or along the array's first `axes`."""
+        """Return a loaded element's C++ offset in its array, or along the array's first `axes`."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):
@@ -501,7 +501,7 @@ class _Cuda:
         return self.element(node, self.offset(node))
 
     def element(self, node: Node, place: str) -> str:
-        """Return the expression for the element of a load's array at an offset."""
+        """Return the C++ expression for the element at an offset of a load's array."""
         spec = self.arrays[node.value]
         where = f"c.a{self.first + node.value}[{place}]"
         if spec.dtype in ("float16", "bfloat16"):

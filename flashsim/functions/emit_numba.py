@@ -1,4 +1,4 @@
-"""Emit a graph as Python source for Numba: one statement per node, in the graph's order."""
+"""Turn an expression graph into Python source for Numba: one statement per node."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _NUMBA_CALLS = {
 
 
 class NumbaSource(NamedTuple):
-    """Python source of two functions that work on a panel (a rectangle) of scores, in place.
+    """Python source of two functions that process a panel (a rectangle) of scores in place.
 
-    `score(S, raw, ..)` writes the function's results to S. `gradient(dS, raw, ..)` gets the
-    gradients of these results in dS, and replaces them by the gradients of the scores `raw`. Both
-    also take the arguments of `PANEL`.
+    `score(S, raw, ..)` writes the score function's results for the scores `raw` to S. `gradient(dS,
+    raw, ..)` gets the gradients of these results in dS, and overwrites them with the gradients of
+    the scores `raw`. Both functions also take the arguments listed in `PANEL`.
     """
 
     score: str
@@ -41,7 +41,7 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
     """Return a score function's source for Numba.
 
-    `gradients` names the captured arrays whose gradients are accumulated.
+    `gradients` names the captured arrays whose gradients the code accumulates.
     """
     made = adjoints(graph, gradients)
     forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
@@ -61,14 +61,14 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
 
 
 def _numba_element(spec: ArraySpec) -> str:
-    """Return the element type in memory: the CPU engine holds 16-bit floats as float32."""
+    """Return an array's element type in memory: the CPU engine holds 16-bit floats as float32."""
     return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
         spec.dtype, spec.dtype
     )
 
 
 def _panel(head: list[str], body: list[str]) -> str:
-    """Return the source of a function ``panel`` that runs `body` for each score of a panel."""
+    """Return the source of a function ``panel``, which runs `body` for each score of a panel."""
     loops = [
         *head,
         "for r in range(rows):",
@@ -83,7 +83,7 @@ def _panel(head: list[str], body: list[str]) -> str:
 
 
 class Written:
-    """Python statements for the nodes of a graph; the arguments q and k are called i and j."""
+    """Writes Python statements for a graph's nodes; the arguments q and k are called i and j."""
 
     def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
         self.nodes, self.arrays = nodes, arrays
@@ -111,7 +111,7 @@ class Written:
         )
 
     def expression(self, node: Node) -> str:
-        """Return the expression that computes a node from its arguments."""
+        """Return the Python expression that computes a node from its arguments."""
         op, args = node.op, [self.name(a) for a in node.args]
         if op == "load":
             text = self.read(node)
@@ -145,7 +145,7 @@ class Written:
         return _NUMBA_CALLS[op].format(*args)
 
     def read(self, node: Node) -> str:
-        """Return the expression that reads an element of a captured array, in its own type."""
+        """Return the Python expression that reads a captured array's element, in its own type."""
         return f"a{node.value}[{self.offset(node)}]"
 
     def _divided(self, node: Node, args: list[str]) -> str:
@@ -158,7 +158,7 @@ class Written:
         return f"{a} {'//' if node.op == 'floordiv' else '%'} {safe}"
 
     def offset(self, node: Node) -> str:
-        """Return the expression for the offset of a load's element in its array."""
+        """Return the Python expression for the offset of a load's element in its array."""
         text = ""
         for n, a in zip(self.arrays[node.value].shape, node.args, strict=True):
             v = self.name(a)

@@ -1,7 +1,7 @@
 """Forward-mode derivatives of a graph on NumPy arrays: an independent check of `derivative`.
 
-Each operation's derivative is written from its definition. The module shares no code with the
-reverse mode that engines use.
+Each operation's derivative is written from its definition. This module shares no code with the
+reverse-mode derivatives that engines use.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from flashsim.functions.operations import FLOAT
 
 
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
-    """Return the derivative of the graph's result with respect to the nodes `moved`, summed.
+    """Return the sum of the derivatives of the graph's result with respect to the nodes `moved`.
 
-    `values` holds the value of every node, as `Graph.values` computes it.
+    `values` holds every node's value, as `Graph.values` returns it.
     """
     rates: list[Any] = []
     with np.errstate(all="ignore"):
@@ -34,7 +34,7 @@ def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
 
 
 def _rate(op: str, y: Any, x: Sequence[Any], dx: Sequence[Any]) -> Any:
-    """Return the derivative of ``y = op(x...)``, whose arguments have the derivatives `dx`."""
+    """Return the derivative of ``y = op(x...)``; `dx` holds the derivatives of its arguments."""
     if op == "where":
         return np.where(x[0], dx[1], dx[2])
     if op in ("min", "max"):

@@ -1,8 +1,8 @@
 """`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays.
 
-A node is an operation (of the module `operations`) on earlier nodes. `builder` makes graphs. Other
-modules emit them as CUDA C++ and Numba source (`emit`, `emit_numba`), differentiate them
-(`derivative`) and bound their values (`intervals`).
+A node applies one of the operations (see the module `operations`) to earlier nodes. `builder` makes
+graphs. Other modules turn graphs into CUDA C++ and Numba source (`emit`, `emit_numba`),
+differentiate them (`derivative`) and bound their values (`intervals`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 
 
 class Node(NamedTuple):
-    """One value of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
+    """One node of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
 
-    `op` is one of OPERATIONS or one of these: "arg" is the argument named `value`; "const" is the
-    Python number `value`; "cast" converts to the node's kind, and truncates floats to integers;
-    "load" reads captured array number `value` at the integer indices `args`.
+    `op` is one of OPERATIONS, or one of four others. "arg" is the function's argument named
+    `value`; "const" is the Python number `value`; "cast" converts to the node's kind, and truncates
+    floats to integers; "load" reads captured array number `value` at the integer indices `args`.
     """
 
     op: str
@@ -36,7 +36,7 @@ class Node(NamedTuple):
 
 
 class ArraySpec(NamedTuple):
-    """A captured array's name, shape and element type; a graph does not hold its values."""
+    """A captured array's name, shape and element type; its values are not in the graph."""
 
     name: str
     shape: tuple[int, ...]
@@ -44,7 +44,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """The kind of value that a load from the array returns."""
+        """The kind of a loaded element: boolean, integer or float."""
         return ELEMENTS[self.dtype]
 
     @property
@@ -57,8 +57,8 @@ class ArraySpec(NamedTuple):
 class Graph:
     """A traced function as a list of nodes, each after its arguments; node `root` is the result.
 
-    Two graphs are equal if their nodes, and the names, shapes and types of their captured arrays,
-    are equal. Caches on disk use `digest` as a graph's name.
+    Two graphs are equal if their nodes are equal, and the names, shapes and types of their captured
+    arrays. Caches on disk use `digest` as the name of a graph.
     """
 
     nodes: tuple[Node, ...]
@@ -68,7 +68,7 @@ class Graph:
 
     @cached_property
     def digest(self) -> str:
-        """A hash in hexadecimal digits; equal graphs have the same digest in every process."""
+        """A hash as hexadecimal digits; equal graphs have the same digest in every process."""
         text = repr((self.nodes, self.root, self.arrays))
         return hashlib.sha256(text.encode()).hexdigest()[:24]
 
@@ -80,7 +80,7 @@ class Graph:
         return self._hash
 
     def entry(self) -> dict[str, Any]:
-        """Return the graph as JSON values, for a file; `builder.graph_of` reads them."""
+        """Return the graph as values for a JSON file; `builder.graph_of` reads them."""
         return {
             "name": self.name,
             "nodes": [[x.op, list(x.args), x.value, x.kind] for x in self.nodes],
@@ -90,7 +90,7 @@ class Graph:
 
     @cached_property
     def depends(self) -> tuple[frozenset[str], ...]:
-        """The names of the arguments that each node depends on."""
+        """For each node, the names of the arguments that its value depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
             own = frozenset([node.value]) if node.op == "arg" else frozenset()
@@ -99,7 +99,7 @@ class Graph:
 
     @cached_property
     def uses(self) -> frozenset[str]:
-        """The names of the arguments that the result depends on."""
+        """The names of the arguments that the function's result depends on."""
         return self.depends[self.root]
 
     @cached_property
@@ -109,11 +109,11 @@ class Graph:
 
     @cached_property
     def differentiable(self) -> tuple[ArraySpec, ...]:
-        """The captured arrays that can have gradients: those of floats."""
+        """The captured arrays that can have gradients: those of floating-point type."""
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """Return the one of SIDES that load `n` varies with; "fixed" is one value per head."""
+        """Return which of SIDES load `n` varies with; "fixed" means one value per head."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"
@@ -126,7 +126,7 @@ class Graph:
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """Bytes read from captured arrays, by `side`: per head, per row, per column, per score."""
+        """Bytes read from captured arrays, by side: per head, per row, per column, per score."""
         found = dict.fromkeys(SIDES, 0)
         for n in self.loads:
             found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize
@@ -134,22 +134,22 @@ class Graph:
 
     @cached_property
     def nbytes(self) -> int:
-        """Total bytes of all captured arrays."""
+        """The total size in bytes of all captured arrays."""
         return sum(math.prod(a.shape) * a.itemsize for a in self.arrays)
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of one evaluation."""
+        """Floating-point operations of one evaluation of the function."""
         return count_flops(self.nodes, range(len(self.nodes)))
 
     def evaluate(
         self, given: Mapping[str, Any], arrays: Iterable[Any], dtype: str = "float64"
     ) -> Any:
-        """Return the function's result on arrays of indices and scores, which are broadcast.
+        """Return the function's result for arrays of indices and scores, which are broadcast.
 
-        Floats are computed in type `dtype`. A negative index counts from an array's end, as in
-        Python. An index out of range reads the nearest element, since the index of a masked score
-        may have any value.
+        Floating-point nodes are computed in type `dtype`. A negative index counts from an array's
+        end, as in Python. An index out of range reads the nearest element, because the index of a
+        masked score may have any value.
         """
         return self.values(given, arrays, dtype)[self.root]
 
@@ -160,9 +160,9 @@ class Graph:
         dtype: str = "float64",
         read: Mapping[int, Any] = MappingProxyType({}),
     ) -> list[Any]:
-        """Return the value of every node, as `evaluate` computes it.
+        """Return the value of every node for these arguments, as `evaluate` computes it.
 
-        `read` holds values of load nodes, which are then not loaded.
+        `read` holds the values of load nodes that are not to be loaded again.
         """
         kinds = {BOOL: np.dtype(bool), INT: np.dtype(np.int64), FLOAT: np.dtype(dtype)}
         captured = tuple(arrays)
@@ -187,7 +187,7 @@ class Graph:
 
 
 def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
-    """Return the numbers of the nodes that the nodes `roots` depend on, in order."""
+    """Return the numbers of all nodes that the nodes `roots` depend on, in order."""
     found, stack = set(), list(roots)
     while stack:
         n = stack.pop()
@@ -198,7 +198,7 @@ def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
 
 
 def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
-    """Return the FLOPs of the given nodes; `where`, loads and conversions count as none."""
+    """Return the FLOPs of some nodes; `where`, loads and conversions count as none."""
     quiet = ("arg", "const", "load", "cast", "where")
     return sum(
         1
@@ -224,14 +224,14 @@ def check_extents(graph: Graph, **extents: int) -> None:
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return valid indices for an array of this shape: negative ones wrapped, then clamped."""
+    """Return indices that are valid for this shape: negative ones wrapped, then clamped."""
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
-    """Add each value of `each` to the element of `total` at its indices, summing in float64."""
+    """Add each value of `each` to the element of `total` at its indices, summed in float64."""
     at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
     flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
     sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)

@@ -1,10 +1,10 @@
 """Bounds of a function over boxes of indices, by interval arithmetic.
 
 `Bounds(graph, arrays).of(ranges)` returns a lower and an upper bound of the result in each box,
-without evaluating the function at every index. For a mask (0 is False, 1 is True), a lower bound of
-1 means that every score of a box is kept, and an upper bound of 0 that none is. The bounds are
-safe, but not always tight. An element of a captured array is bounded by the array's minimum and
-maximum over the possible indices, which come from tables that are built once.
+without evaluating the function at every index. For a mask function (0 is False, 1 is True), a lower
+bound of 1 means that every score of a box is kept. An upper bound of 0 means that no score is kept.
+The bounds are safe, but not always tight. An element of a captured array is bounded by the array's
+minimum and maximum over its possible indices; these come from tables that are built once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BLOCK = 32
 
 
 class RangeTable:
-    """Minima and maxima over ranges of a 1-D array, widened to blocks of BLOCK elements."""
+    """Minima and maxima over ranges of a 1-D array, each widened to blocks of BLOCK elements."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.n = len(values)
@@ -39,9 +39,9 @@ class RangeTable:
             step *= 2
 
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
-        """Return, for each pair, the least and greatest element from `first` to `last`, inclusive.
+        """Return the least and the greatest element for each pair of `first` and `last`, inclusive.
 
-        Elements of the same blocks, outside of this range, also count.
+        Elements in the same blocks, but outside of a range, also count.
         """
         first, last = np.clip(first, 0, self.n - 1) // BLOCK, np.clip(last, 0, self.n - 1) // BLOCK
         length = last - first + 1
@@ -59,7 +59,7 @@ class RangeTable:
 
 
 class Bounds:
-    """Computes the bounds of a graph over boxes; the range tables are built on first use.
+    """Computes bounds of a graph's result over boxes; tables of ranges are built on first use.
 
     Parameters
     ----------
@@ -73,7 +73,7 @@ class Bounds:
         self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
-        """Return bounds of the result; `ranges` holds each argument's first and last value."""
+        """Return bounds of the result; `ranges` holds the first and last value of each argument."""
         found: list[Interval] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
@@ -91,7 +91,7 @@ class Bounds:
         return found[self.graph.root]
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
-        """Return bounds of a loaded element, from the range of its index that depends on q or k."""
+        """Return bounds of a loaded element, from the range of its index that q or k changes."""
         if n not in self._tables:
             self._tables[n] = self._table(node)
         table, low, high = self._tables[n]
@@ -113,11 +113,11 @@ class Bounds:
         return bool(self.graph.depends[a] & {"q", "k", "score"})
 
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
-        """Return the range table of a load's array, or the array's minimum and maximum.
+        """Return the table of ranges of a load's array, or the array's minimum and maximum.
 
-        The table is along the one axis whose index depends on q, k or the score; without exactly
-        one such axis there is no table. All other axes, whose indices depend at most on b and h,
-        are reduced.
+        The table is along the one axis whose index depends on q, k or the score; if there is not
+        exactly one such axis, there is no table. All other axes, whose indices depend at most on b
+        and h, are reduced to their minimum and maximum.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64
@@ -135,7 +135,7 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """Return bounds of each integer node that hold for any values of the captured arrays.
+    """Return bounds of each integer node that hold whatever values the captured arrays have.
 
     `extents` holds the sizes of b, h, q and k.
     """
@@ -146,16 +146,17 @@ def ranges_of_integers(
 
 
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
-    """Return a bound of the result's absolute value for any scores and captured arrays.
+    """Return a bound of the result's absolute value for any scores and any captured arrays.
 
-    Infinity if the result is not bounded. `extents` holds the sizes of b, h, q and k.
+    The bound is infinity if the result can have any size. `extents` holds the sizes of b, h, q and
+    k.
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
 
 
 def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Interval]:
-    """Return bounds of each node over all indices, and all values of scores and captured arrays."""
+    """Return bounds of each node over all indices, all scores and all values of captured arrays."""
     found: list[Interval] = []
     with np.errstate(all="ignore"):
         for node in nodes:
@@ -173,7 +174,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return bounds of an operation that is monotonic in each argument, from its four corners."""
+    """Return bounds of an operation that is monotonic in each argument, by its four corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
@@ -181,7 +182,7 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
 
 
 def _unknown(node: Node, shape: Any) -> Interval:
-    """Return the widest bounds of a node's kind: nothing is known about its value."""
+    """Return the widest bounds of a node's kind, for a node of which nothing is known."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
@@ -262,14 +263,14 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
 
 
 def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
-    """Return the bounds with infinity instead of NaN."""
+    """Return the bounds with infinity in place of NaN."""
     if node.kind != FLOAT:
         return low, high
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return bounds of a // b or a % b; they are the widest unless b has one positive value."""
+    """Return bounds of a // b or a % b; the widest ones unless b has a single, positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

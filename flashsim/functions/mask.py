@@ -15,10 +15,10 @@ from flashsim.functions.tracing import Traced, host_values, trace_mask
 
 
 class MaskFunction:
-    """A mask ``mask_mod(b, h, q, k)``: its graph, and the values of the arrays that it captured.
+    """A mask function ``mask_mod(b, h, q, k)``: its graph, and the values of its captured arrays.
 
-    The schedule depends on these values, so they are copied. Two masks are equal if both their
-    graphs and their values are equal.
+    The values are copied, because the schedule of tiles depends on them. Two mask functions are
+    equal if their graphs and their arrays' values are equal.
 
     Attributes
     ----------
@@ -42,12 +42,12 @@ class MaskFunction:
 
     @property
     def traced(self) -> Traced:
-        """The graph, and the user's own captured arrays."""
+        """The graph, and the user's captured arrays themselves, not copies."""
         return Traced(self.graph, self.originals)
 
     @cached_property
     def digest(self) -> str:
-        """A hash in hexadecimal digits; equal masks have the same digest."""
+        """A hash as hexadecimal digits; equal mask functions have the same digest."""
         found = hashlib.sha256(self.graph.digest.encode())
         for array in self.arrays:
             found.update(np.ascontiguousarray(array).view(np.uint8).data)
@@ -67,11 +67,11 @@ class MaskFunction:
 
     @property
     def per_head(self) -> frozenset[str]:
-        """The subset of {"b", "h"} (batch entry and head) that the mask depends on."""
+        """The subset of {"b", "h"} (batch entry and head) that the mask's result depends on."""
         return self.graph.uses & {"b", "h"}
 
     def keep(self, b: Any, h: Any, q: Any, k: Any) -> np.ndarray:
-        """Return booleans, True where a score is kept; the index arrays are broadcast."""
+        """Return an array of booleans, True where a score is kept; index arrays are broadcast."""
         given = {"b": b, "h": h, "q": q, "k": k}
         return self.graph.evaluate(given, self.arrays)
 
@@ -82,9 +82,9 @@ class MaskFunction:
     def bounds(self, batch: int, heads: int, q: Interval, k: Interval) -> Interval:
         """Return, for boxes of queries and keys, the mask's lower and upper bounds.
 
-        They are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none, and (0, 1)
-        if that is unknown. `q` and `k` hold the first and last indices of each box. A box contains
-        all batch entries and heads.
+        The two bounds are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none,
+        and (0, 1) if that is unknown. `q` and `k` hold the first and last indices of each box. Each
+        box covers all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

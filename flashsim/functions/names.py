@@ -1,4 +1,4 @@
-"""The functions that can be traced, by their names in Python, NumPy, torch and JAX."""
+"""The functions that can be traced, listed by their names in Python, NumPy, torch and JAX."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _recorder_of(args: Iterable[Any]) -> Any:
 
 
 def _applies(name: str) -> Callable[..., Any]:
-    """Return a function of symbols that applies one of OPERATIONS."""
+    """Return a function that applies one of OPERATIONS to symbols."""
 
     def apply(*args: Any) -> Any:
         return _recorder_of(args).symbol(name, *args)
@@ -118,6 +118,15 @@ def _relu(x: Any) -> Any:
     return _recorder_of((x,)).symbol("max", x, 0)
 
 
+def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
+    r = _recorder_of((x,))
+    return r.symbol("where", r.symbol("lt", x, 0), r.symbol("mul", x, negative_slope), x)
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return _where(mask, value, x)
+
+
 def _sign(x: Any) -> Any:
     r = _recorder_of((x,))
     one = 1 if r.kind(x) != FLOAT else 1.0
@@ -166,7 +175,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a comparison with its sides exchanged: a > b is b < a."""
+    """Return a comparison with exchanged sides: a > b becomes b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
@@ -195,6 +204,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         )
     },
     **{"expit": _applies("sigmoid"), "trunc": _trunc, "relu": _relu, "sign": _sign},
+    **{"leaky_relu": _leaky_relu, "masked_fill": _masked_fill},
     **{"square": _square, "softplus": _softplus, "logaddexp": _logaddexp},
     **{"silu": _silu, "swish": _silu, "gelu": _gelu},
     **dict.fromkeys(("lt", "less"), _applies("lt")),

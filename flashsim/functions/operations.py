@@ -26,9 +26,9 @@ ELEMENTS = {
 
 
 class Operation(NamedTuple):
-    """One operation: its number of arguments, the kind of its result, and its NumPy function.
+    """One operation: its number of arguments, its result's kind, and its NumPy function.
 
-    `kind` is "b", "i" or "f" if the result always has this kind. "same" means the kind of the
+    `kind` is "b", "i" or "f" if results always have this kind. The kind "same" is the kind of the
     arguments, which are first converted to a common kind, at least to integers.
     """
 

@@ -1,7 +1,8 @@
 """Ready-made masks and score functions, for ``mask_mod=`` and ``score_mod=``.
 
-A ready-made mask is a function ``mask(b, h, q, k)`` that supports ``&``, ``|`` and ``~``. The other
-operand may be any function of the same arguments. Indices count from the start of each sequence.
+A ready-made mask is a function ``mask(b, h, q, k)`` that supports ``&``, ``|`` and ``~``. With
+these operators, a ready-made mask can be combined with any function of the same arguments. The
+indices q and k count from the start of each sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Function = Callable[[Any, Any, Any, Any], Any]
 
 
 class MaskRule:
-    """A mask function that combines with others: ``causal() & window(128)``."""
+    """A mask function that can be combined with others: ``causal() & window(128)``."""
 
     def __init__(self, function: Function, name: str = "") -> None:
         if not callable(function):
@@ -58,7 +59,7 @@ def _both(a: Any, b: Any, word: str, combine: Callable[[Any, Any], Any]) -> Mask
 
 
 def _whole(name: str, value: Any, least: int = 0) -> int:
-    """Return an integer of at least `least`; raise `OptionError` for any other value."""
+    """Return `value` if it is an integer of at least `least`; otherwise raise `OptionError`."""
     plain = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not plain or value < least:
         raise OptionError(f"{name} must be an integer of at least {least}, got {shown(value)}")
@@ -66,7 +67,7 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
-    """Return an array or a sequence as an array, checked for its axes and NumPy dtype kinds."""
+    """Return an array or a sequence as an array, after checking its axes and NumPy dtype kind."""
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     kind = np.dtype(str(array.dtype).rpartition(".")[2].replace("bfloat16", "float32")).kind
     if len(array.shape) not in ndim or kind not in kinds:
@@ -84,17 +85,17 @@ def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
 def causal(offset: int = 0) -> MaskRule:
     """Return a causal mask: query q sees keys up to ``q + offset``.
 
-    With an offset of 0, the mask is aligned at the top left: query 0 sees key 0 only. With an
-    offset of ``n_kv - n_q`` it is aligned at the bottom right, like ``causal=True``: the last query
-    sees the last key.
+    With an offset of 0, the causal mask is aligned at the top left: query 0 sees key 0 only. With
+    an offset of ``n_kv - n_q``, the causal mask is aligned at the bottom right, like
+    ``causal=True``: the last query sees the last key.
     """
     return MaskRule(lambda b, h, q, k: k <= q + offset, "causal")
 
 
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
-    """Return a sliding-window mask: a query sees `left` keys before its own and `right` after it.
+    """Return a sliding-window mask: a query sees `left` keys before its own, and `right` after.
 
-    The own key of query q is ``q + offset``, which it also sees. A `left` or `right` of -1 means no
+    Query q's own key, which it also sees, is ``q + offset``. A `left` or `right` of -1 means no
     limit on that side.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
@@ -110,7 +111,7 @@ def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
 
 
 def prefix_lm(length: Any) -> MaskRule:
-    """Return a prefix-LM mask: every query sees the first `length` keys; later keys are causal.
+    """Return a prefix-LM mask: every query sees the first `length` keys, and later keys causally.
 
     `length` is a number, or an array with one number per batch entry.
     """
@@ -125,7 +126,7 @@ def documents(numbers: Any) -> MaskRule:
     """Return a document mask: a query sees only keys of its own document.
 
     `numbers`, (n,) or (batch, n), holds the document number of each position. If the positions of
-    each document are contiguous, tiles can be skipped without evaluating the mask per score.
+    each document are contiguous, tiles can be skipped without evaluating the mask for each score.
     """
     numbers = _array("numbers", numbers, (1, 2), "iu")
     if len(numbers.shape) == 1:
@@ -142,7 +143,7 @@ def dilated(step: int) -> MaskRule:
 def strided(step: int) -> MaskRule:
     """Return a strided mask: a query sees the last key of each group of `step` keys.
 
-    It is part of the fixed pattern of Sparse Transformers.
+    A strided mask is part of the fixed pattern of Sparse Transformers.
     """
     step = _whole("step", step, 1)
     return MaskRule(lambda b, h, q, k: k % step == step - 1, "strided")
@@ -151,7 +152,7 @@ def strided(step: int) -> MaskRule:
 def chunked(size: int) -> MaskRule:
     """Return a chunked mask: a query sees keys of its own chunk of `size` positions.
 
-    Llama 4's local layers use it.
+    Llama 4's local layers use chunked masks.
     """
     size = _whole("size", size, 1)
     return MaskRule(lambda b, h, q, k: q // size == k // size, "chunked")
@@ -160,7 +161,7 @@ def chunked(size: int) -> MaskRule:
 def streaming(first: int, left: int) -> MaskRule:
     """Return StreamingLLM's mask: a query sees the `first` keys, and `left` keys before its own.
 
-    It also sees its own key, and never sees a later one.
+    A query also sees its own key, but no later key.
     """
     first, left = _whole("first", first), _whole("left", left)
     return MaskRule(lambda b, h, q, k: (k <= q) & ((k < first) | (q - k <= left)), "streaming")
@@ -170,8 +171,8 @@ def tree(parents: Any, prompt: int = 0) -> MaskRule:
     """Return a mask for a tree of drafted tokens, as speculative decoding verifies it.
 
     Each drafted token (a node of the tree) sees the prompt, itself and its ancestors. `parents[n]`
-    is the parent of node n, which is an earlier node, or -1 for a child of the prompt. Queries are
-    the nodes; keys are the `prompt` keys followed by the nodes.
+    is the parent of node n: an earlier node, or -1 for a child of the prompt. The queries are the
+    tree's nodes; the keys are the `prompt` keys followed by the nodes.
     """
     parents, prompt = np.asarray(parents), _whole("prompt", prompt)
     if parents.ndim != 1 or parents.dtype.kind not in "iu" or not len(parents):
@@ -204,7 +205,7 @@ def padding(lengths: Any) -> MaskRule:
 def alibi_slopes(heads: int) -> np.ndarray:
     """Return ALiBi's slopes (arXiv:2108.12409), float32 (heads,): 2^(-8 / n), 2^(-16 / n), ...
 
-    If the number of heads is not a power of two, the remaining slopes are those of the next larger
+    If the number of heads is not a power of two, the remaining slopes are those for the next larger
     power of two, as in the authors' code.
     """
     heads = _whole("heads", heads, 1)
@@ -217,8 +218,8 @@ def alibi_slopes(heads: int) -> np.ndarray:
 def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
     """Return ALiBi as a score function: the score minus the head's slope times the distance.
 
-    `slopes` is the number of heads, or an array with a slope per head. The distance is
-    ``|q + offset - k|``.
+    `slopes` is the number of heads, or an array with a slope per head. The distance between query q
+    and key k is ``|q + offset - k|``.
     """
     slopes = alibi_slopes(int(slopes)) if isinstance(slopes, (int, np.integer)) else slopes
 
@@ -231,8 +232,8 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
 def relative(table: Any, most: int) -> Callable[..., Any]:
     """Return a score function that adds a learned bias per head and distance k - q.
 
-    The bias is ``table[h, k - q + most]``; `table` is (heads, 2 most + 1). Distances beyond `most`
-    count as `most`.
+    The bias that is added is ``table[h, k - q + most]``; `table` has the shape (heads, 2 most + 1).
+    Distances larger than `most` count as `most`.
     """
     most = _whole("most", most)
 
@@ -247,8 +248,9 @@ def t5_bias(
 ) -> Callable[..., Any]:
     """Return T5's relative bias as a score function: a learned value per bucket of distances.
 
-    `table` is (buckets, heads). In each direction, half of the buckets hold one distance each. The
-    other buckets hold ranges that grow logarithmically, up to `max_distance`.
+    `table` has the shape (buckets, heads). In each direction (earlier and later keys), half of the
+    buckets hold one distance each. The other buckets hold ranges that grow logarithmically, up to
+    `max_distance`.
     """
     buckets = int(table.shape[0])
 
@@ -277,7 +279,7 @@ def softcap(cap: float) -> Callable[..., Any]:
 
 
 def chain(*functions: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a score function that applies several in order, each to the last one's result."""
+    """Return a score function that applies several functions in order, one after another."""
 
     def chain(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         for function in functions:

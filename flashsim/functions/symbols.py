@@ -1,4 +1,4 @@
-"""Symbols, which record the operations on them, and captured arrays, which accept symbols."""
+"""Symbols, which record the operations on them, and arrays that accept symbols as indices."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ _NO_IF = (
 
 
 class _Arithmetic(Traceable):
-    """The operators and methods that symbols and captured scalars share."""
+    """The operators and methods that symbols and scalars of captured arrays share."""
 
     __array_priority__ = 1000.0
 
@@ -100,7 +100,7 @@ class _Arithmetic(Traceable):
 
 
 class Symbol(_Arithmetic):
-    """A number whose value is unknown while a function is traced."""
+    """Stands for a number that is unknown while a function is traced."""
 
     def __init__(self, recorder: Any, node: int) -> None:
         self._recorder, self._node = recorder, node
@@ -136,7 +136,7 @@ class Symbol(_Arithmetic):
 
     @property
     def dtype(self) -> Any:
-        """The element type, as NumPy names it."""
+        """The element type's name in NumPy."""
         kind = self._recorder.builder.nodes[self._node].kind
         return np.dtype({BOOL: np.bool_, INT: np.int32, FLOAT: np.float32}[kind])
 
@@ -148,7 +148,7 @@ class Symbol(_Arithmetic):
         )
 
     def to(self, *args: Any, **keywords: Any) -> Any:
-        """Return the number converted to another type; a device argument is ignored.
+        """Return the symbol converted to another type; a device argument is ignored.
 
         Raises
         ------
@@ -166,23 +166,23 @@ class Symbol(_Arithmetic):
     type = astype = type_as = to
 
     def item(self) -> Any:
-        """Raise `FunctionError`: a symbol has no number while a function is traced."""
+        """Raise `FunctionError`, because a symbol has no value while a function is traced."""
         raise FunctionError(_NO_IF)
 
     def new_ones(self, size: Any = (), dtype: Any = None, **_: Any) -> Any:
-        """The number 1 in another type."""
+        """Return the number 1, converted to `dtype`."""
         return self.new_full(size, 1, dtype)
 
     def new_zeros(self, size: Any = (), dtype: Any = None, **_: Any) -> Any:
-        """The number 0 in another type."""
+        """Return the number 0, converted to `dtype`."""
         return self.new_full(size, 0, dtype)
 
     def new_tensor(self, value: Any, dtype: Any = None, **_: Any) -> Any:
-        """A number in another type."""
+        """Return a number, converted to `dtype`."""
         return self.new_full((), value, dtype)
 
     def new_full(self, size: Any, value: Any, dtype: Any = None, **_: Any) -> Any:
-        """A number in another type."""
+        """Return a number, converted to `dtype`."""
         if tuple(size) != ():
             raise FunctionError(
                 "a function works on one score at a time, so it cannot make an array of shape "
@@ -198,7 +198,10 @@ class Symbol(_Arithmetic):
 
 
 class Captured(_Arithmetic):
-    """Replaces an array that a function captured. Indexing it by symbols gives a symbol."""
+    """Stands for an array that a traced function captured.
+
+    Indexing it by symbols gives a symbol of the element.
+    """
 
     def __init__(self, recorder: Any, array: Any, name: str) -> None:
         self._recorder, self._array, self._name = recorder, array, name
@@ -260,7 +263,7 @@ class Captured(_Arithmetic):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value with the original arrays instead of `Captured` objects."""
+    """Return a value in which `Captured` objects are replaced by the original arrays."""
     if isinstance(value, Captured):
         return value._array
     if isinstance(value, (tuple, list)):
@@ -269,13 +272,13 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """Return the result of a library's function that is called on whole captured arrays."""
+    """Return the result of calling a library's function on complete captured arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return indices without None and Ellipsis, and the array; refuse slices, which select rows."""
+    """Return indices without None and Ellipsis, and the array; slices, which select rows, raise."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -289,7 +292,7 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """Return the result of a library's function: traced, or called if no argument is a symbol."""
+    """Return a library function's result: a symbol, or a value if no argument is a symbol."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]
@@ -332,7 +335,7 @@ LIBRARIES = ("math", "jax", "jaxlib")
 
 
 class TracedLibrary:
-    """Replaces a module such as `jax.numpy` or `math`, so that its functions accept symbols."""
+    """Stands for a module such as `jax.numpy` or `math`, so that its functions accept symbols."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -347,7 +350,7 @@ class TracedLibrary:
 
 
 def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """Trace a library's function if it gets symbols or captured arrays; else just call it."""
+    """Trace a library's function if it gets symbols or captured arrays; otherwise just call it."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)

@@ -1,9 +1,9 @@
 """Trace a score or mask function: call it once with symbols that record its operations.
 
-The function is plain Python. It may use operators and the NumPy, torch and JAX functions that the
-module `names` lists. It may also index arrays of its closure or its globals by expressions.
-Arrays do not accept symbols as indices, so a copy of the function is called in which `Captured`
-objects replace the arrays.
+The traced function is plain Python. It may use Python's operators, and the NumPy, torch and JAX
+functions that the module `names` lists. A traced function may also index arrays of its closure or
+its globals by expressions. Real arrays do not accept symbols as indices, so flashsim calls a copy
+of the function in which `Captured` objects replace the arrays.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashsim.functions.symbols import LIBRARIES, Captured, Symbol, TracedLibrar
 
 
 class Traced(NamedTuple):
-    """A traced function: its graph, and the captured arrays in the order of `graph.arrays`."""
+    """The result of tracing: a graph, and the captured arrays in the order of `graph.arrays`."""
 
     graph: Graph
     arrays: tuple[Any, ...]
@@ -34,7 +34,7 @@ class Traced(NamedTuple):
 def trace_score(function: Any) -> Traced:
     """Return the graph of a function ``score_mod(score, b, h, q, k)``, which returns a number.
 
-    A `Traced`, which is a function that was traced before, is returned unchanged.
+    A `Traced` object, which is a function that was traced before, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -44,7 +44,7 @@ def trace_score(function: Any) -> Traced:
 def trace_mask(function: Any) -> Traced:
     """Return the graph of ``mask_mod(b, h, q, k)``, which returns True where a score is kept.
 
-    A `Traced`, which is a function that was traced before, is returned unchanged.
+    A `Traced` object, which is a function that was traced before, is returned unchanged.
     """
     if isinstance(function, Traced):
         return function
@@ -59,6 +59,8 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
     try:
         called = recorder.wrap(function)
         result = called(*(Symbol(recorder, recorder.builder.arg(a)) for a in arguments))
+        if result is None or isinstance(result, (str, tuple, list, dict)):
+            raise FunctionError(f"it returns {shown(result)}; it must return one value per score")
         root = recorder.node(result)
     except FlashSimError as error:
         raise FunctionError(f"{name} cannot be traced{_line(error)}: {error}") from error
@@ -89,7 +91,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
 
 
 def _line(error: BaseException) -> str:
-    """Return the line of the user's function that raised an error, as part of a message."""
+    """Return, for an error message, the line of the user's function that raised an error."""
     ours = __file__.rpartition("functions")[0]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         library = "site-packages" in frame.filename or frame.filename.startswith("<__array")
@@ -100,7 +102,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Tracing:
-    """The state of one trace: graph builder, captured arrays, and copies of the functions."""
+    """The state while a function is traced: graph builder, captured arrays, function copies."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -113,7 +115,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with `Captured` objects instead of arrays, also inside containers.
+        """Return `value` with `Captured` objects in place of arrays, also inside containers.
 
         Functions, methods and partials are replaced by copies that use such objects.
         """
@@ -172,7 +174,7 @@ class _Tracing:
         return copy
 
     def array(self, array: Any, name: str) -> int:
-        """Return the number of a captured array; an array that is captured twice has one number."""
+        """Return a captured array's number; an array that is captured twice has one number."""
         if id(array) not in self._numbers:
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
@@ -243,7 +245,7 @@ class _Tracing:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names of all globals that a function and its inner functions may read."""
+    """Return the names of all globals that a function and its inner functions can read."""
     found = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
@@ -252,7 +254,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Holder:
-    """Replaces a captured object: returns its attributes with their arrays replaced."""
+    """Stands for a captured object: returns its attributes with arrays replaced."""
 
     def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
@@ -269,9 +271,9 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a function belongs to a library, and is therefore not copied.
+    """Return whether a function belongs to a library, so that it is not copied.
 
-    Functions of torch's flex_attention are copied like the user's own masks.
+    Functions in torch's flex_attention count as the user's, and are copied.
     """
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")

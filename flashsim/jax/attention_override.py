@@ -1,4 +1,4 @@
-"""`dot_product_attention`, with the same arguments as `jax.nn.dot_product_attention`."""
+"""A `dot_product_attention` with the same arguments as `jax.nn.dot_product_attention`."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def dot_product_attention(
     backend: str | None = None,
     **unknown: Any,
 ) -> Any:
-    """`attention` with the layout and the arguments of `jax.nn.dot_product_attention`.
+    """Compute `attention` with the layout and arguments of `jax.nn.dot_product_attention`.
 
     As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i and key i have
     the same position. The mask and the lengths are converted to a bias of shape (1 or batch, 1 or
     heads, T, S). To avoid such a bias, use `attention` with a mask function (`mask_mod`) or packed
     sequences (`cu_seqlens_q`).
 
-    Two things differ from jax.nn. A row that sees no key gives zeros here; jax.nn's softmax over
-    equal scores gives the mean of all values. And the residual is not rounded through the masked
-    scores.
+    The result differs from jax.nn's in two things. A row that sees no key gives zeros in flashsim;
+    in jax.nn, softmax over equal scores gives it the mean of all values. Also, the residual is not
+    rounded through the masked scores.
 
     Parameters
     ----------
@@ -99,9 +99,9 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the term added to the scores: the bias, and -inf for masked keys.
+    """Return the term that is added to the scores: the bias, and -inf for masked keys.
 
-    The mask and the lengths both mask keys.
+    Both the mask and the sequence lengths can mask keys.
     """
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
@@ -154,8 +154,8 @@ def _reach(
 ) -> tuple[int, int, tuple[int, int] | None]:
     """Return the number of rows that see a key, the number of keys that are seen, and the window.
 
-    `jax.nn` aligns the `t` queries and `s` keys at the top left. The engines align at the bottom
-    right, and so is the returned window.
+    `jax.nn` aligns the `t` queries and `s` keys at the top left. flashsim's engines align at the
+    bottom right, and the returned window is for that alignment.
     """
     left, right = _sides(local_window_size)
     if is_causal:

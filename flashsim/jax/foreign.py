@@ -1,9 +1,9 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-Each works directly on XLA's memory. On the CPU it wraps this memory in NumPy arrays; on a GPU it
-wraps it in CuPy arrays, and uses XLA's stream. Under `jax.vmap` every array has additional leading
-axes, of the mapped length or 1. The mapped problems are independent, so these axes become part of
-the batch.
+Each of the two works directly on XLA's memory. On the CPU they wrap this memory in NumPy arrays; on
+a GPU they wrap it in CuPy arrays, and use XLA's stream. Under `jax.vmap` every array has additional
+leading axes, of the mapped length or 1. The mapped problems are independent, so their axes become
+part of the batch.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.run` on folded arrays; return out and lse."""
+    """Run `flashsim.run` on arrays with mapped axes folded into the batch; return out and lse."""
     question.pop("deterministic")
     result = execution.run(**arrays, **question)
     return [result.out, result.lse]
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv, and the other gradients that exist.
+    """Run `flashsim.backward`; return dq, dk, dv, and any further gradients.
 
-    The others are the gradients of the bias, of the sinks, and of the float arrays that a score
+    The further gradients are those of the bias, of the sinks, and of the float arrays that a score
     function captures, in this order.
     """
     score = question.get("score_mod")
@@ -59,7 +59,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions; their arrays move from `arrays`."""
+    """Replace the graphs in `question` by traced functions; their arrays leave `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -73,7 +73,7 @@ _MOST = 256
 
 
 def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
-    """Run a forward pass on XLA's memory, by a prepared launch if the pass supports one."""
+    """Run a forward pass on XLA's memory, with a prepared launch if the pass supports one."""
     require_cupy("cupy")
     addresses = call.addresses()
     key = call.text("question"), _device(addresses[0]), *call.looks()
@@ -116,7 +116,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run a call, as in `flashsim.torch.attention`."""
+    """Return whether the decode kernels run this call; the rule is `flashsim.torch.attention`'s."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)
@@ -127,7 +127,7 @@ def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str)
 
 
 def _question(call: xla_ffi.ForeignCall, place: Any) -> dict[str, Any]:
-    """Return the keywords of `flashsim.run`, and the names of the operands."""
+    """Return the keywords of `flashsim.run`, and the names of the foreign call's operands."""
     question = json.loads(call.text("question"))
     question.pop("options")
     question["backend"] = question["backend"] or place.backend
@@ -152,9 +152,9 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 
 
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
-    """Fold mapped axes into each array's batch, in place; return the mapped axes' lengths.
+    """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths.
 
-    An array shared by all mapped entries is repeated.
+    An array that all mapped entries share is repeated.
     """
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())
@@ -173,7 +173,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return a result with its mapped axes restored.
+    """Return a result with its mapped axes unfolded from the batch.
 
     If a batch shares a bias, the bias's gradients are summed over the batch.
     """
@@ -190,7 +190,7 @@ def _cupy() -> Any:
 
 
 class OnCpu:
-    """Wraps XLA's memory in NumPy arrays."""
+    """Gives XLA's memory as NumPy arrays."""
 
     backend = "numba"
 
@@ -198,17 +198,17 @@ class OnCpu:
         self.active: AbstractContextManager[Any] = nullcontext()
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer."""
+        """Return the contents of a buffer of XLA."""
         memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
         return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer."""
+        """Write a result to a buffer of XLA."""
         np.copyto(self.array(buffer), x)
 
 
 class OnGpu:
-    """Wraps XLA's memory in CuPy arrays, on XLA's stream."""
+    """Gives XLA's memory as CuPy arrays, on XLA's stream."""
 
     backend = "cupy"
 
@@ -223,13 +223,13 @@ class OnGpu:
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer."""
+        """Return the contents of a buffer of XLA."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
         return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer, in stream order."""
+        """Write a result to a buffer of XLA, in stream order."""
         x = self.cupy.ascontiguousarray(x)
         to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
         self.cupy.cuda.runtime.memcpyAsync(

@@ -1,4 +1,7 @@
-"""`attention`: the function that JAX models call. It has a gradient, and supports jit and vmap."""
+"""`attention`: the attention function that JAX models call.
+
+`attention` has a gradient, and supports jit and vmap.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The static arguments of a call: everything except arrays.
+    """The static arguments of an attention call: everything except arrays.
 
     `functions` holds the graphs of the call's score and mask functions, by keyword.
     """
@@ -55,12 +58,12 @@ def attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Any:
-    """Return ``softmax(mask(softcap(scale q k^T) + bias)) v``, differentiable (`jax.custom_vjp`).
+    """Return ``softmax(mask(softcap(scale q k^T) + bias)) v``, with a gradient (`jax.custom_vjp`).
 
     `attention` is an XLA foreign function (`jax.ffi`), which works directly on XLA's memory, both
-    eagerly and under `jax.jit`. Under `jax.vmap` the mapped axis becomes part of the batch. With
-    packed sequences, sinks, or score or mask functions, mapped entries run one after another. The
-    backward pass needs the inputs, out, and the LSE, which has one number per row.
+    eagerly and under `jax.jit`. Under `jax.vmap`, the mapped axis becomes part of the batch. Calls
+    with packed sequences, sinks, or score or mask functions run one after another under `jax.vmap`.
+    The backward pass needs only the inputs, out, and the LSE, which has one number per row.
     `flashsim.jax.dot_product_attention` has the arguments and the layout of
     `jax.nn.dot_product_attention`.
 
@@ -151,7 +154,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Return a call's traced functions, and the arrays that they capture, as operands."""
+    """Return a call's traced functions, and their captured arrays as operands."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -180,9 +183,9 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the cache key of an eager call; () for tracers, other arrays and unhashable values.
+    """Return an eager call's cache key; () for tracers, other arrays and unhashable values.
 
-    The key also holds types, because True and 1 are equal.
+    The key holds types as well as values, because True and 1 are equal.
     """
     for x in (q, k, v):
         if type(x) not in _CONCRETE:
@@ -220,7 +223,7 @@ def taken(name: str, x: Any) -> jax.Array:
 
 
 def _axes(operands: dict[str, Any]) -> frozenset[Any]:
-    """Return the axes of `jax.shard_map` over which any operand varies."""
+    """Return the mesh axes of `jax.shard_map` over which any operand varies."""
     return frozenset().union(*map(_varies, operands.values()))
 
 
@@ -232,13 +235,13 @@ def _varies(x: Any) -> frozenset[Any]:
 
 
 def _spread(x: Any, axes: frozenset[Any]) -> Any:
-    """Mark `x` as varying over `axes`; its gradient is summed over axes that are added."""
+    """Mark `x` as varying over `axes`; its gradient is summed over the axes that are added."""
     missing = tuple(axes - _varies(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def _known(offsets: Any) -> Any:
-    """Return offsets as a tuple of integers, or unchanged if they are None or traced."""
+    """Return the offsets of sequences as a tuple of integers; unchanged if None or traced."""
     if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
     return tuple(np.asarray(offsets).tolist())
@@ -247,7 +250,7 @@ def _known(offsets: Any) -> Any:
 def _call(
     target: str, question: Asked, operands: dict[str, Any], results: Sequence[Any]
 ) -> Sequence[Any]:
-    """Make XLA call one of the functions in `flashsim.jax.foreign`."""
+    """Call one of the foreign functions of `flashsim.jax.foreign` through XLA."""
     request, deterministic, graphs = question
     alone = "sinks" in operands or bool(graphs)
     alone |= any(name in operands or getattr(request, name) is not None for name in OFFSETS)
@@ -264,13 +267,13 @@ def _call(
 
 
 def _results(q: Any, v: Any) -> list[tuple[tuple[int, ...], Any]]:
-    """Return shapes and types of out and LSE."""
+    """Return the shapes and types of out and LSE."""
     wide = jnp.float64 if q.dtype == jnp.float64 else jnp.float32
     return [((*q.shape[:-1], v.shape[-1]), q.dtype), (q.shape[:-1], wide)]
 
 
 def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
-    """Return out and LSE of an empty problem, for which XLA does not call the function."""
+    """Return out and LSE of an empty problem, for which XLA does not call the foreign function."""
     (shape, dtype), (rows, wide) = _results(q, v)
     return jnp.zeros(shape, dtype), jnp.full(rows, -jnp.inf, wide)
 
@@ -279,7 +282,7 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q).
 
-    If the LSE is not returned to the caller (`gives_lse` is False), its gradient is zero, and the
+    If the LSE is not returned to the user (`gives_lse` is False), its gradient is zero, and the
     backward pass ignores it.
     """
     results = _results(operands["q"], operands["v"])
@@ -288,7 +291,7 @@ def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tu
 
 
 def _keep(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the forward pass; also return what the backward pass needs: inputs, out and the LSE."""
+    """Run the forward pass; also return what the backward pass needs: inputs, out and LSE."""
     out, lse = _attention(question, gives_lse, operands)
     return (out, lse), (operands, out, lse)
 
@@ -320,7 +323,7 @@ def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of all float inputs; integer inputs have None."""
+    """Return the gradients of all float inputs; for integer inputs they are None."""
     graph = dict(question.functions).get("score_mod")
     captured = () if graph is None else graph.arrays
     score = [f"score_mod {n}" for n, spec in enumerate(captured) if spec.kind == FLOAT]

@@ -1,13 +1,13 @@
-"""Evaluate a function that calls Pallas kernels, primitive by primitive, and report its accesses.
+"""Evaluate a function that calls Pallas kernels, one primitive at a time, and report accesses.
 
 Pallas's interpreters lower a kernel to XLA, where its accesses cannot be observed. So `Walker`
-evaluates the jaxpr that JAX traced. It runs loops, branches and calls itself, and JAX computes
-arithmetic on the CPU, in the kernel's types. Loads, stores and atomics of refs use
-`flashsim.jax.refs`, and are reported to an `Observer` with their source line.
-`flashsim.jax.pallas_launch` runs the grid of a `pallas_call`.
+evaluates the jaxpr (JAX's expression form of a function) that JAX traced. `Walker` runs loops,
+branches and calls itself, and JAX computes arithmetic on the CPU, in the kernel's types. Loads,
+stores and atomics of refs (Pallas's array references) use `flashsim.jax.refs`, and are reported to
+an `Observer` with their source line. `flashsim.jax.pallas_launch` runs the grid of a `pallas_call`.
 
-Primitives are recognized by their names, and indexers by their fields, so no private module of JAX
-is imported.
+JAX's primitives are recognized by their names, and indexers by their fields, so no private module
+of JAX is imported.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ REFUSED = {
 
 
 class SourceLine(NamedTuple):
-    """A line of source: its file, its number, and the function that contains it."""
+    """A source line: its file, its number, and the function that contains it."""
 
     file: str
     line: int
@@ -73,21 +73,21 @@ class SourceLine(NamedTuple):
 
 
 class Observer(Protocol):
-    """The interface through which a `Walker` reports what a kernel does."""
+    """The interface to which a `Walker` reports what a kernel does."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Called for a "load", "store" or "reduce"; lanes that are not `kept` are masked off."""
+        """Report a "load", "store" or "reduce"; lanes that are not `kept` are masked off."""
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Called when JAX computes something outside of every kernel."""
+        """Report that JAX computes something outside of every kernel."""
 
     def dot(self, flops: int, where: SourceLine) -> None:
-        """Called for a matrix product of `flops` floating-point operations."""
+        """Report a matrix product of `flops` floating-point operations."""
 
 
 @dataclass(eq=False)
 class Equation:
-    """One equation of a jaxpr, prepared for evaluation."""
+    """One equation of a jaxpr, in a form that is quick to evaluate."""
 
     run: Callable[[Equation, list[Any]], Any]
     equation: Any
@@ -114,7 +114,7 @@ class Walker:
         self._plans: dict[int, tuple[Any, list[Equation]]] = {}
 
     def run(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """Evaluate a jaxpr and return its outputs; stores change the refs among its inputs."""
+        """Evaluate a jaxpr and return its outputs; stores change those inputs that are refs."""
         values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
         values.update(zip(jaxpr.invars, args, strict=True))
         for step in self._plan(jaxpr):
@@ -164,13 +164,13 @@ class Walker:
         return steps
 
     def where(self, step: Equation) -> SourceLine:
-        """Return the line of the user's source that a step comes from."""
+        """Return the line of the user's source that an equation comes from."""
         if step.where is None:
             step.where = source_line(step.equation)
         return step.where
 
     def _placed(self, error: FlashSimError, step: Equation) -> FlashSimError:
-        """Return the error with the line and the program added to its text, unless it has them."""
+        """Return the error with line and program added to its text, unless the text has them."""
         if getattr(error, "placed", False):
             return error
         at = "" if self.program is None else f", in program {self.program}"
@@ -208,7 +208,7 @@ class Walker:
             self.carried[id(opened(body))] = dict(zip(names, carry, strict=True))
 
     def variables(self) -> dict[str, np.ndarray]:
-        """Return float arrays of the running program, by name: loop carries and scratch buffers."""
+        """Return the running program's float arrays by name: loop carries and scratch buffers."""
         found: dict[str, Any] = {name: ref.array for name, ref in self.buffers.items()}
         for carry in self.carried.values():
             found |= {name: x for name, x in carry.items() if not isinstance(x, Ref)}
@@ -266,7 +266,7 @@ class Walker:
         raise UnsupportedError(f"flashsim cannot evaluate the primitive {name}: {REFUSED[name]}")
 
     def _bind(self, step: Equation, inputs: list[Any]) -> Any:
-        """Compute a primitive with JAX."""
+        """Compute one primitive with JAX itself."""
         primitive = step.equation.primitive
         refs = any(isinstance(value, Ref) for value in inputs)
         if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
@@ -409,7 +409,7 @@ ATOMICS: dict[str, np.ufunc | None] = {
 
 
 def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
-    """Return a primitive's results; it is compiled if JAX cannot compute it eagerly."""
+    """Return the results of a primitive; it is compiled if JAX cannot compute it eagerly."""
     try:
         return primitive.bind(*inputs, **params)
     except NotImplementedError:
@@ -427,7 +427,7 @@ def closed_over(body: Any) -> Sequence[Any]:
 
 
 def bodies(params: dict[str, Any]) -> Iterable[Any]:
-    """Yield the jaxprs among the parameters of an equation."""
+    """Yield the jaxprs that are parameters of an equation."""
     for value in params.values():
         for one in value if isinstance(value, (tuple, list)) else (value,):
             if hasattr(opened(one), "eqns"):
@@ -435,7 +435,7 @@ def bodies(params: dict[str, Any]) -> Iterable[Any]:
 
 
 def calls_a_kernel(jaxpr: Any) -> bool:
-    """Return whether a jaxpr, or one inside it, calls a Pallas kernel."""
+    """Return whether a jaxpr, or a jaxpr inside it, calls a Pallas kernel."""
     return any(
         e.primitive.name == "pallas_call" or any(calls_a_kernel(b) for b in bodies(e.params))
         for e in jaxpr.eqns
@@ -456,7 +456,7 @@ def bind_params(equation: Any) -> dict[str, Any]:
 
 
 def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], list[Any], list[Any]]:
-    """Split a list into three: `first` values, `second` values, and the rest."""
+    """Split a list into three: the first `first` values, the next `second` values, and the rest."""
     return (
         list(values[:first]),
         list(values[first : first + second]),
@@ -465,12 +465,12 @@ def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], li
 
 
 def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return a mask broadcast to the shape of the lanes; None stays None."""
+    """Return a mask broadcast to the shape of an access's lanes; None stays None."""
     return None if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
 
 
 def scratch(aval: Any, name: str) -> Ref | None:
-    """Return an on-chip buffer for a kernel's scratch argument; None for a semaphore."""
+    """Return an on-chip buffer for a scratch argument of a kernel; None for a semaphore."""
     inner = getattr(aval, "inner_aval", aval)
     try:
         dtype = np.dtype(inner.dtype)
@@ -492,7 +492,7 @@ _INNER = re.compile(r"/(jax|jaxlib)/(?!experimental/pallas/ops/)|/functools\.py$
 
 
 def source_line(equation: Any) -> SourceLine:
-    """Return the innermost line of the user's source, or of a kernel that JAX contains."""
+    """Return the innermost source line that is the user's, or in a kernel that JAX contains."""
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in traceback.frames if traceback is not None else ():
         if not _INNER.search(frame.file_name.replace("\\", "/")):

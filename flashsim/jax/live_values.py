@@ -1,7 +1,7 @@
-"""Estimate a kernel's on-chip memory from its jaxpr: the intermediate values that it holds at once.
+"""Estimate a kernel's on-chip memory from its jaxpr: the values that it holds at once.
 
-An intermediate array is held from the equation that computes it to the last equation that reads it.
-Loaded tiles are not counted, because a trace contains them as loads. A compiler fuses element-wise
+An intermediate array counts from the equation that computes it to the last equation that reads it.
+Loaded tiles are not included, because a trace contains them as loads. A compiler fuses element-wise
 operations, so a compiled kernel may hold fewer values.
 """
 
@@ -23,10 +23,10 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the values that are held when their total size is largest: shape and bytes by name.
+    """Return the shapes and bytes, by name, of the values held when their total is largest.
 
-    A name has the number of equal values and their type, such as "2 float32". Another shape with
-    the same number and type is named "2 float32 b".
+    Each name consists of the number of equal values and their type, such as "2 float32". Values of
+    another shape with the same number and type get the name "2 float32 b".
     """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):
@@ -43,7 +43,7 @@ def _size(kind: Kind) -> int:
 
 
 def _kind(variable: Any) -> Kind | None:
-    """Return the kind of an array; None for scalars and refs."""
+    """Return the kind of an intermediate array; None for scalars and refs."""
     aval = variable.aval
     if hasattr(aval, "inner_aval") or not getattr(aval, "shape", ()):
         return None

@@ -1,4 +1,4 @@
-"""Find the names of the values that a kernel's loop carries, in the user's source."""
+"""Find, in the user's source, the names of the values that a kernel's loop carries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def unpacked_names(told: str) -> tuple[str, ...]:
-    """Return the names in the line ``m, l, acc = carry`` of a loop's body; () if it has none."""
+    """Return the names in a loop body's line ``m, l, acc = carry``; () if it has no such line."""
     found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
     if found is None:
         return ()
@@ -32,7 +32,7 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 
 
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
-    """Return names for a loop's carry: the user's, JAX's ("carry[0]"), or "carry 0"."""
+    """Return names for a loop's carried values: the user's, JAX's ("carry[0]"), or "carry 0"."""
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]
     names = [str(name) for name in known] + [""] * (count - len(known))

@@ -42,8 +42,9 @@ def trace_kernel(
 ) -> KernelTrace:
     """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
-    The function runs on the CPU. Its kernels are evaluated one primitive after another, and
-    everything else by JAX. The function needs no changes; `interpret=True` makes no difference.
+    The user's function runs on the CPU. Its Pallas kernels are evaluated one primitive after
+    another; JAX evaluates everything else. The user's function needs no changes; `interpret=True`
+    makes no difference.
 
     Parameters
     ----------
@@ -98,7 +99,7 @@ def record_kernels(
     model: str | None,
     watched: tuple[int, tuple[int, ...], Look] | None = None,
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
-    """Run `function(*args)`; return the kernels' record, their tensors by code, and the result.
+    """Run `function(*args)`; return its kernels' record, their tensors by code, and the result.
 
     `watched` is (launch, program, callback): the callback gets each access of that program.
     """
@@ -172,16 +173,16 @@ def cpu_device() -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether an argument is an array; numbers and flags are not traced."""
+    """Return whether an argument is an array, because numbers and flags are not traced."""
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
 @contextlib.contextmanager
 def own_lines() -> Iterator[None]:
-    """Make JAX record the source line of each equation, inside this context.
+    """Inside the ``with`` block, make JAX record the source line of each equation.
 
-    Otherwise, equations in the backward pass of a `custom_vjp` have the line of the forward call,
-    so that all loads of a backward kernel would have the same line.
+    Without this, equations in the backward pass of a `custom_vjp` have the line of the forward
+    call, so that all loads of a backward kernel would have the same line.
     """
     try:
         from jax._src import source_info_util
@@ -204,7 +205,7 @@ def own_lines() -> Iterator[None]:
 
 
 class PallasNotes:
-    """Receives a `Walker`'s reports, and records them in a `Recorder`."""
+    """Receives the reports of a `Walker`, and records them in a `Recorder`."""
 
     def __init__(self, arrays: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self.recorder = Recorder("pallas")
@@ -224,7 +225,7 @@ class PallasNotes:
             self._buffer(array)
 
     def _buffer(self, array: Any) -> int:
-        """Return the number of a JAX array's memory; the same array has the same number."""
+        """Return a number that identifies a JAX array; the same array has the same number."""
         if id(array) not in self._buffers:
             self._buffers[id(array)] = len(self._kept)
             self._kept.append(array)
@@ -280,7 +281,7 @@ class PallasNotes:
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Note that a TPU's grid returns to an output block that was copied back before."""
+        """Note for the user that a TPU's grid returns to an output block copied back before."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "
@@ -289,7 +290,7 @@ class PallasNotes:
         )
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """Record the final tensors of a kernel; `outputs` are its results as JAX arrays."""
+        """Record a kernel's final tensors; `outputs` are the kernel's results as JAX arrays."""
         for tensor in launch.tensors:
             self.values[self._codes[id(tensor)]] = tensor.array
         results = [o.tensor for o in launch.operands if o.output]
@@ -299,7 +300,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Note that JAX computes something outside of every kernel, where bytes are not counted."""
+        """Note for the user that JAX computes something outside of kernels, uncounted."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
@@ -309,7 +310,7 @@ class PallasNotes:
             self._outside[primitive] = self._outside.get(primitive, 0) + sum(sizes)
 
     def done(self) -> KernelRecord:
-        """Return the record of everything that was reported."""
+        """Return the record of all accesses and FLOPs reported so far."""
         models = " and ".join(sorted(self.models))
         self.recorder.source = f"pallas {jax.__version__}, {models} model"
         others = [f"{name} ({size:,} B)" for name, size in sorted(self._outside.items()) if size]
@@ -326,7 +327,7 @@ class PallasNotes:
             self.recorder.work("matmul", flops, line=(where.file, where.line))
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Note an access outside of an on-chip buffer; such accesses move no HBM bytes."""
+        """Note for the user an access outside of an on-chip buffer; it moves no HBM bytes."""
         outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(
@@ -350,7 +351,7 @@ class PallasNotes:
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-    """Return the element offsets of active lanes, and the numbers of masked and outside lanes."""
+    """Return the element offsets of active lanes, and how many lanes are masked or outside."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
     for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):

@@ -1,12 +1,14 @@
-"""Run the grid of a `pallas_call`, in one of two models of which accesses move bytes.
+"""Run the grid of a `pallas_call` by one of two models, which differ in what moves bytes.
 
-``gpu``: a block is a view of device memory. A program moves bytes when the kernel reads or writes a
-ref. The first axis of the grid runs fastest, as Pallas lowers programs to Triton.
+In the model ``gpu``, a block is a view of device memory. In this model, a program moves bytes when
+the kernel reads or writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs
+to Triton.
 
-``tpu``: one core runs the grid's steps in order, with the last axis fastest. A pipeline copies each
-operand's block to VMEM before a step, unless the previous step had the same block. It copies an
-output's block back if the next step has another block. The kernel's own reads and writes stay on
-chip. Refs in HBM (`pl.ANY`) are copied by `pltpu.make_async_copy`.
+In the model ``tpu``, one core runs the grid's steps in order, with the last axis fastest. In this
+model, a pipeline copies each operand's block to VMEM before a step, unless the previous step had
+the same block. The pipeline copies an output's block back if the next step has another block. Reads
+and writes by the kernel itself stay on chip. Refs in HBM (`pl.ANY`) are copied by
+`pltpu.make_async_copy`.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ Model = Literal["gpu", "tpu"]
 
 
 class Programs(Observer, Protocol):
-    """An `Observer` that is also told which kernel and which program run."""
+    """An `Observer` that is also told which kernel and which program are running."""
 
     def kernel(self, launch: KernelCall) -> None:
-        """Called when a kernel starts."""
+        """Report that a kernel starts."""
 
     def program(self, index: tuple[int, ...]) -> None:
-        """Called when a program, or a grid step of a TPU, starts."""
+        """Report that a program, or a grid step of a TPU, starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Called when a TPU's grid returns to an output block that was copied back before."""
+        """Report that a TPU's grid returns to an output block that it copied back before."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """Called when the kernel has ended; `outputs` are its results as JAX arrays."""
+        """Report that the kernel has ended; `outputs` are its results as JAX arrays."""
 
 
 @dataclass(eq=False)
@@ -62,13 +64,13 @@ class BlockOperand:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the kernel gets the whole tensor, and copies parts of it itself."""
+        """Whether the kernel gets the operand's whole tensor, and copies parts of it itself."""
         return self.space in ("any", "hbm")
 
 
 @dataclass(eq=False)
 class KernelCall:
-    """One call of a kernel: its name, its grid and its operands, with their final values."""
+    """One call of a kernel: its name, its grid, and its operands with their final values."""
 
     name: str
     grid: tuple[int, ...]
@@ -146,7 +148,7 @@ def launch(
 
 
 def run_gpu(walker: Walker, recorder: Programs, here: KernelCall, mapping: Any, jaxpr: Any) -> None:
-    """Run every program, each with new scratch buffers; refs are views of device memory."""
+    """Run every program with new scratch buffers; refs are views of device memory."""
     scalars = [Ref.whole(one.array, one, one.name) for one in here.scalars]
     count = len(here.scalars) + len(here.operands)
     vmapped = mapping.vmapped_dims
@@ -199,7 +201,7 @@ def run_tpu(
 
 
 def fetch(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
-    """Provide a block in VMEM; only blocks of inputs are copied from device memory."""
+    """Provide a block in VMEM; only the blocks of inputs are copied from device memory."""
     view = window(operand, start)
     lanes = everything(view)
     buffer = lanes.read(None)
@@ -258,7 +260,7 @@ def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
 
 
 def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return the fewest leading grid axes that determine the blocks of all outputs."""
+    """Return how many leading grid axes suffice to determine the blocks of all outputs."""
     blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
     steps = list(itertools.product(*map(range, here.grid)))
     for leading in range(len(here.grid)):
@@ -273,7 +275,7 @@ def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> t
 
 
 def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the programs of a grid; the first of `axes` runs fastest."""
+    """Yield the programs of a grid; the first axis in `axes` runs fastest."""
     for slow_first in itertools.product(*(range(grid[d]) for d in reversed(axes))):
         index = [0] * len(grid)
         for d, i in zip(reversed(axes), slow_first, strict=True):
@@ -284,9 +286,9 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the use of VMEM by name: every buffer of each block, and scratch buffers.
+    """Return the bytes of VMEM by name: every buffer of each block, and scratch buffers.
 
-    One buffer per input is left out, because the trace contains it as a loaded tile.
+    One buffer per input is left out of these bytes, because the trace contains it as a loaded tile.
     """
     found = {}
     for operand in here.operands:
@@ -344,7 +346,7 @@ def operands_of(
 
 
 def held(value: Any) -> np.ndarray:
-    """Return a NumPy copy of an operand, which stores may change."""
+    """Return a copy of an operand as a NumPy array, which stores may change."""
     dtype = getattr(value, "dtype", None)
     try:
         array = np.array(value)
@@ -360,7 +362,7 @@ def held(value: Any) -> np.ndarray:
 
 
 def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
-    """Return a block's length, whether it is squeezed, and its padding, for each dimension."""
+    """Return for each dimension a block's length, whether it is squeezed, and its padding."""
     lengths, squeezed, before = [], [], []
     for dimension in mapping.block_shape:
         kind = type(dimension).__name__
@@ -379,7 +381,7 @@ def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]
 def block_start(
     operand: BlockOperand, index: tuple[int, ...], scalars: Sequence[HbmTensor], walker: Walker
 ) -> tuple[int, ...]:
-    """Return where an operand's block begins in each dimension of its tensor."""
+    """Return where an operand's block begins in each dimension of the operand's tensor."""
     closed = operand.mapping.index_map_jaxpr
     refs = [Ref.whole(one.array, None, one.name) for one in scalars]  # reads on the scalar core
     blocks = walker.run(closed.jaxpr, closed.consts, [*map(np.int32, index), *refs])
@@ -398,7 +400,7 @@ def window(operand: BlockOperand, start: tuple[int, ...]) -> Ref:
 
 
 def everything(ref: Ref) -> Lanes:
-    """Return all lanes of a ref, also in squeezed dimensions and past the array's end."""
+    """Return all lanes (elements) of a ref, including squeezed dimensions and any past the end."""
     axes = tuple((first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True))
     inside = all(
         first >= 0 and first + length <= size
@@ -409,7 +411,7 @@ def everything(ref: Ref) -> Lanes:
 
 
 def inner(ref: Ref) -> Lanes:
-    """Return the lanes of a ref that lie inside its array, which a TPU's pipeline copies."""
+    """Return the lanes of a ref inside its array, which are those that a TPU's pipeline copies."""
     start, shape = [], []
     for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
         low, high = max(first, 0), min(first + length, size)
@@ -423,7 +425,7 @@ def inner(ref: Ref) -> Lanes:
 
 
 def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
-    """Return the requested model, or else the one for which the kernel is written.
+    """Return the requested model or, by default, the one for which the kernel is written.
 
     A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is for a TPU; any
     other kernel is for a GPU.
@@ -438,7 +440,7 @@ def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model
 
 
 def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
-    """Raise an error if the chosen model does not support the kernel."""
+    """Raise an error if the chosen model ("gpu" or "tpu") does not support the kernel."""
     for variable, name in itertools.zip_longest(jaxpr.invars, names):
         space = getattr(variable.aval, "memory_space", None)
         module = type(space).__module__ if space is not None else ""
@@ -480,7 +482,7 @@ def kernel_name(jaxpr: Any) -> str:
 
 
 def spec_line(mapping: Any, equation: Any) -> SourceLine:
-    """Return the line of an operand's index map, or else the line of the call."""
+    """Return the source line of an operand's index map; without one, the line of the call."""
     told = getattr(mapping.index_map_jaxpr.jaxpr.debug_info, "func_src_info", None) or ""
     found = re.fullmatch(r"(.*) at (.*):(\d+)", told)
     if found is None or "/jax/_src/" in found[2].replace("\\", "/"):

@@ -1,10 +1,10 @@
-"""Refs of a Pallas kernel: which elements an access refers to, and their values.
+"""Refs (array references) of a Pallas kernel: which elements an access has, and their values.
 
 A kernel accesses blocks of its operands through refs. A `Ref` is a window of a NumPy array, which
 is a tensor in device memory or an on-chip buffer. `locate` converts the transforms of one access
-(`ref[...]`, `ref.at[...]`, reshape, transpose) to `Lanes`, with one lane per element. A lane
-outside of the window or the array reads `poison`, as in Pallas's own interpreter, and its stores
-have no effect.
+(`ref[...]`, `ref.at[...]`, reshape, transpose) to `Lanes`, with one lane per element. Loading a
+lane outside of the window or the array gives `poison`, as in Pallas's own interpreter; storing to
+it has no effect.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class HbmTensor:
 
 @dataclass(eq=False)
 class Ref:
-    """A window of `array`, which starts at `start` and has the lengths `shape`.
+    """A window of the array `array`, which starts at `start` and has the lengths `shape`.
 
-    `squeezed` dimensions have length 1, and the kernel does not see them. `tensor` is the operand
-    in device memory that the window belongs to; None if the array is an on-chip buffer.
+    Dimensions in `squeezed` have length 1, and the kernel does not see them. `tensor` is the
+    operand in device memory that the window belongs to; None if the array is an on-chip buffer.
     """
 
     array: np.ndarray
@@ -46,7 +46,7 @@ class Ref:
 
     @classmethod
     def whole(cls, array: np.ndarray, tensor: HbmTensor | None = None, name: str = "") -> Ref:
-        """Return a ref to a whole array."""
+        """Return a ref to the whole of an array."""
         none = (False,) * array.ndim
         return cls(array, (0,) * array.ndim, array.shape, none, tensor, name)
 
@@ -55,10 +55,10 @@ class Ref:
 class Lanes:
     """The elements of one access, one lane each.
 
-    `shape` is the shape of the accessed value. `index` selects the lanes in the array; it is None
-    if a lane is outside. If the lanes are a box, `axes` has (first, length, step) per dimension of
-    the array, and `dims` lists the dimensions that the value has. Otherwise `arrays` holds the
-    lanes' coordinates.
+    `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
+    array; it is None if any lane is outside. If the lanes are a box, `axes` has (first, length,
+    step) per dimension of the array, and `dims` lists the dimensions that the value has. If the
+    lanes are not a box, `arrays` holds their coordinates.
     """
 
     ref: Ref
@@ -83,7 +83,7 @@ class Lanes:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """Booleans: whether each lane lies inside the window and the array."""
+        """Booleans that say whether each lane lies inside the window and the array."""
         kept = np.ones(self.shape, bool)
         ref = self.ref
         for at, first, length, size in zip(
@@ -105,7 +105,7 @@ class Lanes:
         return value
 
     def write(self, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Store `value` in the lanes that are kept and inside."""
+        """Store `value` in those lanes that are kept and inside."""
         self.ref.written = True
         if self.index is not None and kept is None:
             self.ref.array[self.index] = value
@@ -114,14 +114,14 @@ class Lanes:
         self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Combine `value` with the lanes' elements; several lanes may have the same element."""
+        """Combine `value` with the lanes' elements, where several lanes may share an element."""
         self.ref.written = True
         kept = self.inside if kept is None else self.inside & kept
         operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
 
 
 def poison(dtype: np.dtype) -> Any:
-    """Return the value of memory that was never written: NaN, or the least integer."""
+    """Return the value that stands for memory never written: NaN, or the least integer."""
     if dtype.kind == "b":
         return False
     return np.iinfo(dtype).min if dtype.kind in "iu" else np.array(np.nan).astype(dtype)
@@ -133,7 +133,7 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return coordinate arrays of a box; their shape has only the dimensions `dims`."""
+    """Return coordinate arrays of a box of lanes; their shape has only the dimensions `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
@@ -148,12 +148,12 @@ def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.
 
 
 def is_slice(index: Any) -> bool:
-    """Return whether an indexer's entry is a Pallas slice, with a start, a size and a stride."""
+    """Return whether an index entry is a Pallas slice, with a start, a size and a stride."""
     return hasattr(index, "start") and hasattr(index, "size") and hasattr(index, "stride")
 
 
 def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
-    """Return the lanes of a ref that `transforms` select."""
+    """Return the lanes (elements) of a ref that `transforms` select."""
     axes = [(first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True)]
     dims = [d for d, gone in enumerate(ref.squeezed) if not gone]
     arrays: tuple[np.ndarray, ...] | None = None
@@ -192,7 +192,7 @@ def plain(transform: Any) -> bool:
 def sliced(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return a box after indexing by slices and integers, as `axes` and `dims`."""
+    """Return a box of lanes after indexing by slices and integers, as `axes` and `dims`."""
     axes, left = list(axes), []
     for d, index in zip(dims, indices, strict=True):
         first, _, step = axes[d]
@@ -218,7 +218,7 @@ def length_of(index: Any) -> int:
 def gathered(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[np.ndarray, ...]:
-    """Return coordinates of a box after indexing by slices and integer arrays, as in NumPy."""
+    """Return a box's coordinates after indexing by slices and integer arrays, as in NumPy."""
     steps = [
         np.arange(length_of(i), dtype=np.int64) * int(i.stride) + int(i.start)
         if is_slice(i)
@@ -254,7 +254,7 @@ def gathered(
 
 
 def transformed(arrays: tuple[np.ndarray, ...], transform: Any) -> tuple[np.ndarray, ...]:
-    """Return coordinates after a reshape, a transpose or another indexer."""
+    """Return lanes' coordinates after a reshape, a transpose or another index."""
     kind = type(transform).__name__
     if kind == "ReshapeTransform":
         return tuple(at.reshape(transform.shape) for at in arrays)

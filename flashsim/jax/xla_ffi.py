@@ -1,9 +1,10 @@
 """Register Python functions as XLA foreign functions, and read XLA's call frames.
 
 XLA calls a function pointer with a *call frame*: arguments, result buffers to fill, attributes, and
-a table of XLA's functions. The structures are those of ``xla/ffi/api/c_api.h``, version 0.x, which
-jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. `register` makes such a
-function pointer from a Python function. XLA calls it from its own thread; ctypes acquires the GIL.
+a table of XLA's functions. The C structures are those of ``xla/ffi/api/c_api.h``, version 0.x,
+which jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. `register` makes
+a function pointer for XLA from a Python function. XLA calls this pointer from its own thread;
+ctypes acquires the GIL.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ _STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
 
 class XlaArray:
-    """The memory of an argument or a result: its `address`, `shape` and NumPy `dtype`."""
+    """The memory of an argument or a result of XLA: its `address`, `shape` and NumPy `dtype`."""
 
     def __init__(self, buffer: list[int]) -> None:
         self.address: int = buffer[_DATA]
@@ -138,26 +139,26 @@ class ForeignCall:
 
     @property
     def arguments(self) -> list[XlaArray]:
-        """The memory of the arguments."""
+        """The memory of the call's arguments."""
         return [XlaArray(buffer) for buffer in self._given]
 
     @property
     def results(self) -> list[XlaArray]:
-        """The memory of the results, which the function fills."""
+        """The memory of the call's results, which the function fills."""
         return [XlaArray(buffer) for buffer in self._made]
 
     def looks(self) -> tuple[Any, ...]:
-        """Return the type and shape of each argument, as a key for caches."""
+        """Return each argument's type and shape, as a key for caches."""
         return tuple(
             (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK])) for x in self._given
         )
 
     def addresses(self) -> list[int]:
-        """Return the addresses of the arguments, followed by those of the results."""
+        """Return the addresses of the arguments' memory, followed by those of the results."""
         return [x[_DATA] for x in (*self._given, *self._made)]
 
     def text(self, name: str) -> str:
-        """Return the text attribute with this name."""
+        """Return the call's text attribute with this name."""
         n, kinds, names, texts = (self._frame[at] for at in _ATTRIBUTES)
         each = (_pointers(names, n), (c_uint32 * n).from_address(kinds), _pointers(texts, n))
         for called, kind, at in zip(*each, strict=True):
@@ -177,7 +178,7 @@ class ForeignCall:
 
 @cache
 def _asking(address: int) -> Any:
-    """Return XLA's function that returns a stream, from its address, as a Python callable."""
+    """Return, as a Python callable, XLA's function at an address, which returns a stream."""
     return _STREAM(address)
 
 
@@ -194,7 +195,7 @@ def _read(span: int) -> str:
 
 
 def _version(api: int) -> tuple[int, int]:
-    """Return the version of jaxlib's interface; up to JAX 0.8 only the header file contains it."""
+    """Return the version of jaxlib's FFI; up to JAX 0.8 only the header file contains it."""
     if api:
         version = _Api.from_address(api).version
         return version.major, version.minor

@@ -1,7 +1,8 @@
-"""Checks kernels that users write: the bytes they move, which are unnecessary, and their results.
+"""Checks kernels that users write: bytes moved, which of them are unnecessary, and results.
 
-A frontend (such as `flashsim.triton`) executes a kernel and records its accesses in a `Recorder`.
-`KernelTrace` analyses the record. Nothing in this package depends on Triton or Pallas.
+A frontend (such as `flashsim.triton`) executes a user's kernel and records its accesses in a
+`Recorder`. `KernelTrace` analyses the recorded accesses. Nothing in this package depends on Triton
+or Pallas.
 """
 
 from __future__ import annotations

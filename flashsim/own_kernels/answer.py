@@ -1,4 +1,4 @@
-"""The terminal's report on a kernel, in at most 32 lines: its mistakes and the bytes it moves."""
+"""The report on a user's kernel in the terminal, in at most 32 lines: its mistakes and bytes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def answer(
 
 
 def _fitting(blocks: list[list[str]], most: int) -> list[str]:
-    """Shorten the longest blocks until everything fits; each says how many lines were cut."""
+    """Shorten the longest blocks of lines until all fit; each says how many lines were cut."""
     lost = [0] * len(blocks)
     # A block that was cut ends in one more line, which says so.
     while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:

@@ -1,4 +1,4 @@
-"""Convert a kernel's record to a `Trace`, which pictures, tables and files accept."""
+"""Convert the record of a kernel's accesses to a `Trace`, as pictures, tables and files need it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from flashsim.trace.validate import MOST_NAMES, MOST_STAGES
 def as_trace(
     geometry: Geometry, name: str, device: Device, compulsory: int, provenance: dict[str, str]
 ) -> Trace:
-    """Return a record as a trace: one stage per launch, one outer-loop iteration per program.
+    """Return a record as a trace: one stage per kernel launch, one outer-loop step per program.
 
-    If the accesses of all heads are the same, the trace keeps those of one head. Otherwise all
-    heads are members of one group, each with its own events.
+    If all heads make the same accesses, the trace keeps those of one head. Otherwise the trace has
+    all heads as members of one group, each with its own events.
 
     Raises
     ------
@@ -68,7 +68,7 @@ def as_trace(
 
 
 class _Codes:
-    """Codes of tensors and of on-chip values in a trace."""
+    """The integer codes that a trace uses for tensors and on-chip values."""
 
     def __init__(self, geometry: Geometry) -> None:
         self.axes: dict[str, int] = {}
@@ -79,7 +79,7 @@ class _Codes:
         ]
 
     def code(self, name: str, axis: int = ROW) -> int:
-        """Return the code of a name; a new one gets a new code."""
+        """Return the integer code of a name; a new name gets a new code."""
         if name in CODES:
             return CODES[name]
         if name not in self._codes:
@@ -127,7 +127,7 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return events, costs and `per` of one launch; None if its heads differ."""
+    """Return a launch's events, their FLOPs, and `per`; None if the launch's heads differ."""
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
     # A program that works on several query heads works on a whole group.
@@ -149,7 +149,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return (accesses, facts): two heads have the same events if all these numbers are equal."""
+    """Return an array (accesses, facts); heads with equal facts have the same events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -162,7 +162,7 @@ def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> 
 
 
 def _begins(cut: Visits) -> np.ndarray:
-    """Return whether each access is the first one of a visit or of a program."""
+    """Return for each access whether it is the first one of a visit (tile pair) or of a program."""
     return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
 
 
@@ -174,7 +174,7 @@ def _events(
     names: _Codes,
     one: np.ndarray,
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray]]:
-    """Return the events of one head's programs in order, and the FLOPs of each compute event."""
+    """Return the events of one head's programs in order, and the FLOPs of its compute events."""
     record = geometry.record
     a, asked = record.accesses, record.bytes_asked
     by_row = cut.outer == "queries"
@@ -234,7 +234,7 @@ def _events(
 
 
 class _Work:
-    """The FLOPs of one launch, which are read in order within each program."""
+    """The FLOPs of one launch, which are taken in order within each program."""
 
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
@@ -244,7 +244,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return a program's FLOPs since the last call, up to an access (None: to its end)."""
+        """Return a program's FLOPs from the previous call up to an access (None: up to its end)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,14 +18,16 @@ from flashsim.schedule.names import LOAD
 
 #: A user's reference: maps the loaded tensors, by label, to the tensors that should be stored.
 Reference = Callable[[dict[str, np.ndarray]], Any]
-#: A result's allowed error, as a multiple of the error of plain attention in the same type.
-TIMES = 16
+#: A result's allowed error, as a multiple of the error of plain attention in the same type: in
+#: float64 and float32; and in 16 bits, where plain attention also rounds its scores.
+TIMES, TIMES_16 = 16, 2
+LOG2_E = float(np.log2(np.e))
 _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 
 @dataclass(frozen=True)
 class Output:
-    """One tensor that was compared: its largest error, the error allowed, and wrong elements."""
+    """The comparison of one tensor: its largest error, the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -34,13 +37,13 @@ class Output:
 
     @property
     def right(self) -> bool:
-        """Whether no element is wrong."""
+        """Whether no element of the tensor is wrong."""
         return not self.wrong
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of a check.
+    """The result of checking a kernel's results.
 
     Attributes
     ----------
@@ -110,13 +113,14 @@ def matrices(g: Geometry, code: int, array: np.ndarray) -> np.ndarray:
     x = np.asarray(array).astype(np.float64)
     if x.ndim == 0:
         return x.reshape(1, 1)
+    x = x.reshape(g.shapes[code])
     x = np.moveaxis(x, side.rows, -1 if side.vector else -2)
     leads, length = g.leads[code], g.lengths[code]
     return x.reshape((leads, length) if side.vector else (leads, length, x.shape[-1]))
 
 
 def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None = None) -> Verdict:
-    """Compare the stored tensors with a reference; by default, attention in float64."""
+    """Compare the tensors that a kernel stored with a reference (default: float64 attention)."""
     if not values:
         raise TraceError(
             "this record does not hold the tensors' values, so results cannot be checked; trace "
@@ -130,6 +134,7 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     stored = [g.labels[code] for code in g.record.stored]
     if reference is not None:
         return _by_reader(g, values, reference)
+    arrays = {name: _without_padding(g.problem, name, x) for name, x in arrays.items()}
     p, inputs = _of_scores(g.problem, _inputs(g, arrays))
     wanted: dict[str, np.ndarray] = {}
     allowed: dict[str, float] = {}
@@ -156,7 +161,13 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
                 f"implies {want.shape}; pass the kernel's problem as "
                 "problem=flashsim.Problem(...)"
             )
-        outputs.append(_output(name, arrays[name], want, allowed[name], wrong))
+        one = _output(name, arrays[name], want, allowed[name], wrong)
+        if name in wrong and name == "L" and _is_m(g):
+            in_base_2 = _output(name, arrays[name], want * LOG2_E, allowed[name] * LOG2_E, {})
+            if in_base_2.right:  # what Triton's own example keeps for its backward pass
+                del wrong[name]
+                one = replace(in_base_2, tensor="L in base 2")
+        outputs.append(one)
     verdict = Verdict(tuple(outputs))
     if not wrong:
         return verdict
@@ -166,8 +177,19 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     return _located(g, verdict, name, wrong[name], arrays[name], wanted[name], mistake)
 
 
+def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
+    """Return a vector per head without the elements past the last query."""
+    padded = name in ("L", "delta") and x.ndim == 2 and x.shape[1] > p.n_q
+    return x[:, : p.n_q] if padded else x
+
+
+def _is_m(g: Geometry) -> bool:
+    """Whether the tensor that holds the LSE is called M."""
+    return g.record.tensors[g.labels.index("L")].name.lower().startswith("m")
+
+
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return the kernel's inputs: the tensors whose first access is a load."""
+    """Return a kernel's inputs: the tensors that are loaded before anything is stored to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -177,7 +199,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Return softmax(S) V as an attention problem: Q is S, and K is the identity matrix."""
+    """Return a softmax(S) V problem as attention: Q is S, and K is the identity matrix."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -220,11 +242,12 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return TIMES the error of plain attention in the same type, plus one rounding error."""
+    """Return the allowed error: TIMES that of plain attention in this type, plus one rounding."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
-    return float(TIMES * plain + finite * 2.0**-bits)
+    times = TIMES if bits > 16 else TIMES_16
+    return float(times * plain + finite * 2.0**-bits)
 
 
 def _differs(got: np.ndarray, want: np.ndarray, allowed: float) -> np.ndarray:
@@ -254,15 +277,18 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that reproduces all outputs; "" if none does."""
+    """Return the first known mistake that would give all these outputs; "" if there is none."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
+    own = g.scale
+    if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
+        own = None
     with np.errstate(all="ignore"):
-        for text, make in mistakes.known(p, inputs, block_q, block_k):
+        for text, make in mistakes.known(p, inputs, block_q, block_k, own):
             made = make()
             if not set(made) & set(got):
                 continue
             every = {name: made.get(name, wanted[name]) for name in got}
-            scale = {n: 2 * allowed[n] + 1e-6 * _largest(every[n]) for n in got}
+            scale = {n: 2 * allowed[n] + 1e-5 * _largest(every[n]) for n in got}
             off = {n: _differs(got[n], every[n], scale[n]) & ~np.isnan(every[n]) for n in got}
             if not any(one.any() for one in off.values()):
                 return text
@@ -270,7 +296,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return a mistake in the rows to which results are stored; "" if there is none."""
+    """Return a mistake in the choice of rows to which results are stored; "" if there is none."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:
@@ -298,7 +324,7 @@ def _located(
     want: np.ndarray,
     mistake: str,
 ) -> Verdict:
-    """Return the verdict with the first wrong element, and the program that stored it."""
+    """Return the verdict with the first wrong element added, and the program that stored it."""
     at = np.argwhere(wrong)[0]
     head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
     a, code = g.record.accesses, g.labels.index(name)
@@ -322,7 +348,7 @@ def _located(
 
 
 def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) -> Verdict:
-    """Compare with a user's function, element by element, in the tensors' own shapes."""
+    """Compare with a user's reference function, element by element, in the tensors' own shapes."""
     given = {label: np.array(values[code]) for code, label in enumerate(g.labels)}
     answer = reference(given)
     stored = {g.labels[code]: code for code in g.record.stored}

@@ -1,4 +1,4 @@
-"""Compare a kernel's bytes with a closed form for its tile sizes; explain the excess by line."""
+"""Compare a kernel's bytes with a closed form for its tile sizes; explain the excess."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass(frozen=True)
 class Reason:
-    """Bytes of one tensor beyond the closed form, why the kernel moves them, and in which lines."""
+    """The excess bytes of one tensor, why the kernel moves them, and in which source lines."""
 
     kind: str
     text: str
@@ -40,11 +40,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """Bytes of one operation on one tensor, beside the bytes that are needed.
+    """One operation's bytes on one tensor, beside the bytes that are needed.
 
     `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the kernel's
     tile sizes, or None if flashsim recognizes no attention in the kernel. `compulsory` is the
-    tensor's size if it has to be moved once, else 0.
+    tensor's size if every kernel has to move it once, else 0.
     """
 
     op: str
@@ -56,7 +56,7 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """Bytes beyond `expected`, or beyond `compulsory` where nothing is expected."""
+        """The excess: bytes beyond `expected`, or beyond `compulsory` if `expected` is None."""
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property
@@ -77,9 +77,9 @@ class Expected:
 
 
 def expected_of(g: Geometry, device: Device) -> Expected | None:
-    """Return the bytes that the recognized algorithm moves with these launches' tile sizes.
+    """Return the bytes that the recognized algorithm moves with the kernel's tile sizes.
 
-    None if the launches compute no known algorithm.
+    The result is None if the kernel's launches compute no known algorithm.
     """
     stored = [_stored_in(g, n) for n in range(len(g.record.launches))]
     every = set().union(*stored)
@@ -129,9 +129,9 @@ def _stored_in(g: Geometry, launch: int) -> set[str]:
 def rows_of(
     g: Geometry, expected: Expected | None, compulsory: Callable[[str], tuple[int, int]]
 ) -> list[ByteRow]:
-    """Return a row for each operation and tensor, in the order of the tensors.
+    """Return a `ByteRow` for each operation and tensor, in the order of the tensors.
 
-    `compulsory(label)` returns the bytes that must be read, and those that must be written.
+    `compulsory(label)` returns a tensor's bytes that must be read, and those that must be written.
     """
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
@@ -151,10 +151,12 @@ def rows_of(
 
 
 def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
-    """Yield why tensors move more bytes: masked tiles, repeated loads, rows of the next head."""
+    """Yield the reasons for excess bytes: masked tiles, repeated loads, rows of the next head."""
     a = g.record.accesses
     masked = masked_visits(g)
-    for code in range(len(g.labels)):
+    for code, tensor in enumerate(g.record.tensors):
+        if tensor.dtype.startswith(("int", "uint")):
+            continue  # offsets and lengths: loading such a number again costs nothing
         for op in np.unique(a["op"][a["tensor"] == code]).tolist():
             mine = np.flatnonzero((a["tensor"] == code) & (a["op"] == op) & (a["active"] > 0))
             if not len(mine):
@@ -198,7 +200,7 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Number the accesses so that one program's accesses to the same tile share a number."""
+    """Return numbers for accesses: a program's accesses to the same tile have the same number."""
     columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
     columns.append(g.record.accesses["launch"][accesses])
     order = np.lexsort(columns)
@@ -211,7 +213,7 @@ def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
 
 
 def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Return the accesses to a tile that the same program has accessed before."""
+    """Return those accesses to a tile that the same program has accessed before."""
     _, first = np.unique(_tiles(g, accesses), return_index=True)
     repeats = np.ones(len(accesses), bool)
     repeats[first] = False
@@ -237,7 +239,7 @@ def _again(g: Geometry, code: int, accesses: np.ndarray, again: np.ndarray) -> R
 
 
 def said(lines: tuple[int, ...]) -> str:
-    """Return lines in words: "line 41", "lines 41 and 47"."""
+    """Return source lines in words: "line 41", "lines 41 and 47"."""
     if not lines:
         return "no line"
     if len(lines) == 1:
@@ -246,7 +248,7 @@ def said(lines: tuple[int, ...]) -> str:
 
 
 def masked_visits(g: Geometry) -> np.ndarray:
-    """Return, for each access, whether it belongs to a visit whose scores are all masked."""
+    """Return for each access whether it belongs to a visit whose scores are all masked."""
     found = np.zeros(len(g.record.accesses), bool)
     p = g.problem
     if not (p.causal or p.window is not None):

@@ -1,19 +1,25 @@
-"""Import a user's Python file, as if Python ran it as a script."""
+"""Import a user's Python file in the way in which Python runs a script."""
 
 from __future__ import annotations
 
 import ast
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
+from flashsim.errors import FlashSimError, TraceError
+
+#: An error of a reader's file is quoted up to so many characters: torch's can fill pages.
+_WORDS = 500
+
 
 def imports(text: str) -> set[str]:
-    """Return the full names of the modules that a file imports: "jax.experimental.pallas"."""
+    """Return the full names of the modules that a file imports, as in "jax.experimental.pallas"."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -28,8 +34,35 @@ def imports(text: str) -> set[str]:
 
 
 @contextmanager
+def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn an exception of a reader's file into a `TraceError` that names its line.
+
+    `hint` follows the message: what the file was given, for example.
+    """
+    try:
+        yield
+    except FlashSimError:
+        raise
+    except Exception as error:
+        raise TraceError(f"{_told(path, error)}{hint}") from error
+
+
+def _told(path: Path, error: Exception) -> str:
+    """Return the file, the line and its text, and the error in words."""
+    words = " ".join(str(error).split())[:_WORDS]
+    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    if not inside:
+        return f"{path}: {said}"
+    return f"{path}, line {inside[-1].lineno}, `{inside[-1].line}`: {said}"
+
+
+@contextmanager
 def beside(path: Path, *more: str) -> Iterator[None]:
-    """Let a file import modules from its own folder and from the folders `more`."""
+    """In the ``with`` block, let a file import modules from its own folder and those in `more`."""
     places = [str(path.resolve().parent), *more, *sys.path]
     argv = mock.patch.object(sys, "argv", [str(path)])
     with mock.patch.object(sys, "path", places), argv:
@@ -37,7 +70,7 @@ def beside(path: Path, *more: str) -> Iterator[None]:
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a file and return its module, which does not stay in `sys.modules`."""
+    """Import a file and return its module, which is not left in `sys.modules`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -53,4 +86,4 @@ def imported(path: Path) -> ModuleType:
     return made
 
 
-__all__ = ["beside", "imported", "imports"]
+__all__ = ["beside", "imported", "imports", "readers_errors"]

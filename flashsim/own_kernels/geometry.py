@@ -1,15 +1,16 @@
-"""`Geometry`: the tile and matrix of each access, and whether a tensor's rows are queries or keys.
+"""`Geometry`: each access's tile and matrix, and whether a tensor's rows are queries or keys.
 
-A kernel only has pointers, and the record says which elements an access touched. From these, this
-module derives each access's rows, columns and head, and the axis along which a tensor is tiled
-(queries, keys, or both, as scores are). It also derives the tile sizes and, unless the user states
-it, the attention problem.
+A kernel only has pointers, so the record of its accesses only says which elements were accessed.
+From the elements, this module derives each access's rows, columns and head. It also derives the
+axis along which a tensor is tiled (queries, keys, or both, as scores are). Finally it derives the
+tile sizes and, unless the user states it, the attention problem.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,19 +21,22 @@ from flashsim.own_kernels.names import labels
 from flashsim.own_kernels.record import KernelRecord
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
+from flashsim.schedule.names import LOAD
 from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
 
 #: Usual parameter names of a kernel's causal flag and scale.
 _CAUSAL = ("causal", "is_causal")
+_OFFSETS = re.compile(r"cu|seq|off|ptr|start|loc|len|bound|lim", re.IGNORECASE)
 _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 
 @dataclass(frozen=True)
 class Sides:
-    """How a tensor is tiled.
+    """How a kernel's tensor is tiled.
 
-    `axis` is ROW (its rows are queries), COL (keys) or TILE (queries by keys). `rows` is the axis
-    of its shape that holds the rows. `vector` marks a tensor with one number per row.
+    `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE for queries by
+    keys. `rows` is the number of the tensor's axis that holds the rows. `vector` is True for a
+    tensor with one number per row.
     """
 
     axis: int
@@ -41,7 +45,7 @@ class Sides:
 
 
 class Geometry:
-    """Tiles, heads and tiled axes of all tensors and accesses in a record.
+    """The tiles, heads and tiled axes of all tensors and accesses in a record.
 
     Attributes
     ----------
@@ -53,6 +57,9 @@ class Geometry:
         box in it: first row, number of rows, first column, number of columns.
     spans : int32 (accesses,)
         How many matrices (heads) the bounding box spans: more than 1 if it reaches the next head.
+    shapes : list of tuple of int
+        The tensors' shapes. If a tensor stacks the rows of all heads, its shape here has an axis
+        of heads.
     problem : Problem
     """
 
@@ -61,21 +68,26 @@ class Geometry:
         record: KernelRecord,
         names: Mapping[str, str] | None = None,
         problem: Problem | None = None,
+        values: Sequence[np.ndarray] = (),
     ) -> None:
         self.record = record
         self.labels = labels([t.name for t in record.tensors], names)
+        self.shapes = [
+            _stacked(t.shape, label, problem)
+            for t, label in zip(record.tensors, self.labels, strict=True)
+        ]
         self._boxes()
         self._matrices()
         self.sides = [Sides(AXES.get(x, -1), *self._layout[n]) for n, x in enumerate(self.labels)]
         self._known_heads(problem)
         self._split_boxes()
         self._place_others()
-        self.problem = self._problem(problem)
+        self.problem = self._problem(problem, values)
 
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Decode each access's corners into indices along every axis of its tensor."""
+        """Convert the corners of each access into indices along every axis of its tensor."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -85,26 +97,31 @@ class Geometry:
             if not len(mine):
                 continue
             self._of[t.code] = mine
-            shape = t.shape or (1,)
+            shape = self.shapes[t.code] or (1,)
             self._low[t.code] = _indices(a["first"][mine], shape)
             self._high[t.code] = _indices(a["last"][mine], shape)
+            if shape != (t.shape or (1,)):  # a box over two heads holds whole rows of both
+                across = self._low[t.code][0] != self._high[t.code][0]
+                self._low[t.code][1:, across] = 0
+                self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Distinguish matrices from vectors, and find the axis that holds their rows."""
+        """Find out which tensors are matrices or vectors, and which axis holds their rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
+            shape = self.shapes[t.code]
             thinner = any(
                 len(other.shape) > 1
                 and other.size == t.size * other.shape[-1]
-                and t.shape[-1] in other.shape[:-1]
+                and shape[-1] in self.shapes[other.code][:-1]
                 for other in tensors
-                if t.shape and other is not t
+                if shape and other is not t
             )
-            vector = len(t.shape) < 2 or label in STATISTICS or label == "L_part" or thinner
-            rows = max(len(t.shape) - 1, 0)
+            vector = len(shape) < 2 or label in STATISTICS or label == "L_part" or thinner
+            rows = max(len(shape) - 1, 0)
             if not vector:
-                rows = len(t.shape) - 2
+                rows = len(shape) - 2
                 if t.code in self._low:
                     extent = (self._high[t.code] - self._low[t.code]).max(axis=1)[:-1]
                     if extent.any():
@@ -112,7 +129,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Find out whether Q's rows are heads: one query per head, as in decoding."""
+        """Find out whether Q's rows are heads: each head has one query, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:
@@ -128,7 +145,7 @@ class Geometry:
         self.lengths: list[int] = []
         self.widths: list[int] = []
         for t, side in zip(self.record.tensors, self.sides, strict=True):
-            shape = t.shape or (1,)
+            shape = self.shapes[t.code] or (1,)
             others = [x for x in range(len(shape)) if x != side.rows]
             if not side.vector:
                 others.remove(len(shape) - 1)
@@ -159,7 +176,7 @@ class Geometry:
     # -- sides ----------------------------------------------------------------------------------
 
     def _place_others(self) -> None:
-        """Find the tiled axis of tensors with unknown names, from the tiles that programs touch."""
+        """Find the tiled axis of tensors with unknown names from the tiles that programs access."""
         a = self.record.accesses
         self.outer: list[str] = []
         for launch in range(len(self.record.launches)):
@@ -193,18 +210,46 @@ class Geometry:
     # -- the problem ----------------------------------------------------------------------------
 
     def code(self, label: str) -> int | None:
-        """Return the code of the tensor with that label, or None."""
+        """Return the code of the tensor with that name, or None."""
         return self.labels.index(label) if label in self.labels else None
 
     def constant(self, names: tuple[str, ...]) -> object:
-        """Return the first launch argument with one of these names; None if there is none."""
+        """Return the first launch argument that has one of these names; None if there is none."""
         for launch in self.record.launches:
             for name, value in launch.constants.items():
                 if name.lower() in names:
                     return value
         return None
 
-    def _problem(self, given: Problem | None) -> Problem:
+    @property
+    def scale(self) -> float | None:
+        """The launches' own scale; None if no argument is called so."""
+        given = self.constant(_SCALE)
+        return float(given) if isinstance(given, (int, float)) else None
+
+    def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
+        """Return the offsets of packed sequences that a kernel loads; none without them.
+
+        They are integers that begin with 0 and end with the number of queries or keys.
+        """
+        found: dict[str, list[int]] = {}
+        a = self.record.accesses
+        for t, value in zip(self.record.tensors, values, strict=False):
+            if value.ndim != 1 or len(value) < 2 or value.dtype.kind not in "iu":
+                continue
+            ops = a["op"][a["tensor"] == t.code]
+            rises = value[0] == 0 and (np.diff(value) >= 0).all()
+            if not rises or not len(ops) or (ops != LOAD).any() or not _OFFSETS.search(t.name):
+                continue
+            of_keys = value[-1] == n_kv and (value[-1] != n_q or "q" in found)
+            if of_keys or value[-1] == n_q:
+                found.setdefault("k" if of_keys else "q", value.tolist())
+        if not found or (len(found) == 1 and n_q != n_kv):
+            return {}
+        q = found.get("q") or found["k"]
+        return {"cu_seqlens_q": q, "cu_seqlens_k": found.get("k", q)}
+
+    def _problem(self, given: Problem | None, values: Sequence[np.ndarray] = ()) -> Problem:
         if given is not None:
             return given
         rows = self._pick(ROW, ("Q", "O", "dO", "dQ"))
@@ -244,6 +289,7 @@ class Geometry:
                 kv_heads=kv_heads // batch,
                 dtype=dtype,
                 causal=bool(causal),
+                **self._packed(n_q, n_kv, values),  # type: ignore[arg-type]
                 scale=_scale(scale, width),  # type: ignore[arg-type]
             )
         except FlashSimError as error:
@@ -253,7 +299,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`: one named in `first`, else a matrix."""
+        """Return the code of a tensor tiled along `axis`: one that `first` names, else a matrix."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -272,7 +318,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """The tile sizes of each launch: (queries, keys)."""
+        """The tile sizes (queries, keys) of each launch."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -287,15 +333,28 @@ class Geometry:
         return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
 
 
+def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int, ...]:
+    """Return a tensor's shape, with an axis of heads if the problem says that it stacks heads."""
+    axis = AXES.get(label, -1)
+    if p is None or axis not in (ROW, COL) or p.cu_seqlens_q is not None:
+        return shape
+    heads, n = (p.heads, p.n_q) if axis == ROW else (p.kv_heads, p.n_kv)
+    heads *= p.batch
+    wide = 1 if label in STATISTICS else 2
+    if heads == 1 or len(shape) != wide or shape[0] != heads * n:
+        return shape
+    return (heads, n, *shape[1:])
+
+
 def _scale(given: object, width: int) -> float | None:
-    """Return a kernel's scale, or None if it is 1 / sqrt(d) up to rounding."""
+    """Return a kernel's softmax scale, or None if it is 1 / sqrt(d) up to rounding."""
     if not isinstance(given, (int, float)) or math.isclose(given, width**-0.5, rel_tol=1e-6):
         return None
     return float(given)
 
 
 def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return int32 (axes, accesses): the indices of elements, from their row-major numbers."""
+    """Return the indices of elements from their row-major numbers, int32 (axes, accesses)."""
     found = np.empty((len(shape), len(numbers)), np.int32)
     for axis in range(len(shape) - 1, 0, -1):
         numbers, found[axis] = np.divmod(numbers, shape[axis])
@@ -304,7 +363,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether the value differs between two accesses of any program."""
+    """Return whether any program has two accesses with different values."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

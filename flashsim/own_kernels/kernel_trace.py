@@ -30,9 +30,9 @@ from flashsim.version import __version__
 
 @own_errors
 class KernelTrace:
-    """Every access that a user's kernel made, with methods that count and check the accesses.
+    """All accesses that a user's kernel made, with methods that count and check them.
 
-    Functions that take a `Result` also take a `KernelTrace`: `viz.page(traced)`,
+    Functions that accept a `Result` also accept a `KernelTrace`: `viz.page(traced)`,
     `viz.traffic([traced, other])`.
 
     Attributes
@@ -79,7 +79,7 @@ class KernelTrace:
             )
         self.record = record
         self.device = Device.get(device)
-        self.geometry = Geometry(record, names, problem)
+        self.geometry = Geometry(record, names, problem, values)
         kernels = list(dict.fromkeys(one.kernel for one in record.launches))
         self.name = name or ", ".join(kernels)[:60]
         self.outputs = dict(outputs or {})
@@ -89,12 +89,12 @@ class KernelTrace:
 
     @property
     def problem(self) -> Problem:
-        """The attention problem: as passed, or as derived from the shapes and arguments."""
+        """The attention problem: as the user passed it, or as derived from shapes and arguments."""
         return self.geometry.problem
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the tensors: the papers' names where known."""
+        """Names of the kernel's tensors: the papers' names where known."""
         return tuple(self.geometry.labels)
 
     @property
@@ -120,7 +120,7 @@ class KernelTrace:
         return chosen
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes that all programs request, of one operation and tensor, or of all.
+        """Return the bytes that all programs request, for one operation and tensor or for all.
 
         Parameters
         ----------
@@ -132,23 +132,23 @@ class KernelTrace:
         return int(self.record.bytes_asked[self._chosen(op, tensor)].sum())
 
     def sectors(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes moved between L2 and the SMs: 32 per sector that an access touches."""
+        """Return the bytes moved between L2 and the SMs: 32 per sector of memory accessed."""
         return int(self.record.accesses["sectors"][self._chosen(op, tensor)].sum()) * SECTOR
 
     @property
     def n_events(self) -> int:
-        """Number of accesses of all programs."""
+        """Number of accesses made by all programs."""
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Return the bytes that every kernel with these results moves: inputs and outputs, once.
+        """Return the bytes that any kernel with these results must move: inputs and outputs, once.
 
-        A tensor that is first stored and then loaded, such as partial results, is not counted.
+        A tensor that is stored before it is loaded, such as partial results, is not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
     def compulsory_of(self, tensor: str) -> tuple[int, int]:
-        """Return the bytes of a tensor that must be read, and that must be written."""
+        """Return how many bytes of a tensor must be read, and how many must be written."""
         a, code = self.record.accesses, self.tensors.index(tensor)
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
         if not len(ops):
@@ -162,12 +162,12 @@ class KernelTrace:
 
     @cached_property
     def trace(self) -> Trace:
-        """The same accesses as a `Trace`, which pictures, players, tables and files accept."""
+        """The accesses converted to a `Trace`, as pictures, players, tables and files need it."""
         about = {"flashsim": __version__, "source": self.record.source}
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
 
     def only(self, *kernels: str) -> KernelTrace:
-        """Return a trace of only the launches of these kernels.
+        """Return a trace of only those launches that ran one of these kernels.
 
         Raises
         ------
@@ -196,18 +196,18 @@ class KernelTrace:
     def expected(self) -> Expected | None:
         """The bytes that FlashAttention-2 (or split-KV decoding) moves with this kernel's tiles.
 
-        None if the kernel computes something else.
+        The value is None if the kernel computes something else.
         """
         return expected_of(self.geometry, self.device)
 
     @cached_property
     def byte_rows(self) -> list[ByteRow]:
-        """Bytes by operation and tensor, beside the needed bytes, with reasons and source lines."""
+        """Bytes by operation and tensor, beside the needed bytes, with reasons for the excess."""
         return rows_of(self.geometry, self.expected, self.compulsory_of)
 
     @cached_property
     def findings(self) -> list[KernelFinding]:
-        """Warnings, each with its source line and program."""
+        """Warnings about the kernel, each with its source line and program."""
         return findings_of(self.geometry)
 
     def compared(self) -> report.Table:
@@ -253,7 +253,7 @@ class KernelTrace:
     # -- predictions ----------------------------------------------------------------------------
 
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
-        """Return the DRAM bytes that a model of a device's L2 cache predicts."""
+        """Return the kernel's DRAM bytes, as predicted by a model of a device's L2 cache."""
         return dram_of(self, self.device if device is None else Device.get(device), l2)
 
     def roofline(self, device: str | Device | None = None) -> Roofline:
@@ -263,7 +263,7 @@ class KernelTrace:
     # -- by line --------------------------------------------------------------------------------
 
     def by_line(self) -> report.Table:
-        """Return a table with a row per source line: accesses, bytes, masked lanes, sectors."""
+        """Return a table with one row per source line: accesses, bytes, masked lanes, sectors."""
         a = self.record.accesses
         table = report.Table(
             f"{self.name}: loads and stores by line ({self.record.source})",
@@ -292,7 +292,7 @@ class KernelTrace:
         return table
 
     def table(self) -> report.Table:
-        """Return a table of bytes by tensor and operation, like that of any other trace."""
+        """Return a table of bytes by tensor and operation, as for any other trace."""
         return self.trace.table()
 
     def __repr__(self) -> str:

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import TENSORS
 
-_ENDINGS = re.compile(r"_?(ptr|pointer|desc|descriptor|base|ref|hbm|global)$", re.IGNORECASE)
+_ENDINGS = re.compile(r"_?(ptr|pointer|desc|descriptor|base|ref|hbm|gmem|global)$", re.IGNORECASE)
+_BEGINNINGS = re.compile(r"^(ptr|pointer|desc|descriptor|tma|gmem|hbm)_", re.IGNORECASE)
 _PAPERS = {
     "Q": "q query queries",
     "K": "k key keys",
@@ -30,9 +31,9 @@ _KNOWN = {word: paper for paper, words in _PAPERS.items() for word in words.spli
 
 
 def paper_name(parameter: str) -> str | None:
-    """Return the papers' name of a kernel's parameter ("k_ptr": "K"), or None."""
+    """Return the papers' name for a kernel's parameter ("k_ptr": "K"), or None if unknown."""
     word = parameter
-    while (shorter := _ENDINGS.sub("", word)) not in ("", word):
+    while (shorter := _ENDINGS.sub("", _BEGINNINGS.sub("", word))) not in ("", word):
         word = shorter
     return _KNOWN.get(word.lower())
 
@@ -63,7 +64,7 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
 
 
 def identifier(label: str, taken: Iterable[str] = ()) -> str:
-    """Return a label as a trace can store it: an identifier of about 20 characters, unique."""
+    """Return a tensor's name for a trace: a unique identifier of about 20 characters."""
     if label in TENSORS[1:]:
         return label
     word = re.sub(r"\W", "_", label)[:20] or "_"

@@ -1,7 +1,8 @@
-"""Predict a user's kernel's DRAM bytes and roofline with the models of the built-in kernels.
+"""Predict the DRAM bytes and the roofline of a user's kernel, with the models of built-in kernels.
 
-The kernel's recorded accesses are replayed through the L2 model. Programs start in the order of the
-grid, as many at a time as the device has room for. Each program makes one access per time step.
+For DRAM bytes, the kernel's recorded accesses are replayed through the L2 model. Programs start in
+the order of the grid, as many at a time as the device has room for. In this replay, each program
+makes one access per time step.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ MOST_PIECES = 50_000_000
 
 
 class Pieces:
-    """Numbers the pieces of all tensors, as `TileNumbers` numbers the built-in kernels' tiles."""
+    """Numbers the pieces of all tensors in the way in which `TileNumbers` numbers tiles."""
 
     def __init__(self, traced: Any) -> None:
         record = traced.record
@@ -50,14 +51,14 @@ class Pieces:
         self.size = np.concatenate(sizes)
 
     def by_tensor(self, per_piece: np.ndarray) -> dict[str, int]:
-        """Sum a value per piece over each tensor; tensors with a sum of zero are left out."""
+        """Sum the values of each tensor's pieces; tensors whose sum is zero are left out."""
         edges = [*self.first, len(self.size)]
         sums = [int(per_piece[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
 def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
-    """Replay the accesses of a `KernelTrace` through the L2 of a device."""
+    """Replay the accesses of a `KernelTrace` through the L2 model of a device."""
     model = L2Model() if model is None else model
     pieces = Pieces(traced)
     tiles = cast(Any, pieces)
@@ -74,7 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return the launch's requests, one per piece, in the order in which programs issue them."""
+    """Return a launch's requests to L2, one per piece, in the order in which they are issued."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -106,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first piece that each access touches, and how many pieces it touches."""
+    """Return the first piece of a tensor that each access touches, and how many it touches."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
@@ -131,7 +132,7 @@ def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, n
 
 
 def roofline_of(traced: Any, device: Device) -> Roofline:
-    """Return a kernel's roofline: its matrix FLOPs over requested, DRAM and compulsory bytes."""
+    """Return a kernel's roofline: its matrix FLOPs per requested, DRAM and compulsory byte."""
     trace = traced.trace
     sizes = {
         "requested": traced.bytes(),

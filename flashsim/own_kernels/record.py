@@ -48,7 +48,7 @@ WORK = np.dtype(
 
 @dataclass(eq=False)
 class Launch:
-    """One launch of a kernel.
+    """One launch of a user's kernel.
 
     Attributes
     ----------
@@ -81,7 +81,7 @@ class Launch:
         return int(np.prod(self.grid, dtype=np.int64))
 
     def place(self, program: int) -> tuple[int, ...]:
-        """Return a program's grid coordinates, from its number."""
+        """Return the grid coordinates of the program with this number."""
         found = []
         for side in self.grid:
             program, at = divmod(program, side)
@@ -89,7 +89,7 @@ class Launch:
         return tuple(found)
 
     def number(self, place: Iterable[int]) -> int:
-        """Return a program's number, from its grid coordinates."""
+        """Return the number of the program at these grid coordinates."""
         total, step = 0, 1
         for at, side in zip(place, self.grid, strict=False):
             total, step = total + at * step, step * side
@@ -98,12 +98,12 @@ class Launch:
 
 @dataclass(frozen=True)
 class Clash:
-    """A conflict: two programs of one launch access the same element, and one of them writes it.
+    """A data race: two programs of one launch access the same element, and one of them writes it.
 
     `kind` is "two stores" or "read of another's store". `first` and `second` are program numbers,
-    in the order in which the programs ran in the simulation. `line` is that of the second one's
-    access. `element` is the first such element's row-major number. `count` is the number of
-    accesses with such a conflict.
+    in the order in which the simulation ran the programs. `line` is the source line of the second
+    program's access. `element` is the row-major number of the first element with this conflict.
+    `count` is the number of accesses that conflict in this way.
     """
 
     kind: str
@@ -118,7 +118,7 @@ class Clash:
 
 @dataclass(frozen=True, eq=False)
 class KernelRecord:
-    """Everything that a recorder recorded: tensors, launches, accesses in order, FLOPs, clashes.
+    """All that a `Recorder` recorded: tensors, launches, accesses in order, FLOPs, data races.
 
     Attributes
     ----------
@@ -164,14 +164,14 @@ class KernelRecord:
 
     @property
     def bytes_asked(self) -> np.ndarray:
-        """int64 (accesses,): the bytes that each access requests."""
+        """The bytes that each access requests, int64 (accesses,)."""
         sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
         """Group the `chosen` accesses into tuples (line, operation, tensor code, accesses).
 
-        `line` is an index into `lines`.
+        In these tuples, `line` is an index into `lines`.
         """
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1
@@ -187,12 +187,12 @@ class KernelRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the record's arrays take."""
+        """Bytes of memory that the arrays of this record take."""
         return self.accesses.nbytes + self.work.nbytes
 
 
 def restricted(record: KernelRecord, launches: Sequence[int]) -> KernelRecord:
-    """Return a record of the given launches only."""
+    """Return a record with only the chosen launches."""
     new = np.full(len(record.launches), -1)
     new[list(launches)] = np.arange(len(launches))
     parts = []

@@ -1,7 +1,7 @@
-"""Serialize a traced kernel: one process runs a user's file, and another one grades it.
+"""Serialize the record of a kernel: one process runs a user's file, and another one grades it.
 
-The bytes are an .npz archive of plain arrays. Reading them runs no code of the process that wrote
-them.
+The serialized bytes are an .npz archive of plain arrays. Reading the archive runs no code of the
+process that wrote it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A record, its tensors' names in the papers, and each tensor's final values, by code."""
+    """A kernel's record, the papers' names of its tensors, and their final values, by code."""
 
     record: KernelRecord
     names: Mapping[str, str]
@@ -30,7 +30,7 @@ class Recorded:
 
 
 def packed(runs: Sequence[Recorded]) -> bytes:
-    """Return several runs as bytes."""
+    """Return the records of several runs as bytes."""
     arrays: dict[str, np.ndarray] = {}
     about = []
     for n, run in enumerate(runs):
@@ -54,7 +54,7 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the runs that `packed` wrote.
+    """Return the records that `packed` turned into bytes.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
 
 
 def _tuples(x: Any) -> Any:
-    """Turn lists into tuples, also nested ones; JSON has only lists."""
+    """Turn lists into tuples, also nested lists; JSON has only lists."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
     return {k: _tuples(v) for k, v in x.items()} if isinstance(x, dict) else x

@@ -1,7 +1,7 @@
-"""`Recorder`: frontends record a kernel's accesses and FLOPs here.
+"""`Recorder`: collects a kernel's accesses and FLOPs from the frontends that run kernels.
 
-While a launch runs, the recorder also remembers which program stored or loaded each element, to
-find data races between programs.
+While a launch runs, the recorder also remembers which program stored or loaded each element. From
+this it finds data races between programs.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _CHUNK = 1 << 14
 
 
 class Recorder:
-    """Records a kernel as it runs.
+    """Collects a kernel's accesses and FLOPs as the kernel runs.
 
     For each launch, a frontend calls `tensor` for each argument, and then `launch`. For each
-    program it calls `program`, then `access` or `block` for each load, store and atomic operation,
-    and `work` for each product. It calls `done` at the end. Tensors with the same name, buffer and
-    layout are the same tensor.
+    program the frontend calls `program`, then `access` or `block` for each load, store and atomic
+    operation, and `work` for each matrix product. The frontend calls `done` at the end. Tensors
+    with the same name, buffer and layout count as one tensor.
     """
 
     def __init__(self, source: str) -> None:
@@ -72,7 +72,8 @@ class Recorder:
     ) -> int:
         """Record a tensor and return its code.
 
-        A known tensor keeps its code and name, even if a later launch has it as another parameter.
+        A tensor that is known already keeps its code and name, even if a later launch has it as
+        another parameter.
 
         Parameters
         ----------
@@ -130,7 +131,7 @@ class Recorder:
     ) -> int:
         """Record a kernel's launch; return the launch's number.
 
-        Programs of an `ordered` launch run one after another, as a TPU's grid steps do, so they
+        The programs of an `ordered` launch run one after another, as a TPU's grid steps do, so they
         cannot race.
         """
         sides = tuple(map(int, grid)) or (1,)
@@ -145,7 +146,7 @@ class Recorder:
         return len(self.launches) - 1
 
     def program(self, place: Iterable[int]) -> None:
-        """Record that the program at these grid coordinates runs from now on."""
+        """Record that the program at these grid coordinates now starts."""
         self._program = self.launches[-1].number(place)
 
     # -- accesses and work ----------------------------------------------------------------------
@@ -212,14 +213,14 @@ class Recorder:
         self.access(op, tensor, offsets[mask], masked=int((~mask).sum()), line=line)
 
     def work(self, kind: str, flops: int, *, line: tuple[str, int] = ("?", 0)) -> None:
-        """Record FLOPs of one `kind` of `flashsim.counts.work.KINDS`."""
+        """Record FLOPs; `kind` is one of `flashsim.counts.work.KINDS`."""
         at, launch = len(self._accesses), len(self.launches) - 1
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record the shape and bytes of the tile values that the program holds now, by name.
+        """Record the shape and bytes of the tile values that the program now holds, by name.
 
-        The launch keeps the values of the moment when their total size was largest.
+        For each launch, only the values at the moment of the largest total size are kept.
         """
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
@@ -227,7 +228,7 @@ class Recorder:
             self.launches[-1].held = dict(values)
 
     def note(self, text: str) -> None:
-        """Add a sentence to the notes for the user, unless they have it already."""
+        """Add a sentence to the notes for the user, unless the notes have it already."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -260,7 +261,7 @@ class Recorder:
 
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
-        """Return the row-major numbers of both corner elements of the offsets' bounding box."""
+        """Return the row-major numbers of the first and last element of a bounding box."""
         if its.contiguous and _is_run(unique):
             first, last = int(unique[0]), int(unique[-1])
             width = its.shape[-1] if its.shape else 1
@@ -283,7 +284,7 @@ class Recorder:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return `_places`, as a slice if the elements are contiguous."""
+        """Return the elements' places, as a slice if the elements are contiguous."""
         if _is_run(unique) and its.itemsize == self._units[its.buffer]:
             first = its.start // its.itemsize + int(unique[0])
             return slice(first, first + len(unique))
@@ -300,7 +301,7 @@ class Recorder:
         return board
 
     def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
-        """Remember which program accessed these elements, and record a clash with another one."""
+        """Remember which program accessed these elements, and record data races with others."""
         places, me = self._run(its, unique), self._program + 1
         writer = self._writer.get(its.buffer)
         if op == LOAD:
@@ -356,12 +357,15 @@ _SEVERAL = np.iinfo(np.int32).max
 
 
 def _is_run(unique: np.ndarray) -> bool:
-    """Return whether ascending offsets are contiguous."""
+    """Return whether these ascending offsets have no gaps."""
     return int(unique[-1]) - int(unique[0]) + 1 == len(unique)
 
 
 def _distinct(offsets: np.ndarray) -> np.ndarray:
-    """Return the distinct offsets in ascending order. Ascending offsets are not sorted again."""
+    """Return the different offsets among these, in ascending order.
+
+    If the offsets are ascending already, they are not sorted.
+    """
     flat = offsets.ravel()
     if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)
@@ -384,7 +388,7 @@ def _sectors(its: KernelTensor, unique: np.ndarray) -> int:
 
 
 class _Columns:
-    """A structured array that grows by chunks."""
+    """A structured array that grows in chunks."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self._dtype = dtype
@@ -405,7 +409,10 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows, read-only. The recorder shares them; later rows use a new chunk."""
+        """Return all rows added so far, read-only.
+
+        The result shares memory with the recorder; rows added later use a new chunk.
+        """
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
         self._full, self._before, self._used = [whole], len(whole), 0

@@ -1,4 +1,4 @@
-"""Compare one program's m, l and accumulator with the online softmax's after every key tile."""
+"""Compare one program's m, l and accumulator with those of online softmax after each key tile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _USUAL = {
 
 @dataclass
 class Follower:
-    """Computes FlashAttention-2's m, l and O after each key tile, for the rows of one program.
+    """Computes FlashAttention-2's m, l and O after each key tile, for one program's rows.
 
     Attributes
     ----------
@@ -54,7 +54,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note a load of keys first .. last - 1, and check the `variables` of the tiles before."""
+        """Note a load of keys first .. last - 1; check the `variables` of the tiles before it."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:
@@ -62,7 +62,7 @@ class Follower:
         self.seen.append((first, last))
 
     def end(self, variables: Mapping[str, np.ndarray]) -> None:
-        """Check the variables when the output is stored."""
+        """Check the program's variables when it stores the output."""
         if self.seen and not self.found:
             self._compare(variables, ended=True)
 
@@ -99,7 +99,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find which variables are m, l and acc, by their values after the first tile."""
+        """Find which variables hold m, l and the accumulator, by their values after one tile."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(
@@ -115,7 +115,7 @@ class Follower:
                     self.names[what] = usual[0]
 
     def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return a mask of the rows in which a variable differs from its expected value."""
+        """Return a mask of the rows in which a variable differs from the value it should have."""
         if value.shape != want.shape:
             return rows
         scale = np.abs(want[rows]).max(initial=1e-3)
@@ -137,7 +137,7 @@ class Follower:
 def followed(
     g: Geometry, values: tuple[np.ndarray, ...], verdict: Verdict, again: Again
 ) -> Verdict:
-    """Return the verdict with its first wrong step, if a forward pass stored a wrong O or L."""
+    """Return the verdict, with its first wrong step if a forward pass stored a wrong O or L."""
     p = g.problem
     usual = {"Q", "K", "V"} <= set(g.labels) and verdict.tensor in ("O", "L") and verdict.program
     if not usual or p.n_q == 1:

@@ -61,19 +61,19 @@ class KernelTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements, without gaps between them."""
+        """Bytes of all elements together, without gaps between elements."""
         return self.size * self.itemsize
 
     @cached_property
     def span(self) -> int:
-        """Number of elements from the first to the last, gaps included."""
+        """Number of elements from the first to the last, counting gaps."""
         if not self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether the elements lie side by side in the order of their indices."""
+        """Whether the elements are contiguous in memory, in the order of their indices."""
         step = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n != 1 and stride != step:
@@ -83,15 +83,15 @@ class KernelTensor:
 
     @cached_property
     def _axes(self) -> list[int]:
-        """Axes that move an offset, from the largest stride to the smallest."""
+        """Axes whose index changes an offset, from the largest stride to the smallest."""
         moving = [a for a, n in enumerate(self.shape) if n > 1 and self.strides[a] > 0]
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the indices, one array per axis, of the elements at `offsets`, and which exist.
+        """Return the elements' indices at `offsets`, one array per axis, and which elements exist.
 
-        An offset counts elements from the tensor's first one. No element exists at an offset past
-        the end, or in a gap between rows.
+        An offset is a number of elements from the tensor's first element. At an offset past the
+        end, or in a gap between rows, no element exists.
         """
         rest = offsets
         found = [np.zeros_like(offsets) for _ in self.shape]

@@ -1,8 +1,8 @@
-"""Split each program's accesses into visits: one visit per inner-loop iteration, in order.
+"""Split a program's accesses into visits (tile pairs): one visit per inner-loop iteration.
 
 A launch whose outer loop is over queries has one program per query tile, which loops over key
-tiles. An access to a tensor of the inner loop begins a new visit if its tile differs from the last
-access's tile. So two loads of one tile in one iteration belong to one visit.
+tiles. A new visit begins with an access to a tensor of the inner loop whose tile differs from that
+of the tensor's last access. So two loads of the same tile in one iteration belong to one visit.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from flashsim.schedule.tensors import COL, ROW, TILE
 
 @dataclass(frozen=True, eq=False)
 class Visits:
-    """The accesses of one launch, ordered by program, and the visit that each belongs to.
+    """The accesses of one launch, ordered by program, and the visit (tile pair) of each access.
 
     Attributes
     ----------
@@ -50,7 +50,7 @@ class Visits:
 
 
 def visits_of(geometry: Geometry, launch: int) -> Visits:
-    """Return the accesses of one launch, split into visits."""
+    """Return one launch's accesses, split into visits (tile pairs)."""
     g, a = geometry, geometry.record.accesses
     block_q, block_k = g.heights[launch]
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -96,7 +96,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return for each access the first value >= 0 of its program, or the program's default."""
+    """Return for each access the first value >= 0 in its program, or the program's default."""
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]
@@ -106,7 +106,7 @@ def _first(
 def _head(
     g: Geometry, mine: np.ndarray, axis: np.ndarray, starts: np.ndarray, which: np.ndarray
 ) -> np.ndarray:
-    """Return the query head of each access."""
+    """Return the query head that each access belongs to."""
     p = g.problem
     heads = p.batch * p.heads
     tensor = g.record.accesses["tensor"][mine]

@@ -1,9 +1,9 @@
 """Attention for PyTorch models: a differentiable operator, and a replacement for torch's own.
 
-`watch` records and counts the attention calls of a model.
+The function `watch` records and counts the attention calls of a model.
 
-Needs torch (``pip install 'flashsim-attention[torch]'``); nothing is registered until `install` is
-called.
+This package needs torch (``pip install 'flashsim-attention[torch]'``); nothing is registered until
+`install` is called.
 """
 
 from __future__ import annotations

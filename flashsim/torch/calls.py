@@ -21,7 +21,7 @@ from flashsim.trace.trace import Trace
 
 
 class Extents(NamedTuple):
-    """Sizes of a call, named as in `Problem`, with offsets if sequences are packed."""
+    """The sizes of an attention call, named as in `Problem`, with offsets of packed sequences."""
 
     batch: int
     heads: int
@@ -108,13 +108,13 @@ class AttentionCall:
 
     @property
     def place(self) -> str | None:
-        """Return "cpu" or "cuda", where the call was computed; None for tensors without values."""
+        """Return "cpu" or "cuda", where the call ran; None if its tensors have no values."""
         kind = self.device.partition(":")[0]
         return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 
     @property
     def note(self) -> str:
-        """Return what the count does not reproduce exactly, and why; "" if nothing."""
+        """Return which part of the call the count does not reproduce, and why; "" if none."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -126,7 +126,8 @@ class AttentionCall:
     def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
         """Run the simulator on this call and return its trace, for pictures and the player.
 
-        It uses the call's own q, k and v if they were copied, else random ones (`seed`).
+        The simulation uses the call's own q, k and v if they were copied, else random ones
+        (`seed`).
 
         Parameters
         ----------
@@ -181,9 +182,10 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Copy q, k and v as (batch, heads, n, head_dim).
+    """Return copies of q, k and v as (batch, heads, n, head_dim).
 
-    Returns None if they have no values, take more than `limit` bytes or do not fit these shapes.
+    The result is None if the tensors have no values, take more than `limit` bytes, or do not fit
+    these shapes.
     """
     s = sizes
     wanted = (
@@ -204,14 +206,14 @@ def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Ten
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """Return a CPU tensor as a NumPy array; bfloat16 is passed as bits."""
+    """Return a CPU tensor as a NumPy array; bfloat16 is passed on as bits."""
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return x.numpy()
 
 
 def only(calls: list[AttentionCall], name: str) -> AttentionCall:
-    """Return the only call of that name.
+    """Return the only recorded call of that name.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Combine the results of several blocks in float32: merge out by LSE, add gradients."""
+"""Combine the results of several blocks of scores in float32: merge out by LSE, add gradients."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """Gradients of the rows `rows`: of one block, in its computation's type, or float32 sums."""
+    """Gradients for the rows `rows`: those of one block of scores, or float32 sums over blocks."""
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return these gradients as float32 sums over all rows, ready to add other blocks to."""
+        """Return these gradients as float32 sums over all rows; other blocks can then be added."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -28,14 +28,14 @@ class Share:
         return Share(parts, slice(0, x.shape[2]))
 
     def add(self, other: Share) -> None:
-        """Add the gradients of a block to this sum."""
+        """Add the gradients of another block to this sum."""
         for name, x in other.parts.items():
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Add these gradients to a member's own block and round the sum once.
+        """Add these gradients to those of a ring member's own block, and round the sum once.
 
-        The own block comes in parts, each of some of the heads.
+        The member's own block comes in parts, each with some of the heads.
         """
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
@@ -54,7 +54,7 @@ NOTHING = Share({}, slice(0, 0))
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge `part`, the same rows over other keys, into `out` and its LSE, in place in float32.
 
-    Uses one kernel on a GPU and torch operators on the CPU. See `flashsim.merge`.
+    The merge is one kernel on a GPU, and several torch operators on the CPU. See `flashsim.merge`.
     """
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused

@@ -35,10 +35,11 @@ def decode(
 ) -> Any:
     """Compute attention of a few queries over the live keys of a KV cache, without a gradient.
 
-    On a GPU, the kernel itself reads lengths, starts and the table while it runs. So a call with
-    these as GPU tensors never waits for the GPU, works under torch.compile, and can be captured in
-    a CUDA graph that is replayed with other lengths. The kernels take float16 and bfloat16, and
-    widths up to 256; for other types and widths, torch's own operators run on the GPU.
+    On a GPU, the kernel itself reads lengths, starts and the block table while it runs. So a call
+    that passes these as GPU tensors never waits for the GPU, works under torch.compile, and can be
+    captured in a CUDA graph that is replayed with other lengths. The kernels support float16 and
+    bfloat16, and head dimensions up to 256; for other types and widths, torch's own operators run
+    on the GPU.
 
     Parameters
     ----------
@@ -90,7 +91,7 @@ def decode(
 
 
 def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
-    """Return integers, one per sequence, as the kernel reads them."""
+    """Return integers, one per sequence, in the form that the kernel reads."""
     if given is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool):
@@ -108,7 +109,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
 
 
 class _Question(NamedTuple):
-    """The options of a call without its tensors."""
+    """The options of a decoding call, without its tensors."""
 
     causal: bool
     left: int
@@ -171,7 +172,7 @@ def _problem(
     entries: Tensor | None,
     asked: _Question,
 ) -> Problem:
-    """Check shapes and types; return the problem if every row of the cache is live.
+    """Check shapes and types; return the `Problem` of a cache in which every row is live.
 
     Raises
     ------
@@ -243,7 +244,7 @@ def _written_out(
 ) -> tuple[Tensor, Tensor]:
     """Decode with torch's own operators, in float32 or wider, if no GPU kernel supports the call.
 
-    It does not wait for the GPU, so a CUDA graph can capture it.
+    This function does not wait for the GPU, so a CUDA graph can capture it.
     """
     causal, left, right, softcap, scale, _ = asked
     batch, heads, n_q, d = q.shape

@@ -1,13 +1,14 @@
-"""Calls of `attention` that go straight to an engine: checked once, then run without checks.
+"""Calls of `attention` that go straight to an engine: checked at first, then run without checks.
 
-A model makes the same call again and again. A `Ready` is a checked call, cached under everything
-that the checks read. Eagerly it runs as a plain `torch.autograd.Function`. Under torch.compile it
-runs inside the operator ``flashsim::attend``, which has fewer arguments than
-``flashsim::attention`` and so takes torch's dispatcher less time. Whatever observes or transforms
-operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) gets ``flashsim::attention``.
+A model makes the same attention call again and again. A `Ready` is a checked call, cached under all
+values that the checks read. Eagerly a `Ready` runs as a plain `torch.autograd.Function`. Under
+torch.compile a `Ready` runs inside the operator ``flashsim::attend``, which has fewer arguments
+than ``flashsim::attention`` and so takes torch's dispatcher less time. Observers and transforms of
+operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) get ``flashsim::attention``
+instead.
 
-On a GPU, calls with few queries run the decode kernels, with or without a gradient, so that both
-return the same bits. Calls whose caches differ only in length share one `Ready`.
+On a GPU, calls with few queries run the decode kernels, whether or not a gradient is needed, so
+that both cases return the same bits. Calls whose KV caches differ only in length share one `Ready`.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class _OnCpu:
 
 
 def _numbers(x: Tensor) -> Any:
-    """Return a NumPy array over a tensor's memory."""
+    """Return a NumPy array that shares a tensor's memory."""
     x = x.detach().resolve_neg()
     return from_torch("", x) if x.dtype == torch.bfloat16 else x.numpy()
 
@@ -125,7 +126,7 @@ _FEW, _FEW_ROWS = 16, 128
 
 
 def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether the decode kernels run a call."""
+    """Return whether a call has so few queries that the decode kernels run it."""
     if not q.is_cuda or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return False
     _, heads, n, d = q.shape
@@ -140,13 +141,13 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about(n: int) -> int:
-    """Return `n` rounded up, so that caches of about the same length share one call."""
+    """Return the number of keys, rounded up so that caches of similar length share one call."""
     step = max(128, 1 << max(n.bit_length() - 5, 0))
     return -(-n // step) * step
 
 
 def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
-    """Return the decode kernel's call for tensors like these, with caches of any length."""
+    """Return a function that runs the decode kernel on such tensors, with caches of any length."""
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
     if q.shape[2] == 1:  # one query sees all keys, since its own is the last
@@ -160,7 +161,7 @@ _MOST = 1024
 
 
 def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Return the checked call for tensors like these; check it if it is a new one.
+    """Return the checked call for tensors like these; a new call is checked first.
 
     Raises
     ------
@@ -173,9 +174,9 @@ def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key under which a call is cached.
+    """Return the cache key of a checked call.
 
-    The key also contains types, since True and 1 are equal.
+    The key contains types as well as values, since True and 1 are equal.
     """
     of_k, of_v = k.shape, v.shape
     if q.is_cuda and _few(q, k, v):
@@ -206,7 +207,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return the cached call for the arguments of `attention`, and the key to cache one under.
+    """Return the cached call for these arguments of `attention`, and the key for caching a new one.
 
     The key is empty for a call that must not go straight to an engine.
     """
@@ -222,14 +223,14 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
 
 
 def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Check a call, and cache it under a key of `known`."""
+    """Check a call, and cache it under a key that `known` returned."""
     return _kept(key, Ready(q, k, v, question))
 
 
 def attend(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, *, with_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a call eagerly, with a gradient if an input requires one."""
+    """Run a checked call eagerly, with a gradient if an input requires one."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attend.apply(q, k, v, call, with_lse)
     got = call.forward(q, k, v)
@@ -294,7 +295,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def spoken(softcap: float, scale: float | None, text: str) -> Question:
-    """Return a call's options from an operator's arguments; undoes `words`."""
+    """Return a call's options from an operator's arguments; the inverse of `words`."""
     heard = _SPOKEN.get(text)
     if heard is None:
         causal, left, right, algorithm, deterministic, by = text.split(" ")
@@ -390,7 +391,7 @@ def _backward_folded(
 
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, question: Question) -> tuple[Tensor, Tensor]:
-    """Call the operator, on (batch, heads, n, head_dim) tensors: what torch.compile traces."""
+    """Call the operator that torch.compile traces, on (batch, heads, n, head_dim) tensors."""
     if _AD._current_level >= 0:
         ops.no_forward_mode()
     causal, left, right, softcap, scale, algorithm, deterministic, by = question

@@ -1,11 +1,11 @@
-"""flash-attention's own interface: ``from flashsim.torch.flash_attn import flash_attn_func``.
+"""flash-attention's interface: ``from flashsim.torch.flash_attn import flash_attn_func``.
 
 Code written for the ``flash_attn`` package (FlashAttention-2) runs by changing one import; for
 FlashAttention-3's ``flash_attn_interface`` there is `flashsim.torch.flash_attn_interface`. The
-functions have the names, layouts, defaults and results of that package: tensors are (batch, n,
-heads, head_dim), or (tokens, heads, head_dim) for packed sequences, and the causal mask and the
-window are aligned to the end of the keys. UnsupportedError is raised for dropout, and for ALiBi
-(a bias) on a GPU, with packed sequences and over a cache.
+functions have the names, layouts, defaults and results of that package. Tensors are (batch, n,
+heads, head_dim), or (tokens, heads, head_dim) for packed sequences; the causal mask and the window
+are aligned to the end of the keys. The functions raise UnsupportedError for dropout. They also
+raise it for ALiBi (a bias) on a GPU, with packed sequences, and over a cache.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def flash_attn_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of (batch, n, heads, head_dim) tensors, with a gradient.
+    """Compute attention of (batch, n, heads, head_dim) tensors, with a gradient.
 
     Parameters
     ----------
@@ -99,7 +99,7 @@ def flash_attn_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
+    """Call `flash_attn_func` with q, k and v in one tensor, (batch, n, 3, heads, head_dim)."""
     q, k, v = core.unpacked(qkv)
     return flash_attn_func(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
@@ -119,7 +119,7 @@ def flash_attn_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of k and v in one tensor, (batch, n_k, 2, heads_k, head_dim)."""
+    """Call `flash_attn_func` with k and v in one tensor, (batch, n_k, 2, heads_k, head_dim)."""
     k, v = kv.unbind(-3)
     return flash_attn_func(
         *(q, k, v, dropout_p, softmax_scale, causal, window_size, softcap),
@@ -145,9 +145,9 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
 ) -> Any:
-    """Attention of packed sequences, (tokens, heads, head_dim), with a gradient.
+    """Compute attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    Offsets are read on the host. `flash_attn_func` explains the other arguments.
+    The sequences' offsets are read on the host. `flash_attn_func` explains the other arguments.
 
     Parameters
     ----------
@@ -189,7 +189,7 @@ def flash_attn_varlen_qkvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of q, k and v in one tensor, (tokens, 3, heads, head_dim)."""
+    """Call `flash_attn_varlen_func` with q, k and v in one tensor, (tokens, 3, heads, head_dim)."""
     q, k, v = qkv.unbind(-3)
     lengths = cu_seqlens, cu_seqlens, max_seqlen, max_seqlen
     return flash_attn_varlen_func(
@@ -214,7 +214,7 @@ def flash_attn_varlen_kvpacked_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_varlen_func` of k and v in one tensor, (tokens, 2, heads_k, head_dim)."""
+    """Call `flash_attn_varlen_func` with k and v in one tensor, (tokens, 2, heads_k, head_dim)."""
     k, v = kv.unbind(-3)
     lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(
@@ -244,10 +244,11 @@ def flash_attn_with_kvcache(
     num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of a few queries over a KV cache, to which new keys may be appended in place.
+    """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
-    On a GPU, the kernel reads lengths and tables while it runs. So a call does not wait for the
-    GPU, and a CUDA graph can capture it. See `flash_attn_func` for arguments that are not listed.
+    On a GPU, the kernel reads cache lengths and block tables while it runs. So such a call does not
+    wait for the GPU, and a CUDA graph can capture it. The docstring of `flash_attn_func` explains
+    arguments that are not listed here.
 
     Parameters
     ----------
@@ -299,7 +300,7 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention over splits of the keys, each normalised by its own LSE.
+    """Merge the results of attention over splits of the keys, each normalised by its own LSE.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Code that `flash_attn` and `flash_attn_interface` share: rotation, caches, packing, chunks, FP8.
 
-The public functions in those modules only name the arguments as their packages do. The user's
-tensors are (batch, n, heads, d) or packed (tokens, heads, d); `attention` takes (batch, heads, n,
-d).
+The public functions in those two modules only name the arguments as the original packages do. The
+user's tensors are (batch, n, heads, d) or packed (tokens, heads, d); `attention` takes (batch,
+heads, n, d).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def varlen(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed sequences; out (tokens, heads, d) and the LSE (heads, tokens).
+    """Compute attention of packed sequences; return out (tokens, heads, d) and LSE (heads, tokens).
 
-    `used_q` and `used_k` are the numbers of used rows of each sequence.
+    `used_q` and `used_k` are the numbers of rows of each sequence that are in use.
     """
     of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
@@ -84,9 +84,9 @@ def with_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append, and attend; out (batch, n_q, heads, d) and the LSE (batch, heads, n_q).
+    """Rotate, append, and attend; return out (batch, n_q, heads, d), LSE (batch, heads, n_q).
 
-    `at` has the positions to rotate by, instead of `lengths`.
+    `at` has the positions by which rows are rotated; without it, these are `lengths`.
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -172,9 +172,9 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`with_cache` of packed queries, (tokens, heads, d), and of packed new keys.
+    """Do what `with_cache` does for packed queries, (tokens, heads, d), and packed new keys.
 
-    Lengths are read on the host. `splits` has no effect.
+    Cache lengths are read on the host. The argument `splits` has no effect.
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(of_q) - 1
@@ -229,8 +229,8 @@ def rotated(
 ) -> Tensor:
     """Return `x`, (batch, n, heads, d), with its first columns rotated by their positions.
 
-    Row i of sequence b has position ``offsets[b] + i``, or ``offsets[b]`` unless `moves`. Computed
-    in float32 and rounded once.
+    Row i of sequence b has position ``offsets[b] + i``; if `moves` is false, all its rows have
+    ``offsets[b]``. The rotation is computed in float32 and rounded once.
     """
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
@@ -254,7 +254,7 @@ def rotated(
 def _append(
     cache: Tensor, new: Tensor, lengths: Tensor, entries: Tensor | None, table: Tensor | None
 ) -> None:
-    """Write new rows, (batch, n, heads, d), to a cache from each sequence's length on, in place."""
+    """Write new rows, (batch, n, heads, d), to a cache in place, behind each sequence's rows."""
     batch, n = new.shape[:2]
     rows = lengths.reshape(-1, 1).long() + torch.arange(n, device=new.device)
     if table is not None:
@@ -282,7 +282,10 @@ def attend(
     deterministic: bool = False,
     cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of (batch, heads, n, d) tensors; out and the LSE. `cuts` packs a batch of 1."""
+    """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
+
+    `cuts` divides a batch of 1 into packed sequences.
+    """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
         scale = (q.shape[-1] + qv.shape[-1]) ** -0.5 if scale is None else scale
@@ -322,10 +325,10 @@ def attend(
 
 
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
-    """Cut sequences where chunks of `chunk` positions end; keep pieces without queries or keys.
+    """Cut sequences where chunks of `chunk` positions end; pieces without queries or keys are kept.
 
-    Query i of a sequence has the position of key ``i + n_k - n_q``. In every piece, as in a whole
-    sequence, the last query has the position of the last key, so masks do not change.
+    Query i of a sequence has the same position as key ``i + n_k - n_q``. In every piece, as in an
+    uncut sequence, the last query has the position of the last key, so masks do not change.
     """
     of_q, of_k = [0], [0]
     for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
@@ -345,7 +348,7 @@ def _chunked(cuts: Cuts, chunk: int) -> Cuts:
 def _widened(
     q: Tensor, k: Tensor, v: Tensor, descales: tuple[Tensor | None, ...], cuts: Cuts | None
 ) -> tuple[Tensor, ...]:
-    """Return FP8 inputs as bfloat16, multiplied by their descales; others as they are."""
+    """Return FP8 inputs as bfloat16, multiplied by their descales; other inputs unchanged."""
     if q.dtype not in _FP8:
         if any(x is not None for x in descales):
             raise DTypeError(
@@ -379,7 +382,7 @@ def _over_cache(
     qv: Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Attention of packed queries, (tokens, heads, d), over copies of the live keys."""
+    """Compute attention of packed queries, (tokens, heads, d), over copies of the live keys."""
     packed, of_k = [], [0]
     for start, stop in zip(starts, lengths, strict=True):
         of_k.append(of_k[-1] + max(stop - start, 0))
@@ -400,7 +403,7 @@ def _over_cache(
 
 
 def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return ``-slope * |i + n_k - n_q - j|`` as a bias of q's type."""
+    """Return ALiBi's bias ``-slope * |i + n_k - n_q - j|`` in q's type."""
     (batch, heads, n_q, _), n_k = q.shape, k.shape[2]
     if slopes.shape not in ((heads,), (batch, heads)):
         raise ShapeError(
@@ -415,7 +418,7 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
 def _kept_rows(
     of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the used rows of packed sequences (None if all are used), and their offsets."""
+    """Return the rows of packed sequences that are in use (None if all are), and their offsets."""
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
@@ -437,7 +440,7 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
 
 
 def _from_pages(x: Tensor, table: Tensor, of: tuple[int, ...]) -> Tensor:
-    """Copy sequences together, (tokens, heads, d), from pages (pages, page_size, heads, d)."""
+    """Copy sequences from pages (pages, page_size, heads, d) into one (tokens, heads, d)."""
     parts = []
     for b, (start, stop) in enumerate(_pairs(of)):
         n = stop - start
@@ -461,7 +464,7 @@ def by_head(name: str, x: Tensor) -> Tensor:
 
 
 def unpacked(qkv: Tensor) -> tuple[Tensor, ...]:
-    """Return q, k and v of (batch, n, 3, heads, d)."""
+    """Return q, k and v as views of one tensor (batch, n, 3, heads, d)."""
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ShapeError(f"qkv must be (batch, n, 3, heads, head_dim), got {tuple(qkv.shape)}")
     return qkv.unbind(2)

@@ -1,9 +1,9 @@
-"""FlashAttention-3's interface: ``import flashsim.torch.flash_attn_interface``.
+"""The interface of FlashAttention-3's package: ``import flashsim.torch.flash_attn_interface``.
 
-Code written for ``flash_attn_interface`` runs by changing one import. Layouts and masks are those
-of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their descales.
-`num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata` only tune
-speed in that package, and have no effect here.
+Code written for ``flash_attn_interface`` runs by changing one import. Tensor layouts and masks are
+those of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their
+descales. `num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata`
+only tune speed in that package, and have no effect here.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def flash_attn_qkvpacked_func(
 ) -> Any:
     """`flash_attn_func` of q, k and v in one tensor, (batch, n, 3, heads, head_dim).
 
-    With `num_heads_q` it is (batch, n, num_heads_q + 2 heads_k, head_dim).
+    If `num_heads_q` is passed, the tensor is (batch, n, num_heads_q + 2 heads_k, head_dim).
     """
     if num_heads_q is None:
         q, k, v = core.unpacked(qkv)
@@ -150,7 +150,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    Offsets and lengths are read on the host. `flash_attn_func` explains the other arguments.
+    Sequence offsets and lengths are read on the host. `flash_attn_func` explains the other
+    arguments.
 
     Parameters
     ----------
@@ -211,9 +212,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Attention of a few queries over a KV cache, to which new keys may be appended in place.
 
-    `flashsim.torch.flash_attn.flash_attn_with_kvcache` and `flash_attn_func` explain the arguments
-    that are not listed. With `cu_seqlens_q`, `qv`, `attention_chunk` or FP8, lengths are read on
-    the host, and the live keys are copied together.
+    The docstrings of `flash_attn_func` and of `flashsim.torch.flash_attn.flash_attn_with_kvcache`
+    explain the arguments that are not listed here. With `cu_seqlens_q`, `qv`, `attention_chunk` or
+    FP8, cache lengths are read on the host, and the live keys are copied together.
 
     Parameters
     ----------
@@ -256,5 +257,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: FlashAttention-3 plans its tile scheduler here; flashsim needs no such step."""
+    """Return None: FlashAttention-3 plans its tile scheduler here; flashsim needs no plan."""
     return

@@ -37,12 +37,12 @@ def attention(
     return_lse: bool = False,
     **unknown: Any,
 ) -> Any:
-    """``softmax(mask(softcap(scale q k^T) + bias)) v`` as a torch operator, with a gradient.
+    """Compute ``softmax(mask(softcap(scale q k^T) + bias)) v`` as a torch operator with a gradient.
 
-    It works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and ``vmap``
-    (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q, k, v and
-    bias, as it does for torch's own attention. Besides its inputs and out, the backward pass needs
-    only the LSE, one number per row.
+    This operator works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and
+    ``vmap`` (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q,
+    k, v and bias, as it does for torch's own attention. Besides its inputs and out, the backward
+    pass needs only the LSE, one number per row.
 
     Parameters
     ----------
@@ -125,9 +125,9 @@ def attention(
 
 
 def taken(**tensors: Any) -> list[Tensor]:
-    """Check tensors and return them as the operator takes them.
+    """Check tensors and return them in the form that the operator takes.
 
-    Under autocast they are cast to its type, unless they are float64.
+    Under autocast the tensors are cast to its type, unless they are float64.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def taken(**tensors: Any) -> list[Tensor]:
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
-    """Raise unless sinks, (heads,), are one float per query head, on the device of q.
+    """Raise unless the attention sinks, (heads,), are one float per query head, on the device of q.
 
     Raises
     ------
@@ -196,15 +196,15 @@ def _autocast(x: Tensor) -> Tensor:
 
 
 def default_backend(x: Tensor) -> str:
-    """Return the default engine for the tensor's device."""
+    """Return the name of the default engine for a tensor's device."""
     return "cupy" if x.is_cuda else "numba"
 
 
 def _expand(x: Tensor) -> Tensor:
-    """Prepend axes of length 1 until the tensor has four axes.
+    """Return the tensor with axes of length 1 in front, so that it has four axes.
 
-    A tensor that already has four is returned itself: a view would change the order in which torch
-    adds the gradients of a tensor that is q, k and v at once.
+    A tensor that already has four axes is returned itself: a view would change the order in which
+    torch adds the gradients of a tensor that is q, k and v at once.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
@@ -222,8 +222,9 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
 class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
-    q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass it saves these, the
-    output and L, (batch, n_q). This is the interface of Stanford CS336's assignment 2.
+    q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass, the function saves q,
+    k, v, the output and L, which is (batch, n_q). This function has the interface that Stanford
+    CS336's assignment 2 asks for.
     """
 
     jvp = staticmethod(ops.no_forward_mode)

@@ -1,10 +1,10 @@
-"""flashsim as an attention for Hugging Face's transformers: a mask and an attention function.
+"""Makes flashsim an attention of Hugging Face's transformers, with its own mask function.
 
-Once per step, a model calls the mask function for its layers' mask, and passes the result to the
-attention function. Here the result is a `Band` if the mask is full, causal or a window, with or
-without padding. For any other pattern it is the mask tensor itself. It is never None: then the
-layer's own `is_causal` would decide, which is wrong or missing in some layers written for eager
-attention alone.
+Once per step, a model in transformers calls the mask function for its layers' mask, and passes the
+result to the attention function. flashsim's mask function returns a `Band` if the mask is full,
+causal or a window, with or without padding. For any other pattern, the mask function returns the
+mask tensor itself. It never returns None: if it did, the layer's own `is_causal` would decide,
+which is wrong or missing in some layers written for eager attention alone.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FEW = 16
 
 
 def register(name: str) -> None:
-    """Register the functions with transformers under one name, and another for paged caches.
+    """Register the functions with transformers under a name; paged caches get their own name.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def _but_for(name: str, theirs: Callable[..., bool]) -> Callable[..., bool]:
 
 @dataclass(frozen=True, eq=False)
 class Band:
-    """The keys that each query may see: a band along the diagonal, without the padding.
+    """A mask as a band along the diagonal: the keys that each query may see, without the padding.
 
     Attributes
     ----------
@@ -109,7 +109,7 @@ class Band:
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Band:
-        """Return this object unchanged."""
+        """Return this same object, unchanged."""
         return self
 
     @classmethod
@@ -145,10 +145,10 @@ _CHOOSING = frozenset(
 
 
 class _Spelled(Tensor):
-    """A boolean mask that a model may reshape and select by, but not add to scores.
+    """A boolean mask tensor that a model may reshape and select from, but not add to scores.
 
-    A model that was written for eager attention alone expects a float mask and would add this one.
-    torch would then add 1 for True.
+    A model that was written for eager attention alone expects a float mask, and would add this
+    boolean mask to scores. torch would then add 1 for True.
     """
 
     @classmethod
@@ -174,7 +174,7 @@ def mask(
     local_size: int | None = None,
     **rest: Any,
 ) -> Band | Tensor:
-    """Return the mask of a call from transformers: a `Band` if possible, else a tensor.
+    """Return the mask for a call from transformers: a `Band` if possible, else a tensor.
 
     Parameters
     ----------
@@ -222,9 +222,10 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Return whether a model requests the mask as a tensor, to combine it with its own.
+    """Return whether a model requests the mask as a tensor, to combine it with a mask of its own.
 
-    transformers itself requests it for one query of a static cache, but the model does not use it.
+    transformers itself requests a tensor for one query of a static cache, but the model does not
+    use it.
     """
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
     return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
@@ -245,8 +246,9 @@ def _live(
 ) -> Band | None:
     """Return the `Band` for a few queries of a static cache, or None.
 
-    It has the same attributes for every token, so compiled code is never compiled again: also when
-    the cache is full. None if padding lies between tokens or a query is padding.
+    This `Band` has the same attributes for every token, so compiled code is never compiled again,
+    even when the cache is full. The result is None if padding lies between tokens or a query is
+    padding.
     """
     end, window = start + n_q, band.window
     if n_q > FEW or end > n_kv or not band.causal:
@@ -295,7 +297,7 @@ def _has_gaps(keys: Tensor) -> bool:
 
 
 def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
-    """Return which keys are not padding, (batch, n_kv)."""
+    """Return booleans (batch, n_kv): which keys are not padding."""
     if attention_mask is None:
         return None
     padded: Any = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
@@ -402,12 +404,12 @@ def attend_paged(
     cache: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Attention of a layer over the paged cache of transformers' continuous batching.
+    """Compute a layer's attention over the paged cache of transformers' continuous batching.
 
     Queries, and new keys and values, are (1, heads, tokens, d); the output is (1, tokens, heads,
-    d). Other arguments are those of `attend`, and transformers' "read_index" and "write_index".
-    The cache keeps the new keys and values, and returns those that each sequence sees, packed.
-    Newer versions of transformers do this themselves, and call `attend`.
+    d). The other arguments are those of `attend`, and transformers' "read_index" and "write_index".
+    The cache stores the new keys and values, and returns those that each sequence sees, packed.
+    Newer versions of transformers update the cache themselves, and call `attend`.
 
     Raises
     ------
@@ -429,10 +431,10 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    A float mask may mask with a number near the lowest of its type, or with any number so large
-    that the sum keeps no digit of the score (-1e9 in float32). In a row of such sums the scores are
-    lost, and so is the log n in its LSE. A backward pass would then recompute P = 1 where P is
-    1 / n.
+    A float mask may mask a score by a number near the lowest of its type, or by any number so large
+    that the sum keeps no digit of the score (-1e9 in float32). In a row that is masked entirely by
+    such numbers, the scores are lost, and so is the log n in its LSE. A backward pass would then
+    recompute P = 1 where P is 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -448,7 +450,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 def _between(band: Band, n_kv: int) -> Tensor:
-    """Return which keys lie between a band's starts and its stops, (batch, n_kv)."""
+    """Return booleans (batch, n_kv): which keys lie between a band's starts and its stops."""
     assert band.starts is not None
     assert band.stops is not None
     at = torch.arange(n_kv, device=band.starts.device)
@@ -458,7 +460,7 @@ def _between(band: Band, n_kv: int) -> Tensor:
 def _decoded(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
-    """Decode over the live keys of each sequence, without copying them."""
+    """Decode over the keys in use of each sequence, without copying them."""
     batch, device = query.shape[0], query.device
     starts, stops = (
         None if x is None else x.to(device).expand(batch) for x in (band.starts, band.stops)
@@ -492,7 +494,7 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Pack the kept tokens: (1, heads, tokens, d), their row indices, and sequence offsets."""
+    """Return unpadded tokens, packed (1, heads, tokens, d), their row indices, and offsets."""
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)

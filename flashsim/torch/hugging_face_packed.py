@@ -1,4 +1,4 @@
-"""Sequences that transformers packed: in training, and in continuous batching."""
+"""Attention of sequences that transformers packed: in training, and in continuous batching."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from flashsim.torch.functional import attention
 def attend(
     query: Tensor, key: Tensor, value: Tensor, offsets: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
-    """Attention of packed sequences: (1, heads, tokens, d) in, (1, tokens, heads, d) out.
+    """Compute attention of packed sequences: (1, heads, tokens, d) in, (1, tokens, heads, d) out.
 
     A step of continuous batching in which each sequence has one token does not wait for the GPU.
-    Other calls read the offsets on the host.
+    All other calls read the sequences' offsets on the host.
 
     Parameters
     ----------

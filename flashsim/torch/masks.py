@@ -1,4 +1,4 @@
-"""Recognise the pattern of a mask tensor: causal, a window, a bias, or none that can be counted."""
+"""Recognise a mask tensor's pattern: causal, a window, a bias, or one that is not counted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ READ = 2**26
 
 @dataclass(frozen=True)
 class Pattern:
-    """The scores that a call keeps, described with the parameters of `flashsim.Problem`.
+    """Which scores a call keeps, described with the parameters of `flashsim.Problem`.
 
     Attributes
     ----------
@@ -38,7 +38,7 @@ class Pattern:
 
     @property
     def kind(self) -> str:
-        """Return the name of the pattern in one or two words, for tables."""
+        """Return the pattern's name in one or two words, for tables."""
         words = ["causal"] if self.causal else []
         if self.window is not None:
             words.append("window {}:{}".format(*self.window))
@@ -52,7 +52,7 @@ class Pattern:
 
 
 def top_left(q: Any, k: Any) -> Any:
-    """The mask of torch's `is_causal`: the diagonal starts at the first query and key."""
+    """The mask of torch's `is_causal`: its diagonal starts at the first query and the first key."""
     return k <= q
 
 
@@ -62,7 +62,7 @@ def diagonal(n_q: int, n_kv: int) -> Pattern:
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether a tensor's numbers can be read."""
+    """Return whether a tensor's numbers can be read (a meta or fake tensor has none)."""
     mapped = torch._C._functorch.is_batchedtensor(
         x
     )  # torch.vmap's tensors have other values in each call
@@ -72,9 +72,9 @@ def has_values(x: Tensor) -> bool:
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """Return the pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    The mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if it
-    adds only 0 or about the lowest number of its type. An additive mask per head that cannot be
-    read counts as a bias, because masks rarely differ between heads.
+    Such a mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if
+    it adds only 0, or about the lowest number of its type. An additive mask per head that cannot be
+    read counts as a bias, because boolean masks rarely differ between heads.
     """
     bias = added(mask, batch, heads)
     of_heads = mask.dtype != torch.bool and bias[1] > 1
@@ -99,13 +99,13 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
 
 
 def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
-    """Return how many matrices `x` adds, per batch and per head: the form of `Problem.bias`."""
+    """Return how many matrices a bias adds, per batch and per head, as in `Problem.bias`."""
     lead = (1, 1, *x.shape)[-4:-2]
     return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
-    """Return the pattern of a boolean mask of kept scores, (any, n_q or 1, n_kv or 1)."""
+    """Return the pattern of a boolean mask, True for kept scores: (any, n_q or 1, n_kv or 1)."""
     if bool(kept.all()):
         return Pattern()
     kept = kept.expand(-1, n_q, n_kv)

@@ -1,9 +1,10 @@
 """The torch operators ``flashsim::attention`` and ``flashsim::attention_backward``.
 
-Tensors are (batch, heads, n, head_dim); `functional` supports other shapes. A torch operator is a
-name with a schema, for which functions are registered. `forward` and `backward` compute the
-operators. The `*_shapes` return the shapes of their results, for torch.compile, the meta device and
-fake tensors. Other functions compute the gradient, or run an operator under torch.vmap.
+The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. A torch
+operator is a name and a schema, for which functions are registered. The functions `forward` and
+`backward` compute these operators. The functions `*_shapes` return the shapes of the operators'
+results, for torch.compile, the meta device and fake tensors. Other functions here compute the
+gradient, or run an operator under torch.vmap.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def backward(
     deterministic: bool | None,
     **question: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `flashsim.backward`; dbias and dsinks have no elements without a bias and sinks."""
+    """Run `flashsim.backward`; dbias and dsinks are empty tensors without a bias or sinks."""
     asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
     asked |= {"dlse": None if dlse is None else readable(dlse), "deterministic": deterministic}
     gradients = execution.backward(*map(readable, (q, k, v, out, lse, dout)), **asked)
@@ -99,10 +100,10 @@ def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[st
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return a tensor that every engine can read.
+    """Return the tensor in a form that every engine can read.
 
-    Its last axis is contiguous, nothing is broadcast, and no negation is pending.
-    Gradients often come broadcast (``out.sum().backward()``).
+    In this form, the last axis is contiguous, nothing is broadcast, and no negation is pending.
+    Gradients are often broadcast (``out.sum().backward()``).
     """
     x = x.detach().resolve_neg()
     return x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
@@ -128,8 +129,8 @@ def forward_shapes(
 ) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped like the results; raise the errors that a run would raise.
 
-    Offsets and a compiler's symbolic sizes have no values here. The operator checks them when it
-    runs.
+    Offsets and a compiler's symbolic sizes have no values here. The operator checks offsets and
+    symbolic sizes when it runs.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
         request = inputs.Request(**keywords(**question))
@@ -208,14 +209,14 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """`forward`, also differentiable under torch.func's transforms."""
+    """Do what `forward` does, but differentiable under torch.func's transforms too."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
 
 
 def _transformed() -> bool:
-    """Return whether a torch.func transform or forward mode is active; operators cannot see it."""
+    """Return whether a torch.func transform or forward mode is active, unseen by operators."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         return no_forward_mode() if forward_mode else False
@@ -223,7 +224,7 @@ def _transformed() -> bool:
 
 
 def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """`backward`, also usable under torch.func's transforms."""
+    """Do what `backward` does, but in a form that also works under torch.func's transforms."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -263,7 +264,7 @@ class _Backward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        """Save nothing: there is no second derivative."""
+        """Save nothing for a backward pass, because there is no second derivative."""
 
     @staticmethod
     def vmap(info: Any, dims: Any, *tensors_and_question: Any) -> Any:
@@ -289,8 +290,8 @@ def forward_folded(
 ) -> Any:
     """Run `function` (`forward` or `differentiable`) under torch.vmap.
 
-    The mapped axis becomes part of the batch. With sinks, which a whole batch shares, the mapped
-    entries run one after another.
+    The mapped axis becomes part of the batch. With attention sinks, which a whole batch shares, the
+    mapped entries run one after another.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:
@@ -312,8 +313,8 @@ def backward_folded(
 ) -> Any:
     """Run `function` (`backward` or `pulled_back`) under torch.vmap.
 
-    The mapped axis becomes part of the batch, as in `forward_folded`. Each mapped entry gets its
-    own bias gradient.
+    As in `forward_folded`, the mapped axis becomes part of the batch. Each mapped entry gets a
+    gradient of the bias of its own.
     """
     _refuse_packed(*tensors[8:10])
     if any(x is not None for x in tensors[10:]):
@@ -341,13 +342,13 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Reshape to (size * batch, ...), from a tensor mapped over `dim` or (None) shared by all."""
+    """Reshape a tensor, mapped over `dim` or (None) shared by all, to (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Fold a bias (1 or batch, ...) in the same way, to one bias per entry of the larger batch."""
+    """Fold a bias (1 or batch, ...) in this way, to one bias per entry of the larger batch."""
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 

@@ -1,8 +1,10 @@
-"""Messages between ranks of a process group: first an agreement, then tensors. Counts sent bytes.
+"""Messages between ranks of a process group: first they agree on arguments, then they send tensors.
 
-It uses only `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on GPUs. There
-messages have their own stream and overlap the kernels. If a rank fails, dies or is called with
-other arguments, every rank raises an error: at once, or after the group's own timeout.
+Counts sent bytes.
+
+This module uses only `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on
+GPUs. On GPUs, messages have their own stream and overlap the kernels. If a rank fails, dies or is
+called with other arguments, every rank raises an error: at once, or after the group's own timeout.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ _COUNTERS: list[Counter[str]] = []
 def count_sent() -> Iterator[Counter[str]]:
     """Count the bytes that this rank sends in a ``with`` block, by tensor: "K", "V", "dK", ...
 
-    `flashsim.distributed.count` predicts the same numbers.
+    The function `flashsim.distributed.count` predicts the same numbers.
     """
     counter: Counter[str] = Counter()
     _COUNTERS.append(counter)
@@ -42,17 +44,17 @@ Parcel = dict[str, Tensor]
 
 
 def parcel(**tensors: Tensor) -> Parcel:
-    """Tensors to send as one message; only tensors that are not contiguous are copied."""
+    """Return tensors as a parcel, one message to send; only non-contiguous ones are copied."""
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
 def room(like: Parcel) -> Parcel:
-    """Allocate tensors to receive a parcel like this one."""
+    """Return newly allocated tensors that can receive a parcel like this one."""
     return {name: torch.empty_like(x) for name, x in like.items()}
 
 
 class Pending:
-    """A batch of sends and receives in progress."""
+    """A batch of sends and receives that are in progress."""
 
     def __init__(self, works: Sequence[Any], going: Any, what: str) -> None:
         self._works, self._what = works, what
@@ -73,7 +75,7 @@ class Pending:
 
 
 class Member:
-    """This process as a member of a process group."""
+    """This process, as one rank of a process group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -90,7 +92,7 @@ class Member:
             )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Start to compare this rank's arguments with those of the other ranks.
+        """Start to compare this rank's arguments with those of all other ranks.
 
         Parameters
         ----------
@@ -130,7 +132,7 @@ HEAD_START = 20_000
 
 
 class Inquiry:
-    """A comparison of all ranks' arguments, in progress."""
+    """A comparison of all ranks' arguments that is in progress."""
 
     #: The arguments on which all ranks of a group agreed before.
     _known: ClassVar[set[tuple[Any, ...]]] = set()
@@ -148,7 +150,7 @@ class Inquiry:
 
     @property
     def familiar(self) -> bool:
-        """Whether the ranks agreed on these arguments before; `settle` may then come later."""
+        """Whether the ranks agreed on these arguments before, so that `settle` may come later."""
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:
@@ -174,7 +176,7 @@ class Inquiry:
         self._known.add(self._key)
 
     def _refuse(self, told: list[list[int]]) -> NoReturn:
-        """Raise RankError for the first value that differs between ranks."""
+        """Raise RankError for the first argument whose value differs between ranks."""
         for column, name in enumerate(self._names, 1):
             values = [numbers[column] for numbers in told]
             if len(set(values)) > 1:
@@ -188,7 +190,7 @@ class Inquiry:
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """Turn an error of torch.distributed into a RankError that names the failed step."""
+    """Turn errors of torch.distributed inside the block into a RankError that names the step."""
     try:
         yield
     except RuntimeError as error:
@@ -201,7 +203,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of the same ranks that takes CPU tensors: `group` itself, or a new gloo group.
+    """Return a group of these ranks for CPU tensors: `group` itself, or a new gloo group.
 
     The new group has the timeout of `group` if that can be read, else gloo's default.
     """
@@ -235,6 +237,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """Format a compared number for an error message."""
+    """Format a number that ranks compared, for an error message."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

@@ -1,7 +1,8 @@
-"""`ring_attention`: attention over the GPUs of a process group, each of which has some rows.
+"""`ring_attention`: attention over the GPUs of a process group, each of which has some of the rows.
 
-`flashsim.distributed.Group` decides which rank has which rows, which block it computes at each
-step, and what it sends to whom. The simulation uses the same class.
+The class `flashsim.distributed.Group` decides which rank has which rows, which block of scores it
+computes at each step, and what it sends to whom. The simulation in `flashsim.distributed` uses the
+same class.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ def ring_attention(
 ) -> Tensor:
     """Compute attention, with a gradient, over a sequence divided among the ranks of a group.
 
-    Every rank calls it with its own rows (`shard`). Ranks pass on K and V while the kernels of
-    `attention` compute, or exchange heads. Blocks are merged by their LSE in float32. The backward
-    pass also sends dK and dV, in float32, after K and V. Autocast casts q, k and v; under
-    ``torch.compile`` the call is a graph break.
+    Every rank calls this function with its own rows (`shard`). Ranks pass on K and V while the
+    kernels of `attention` compute; in some schemes they exchange heads. The results of blocks are
+    merged by their LSE in float32. The backward pass also sends dK and dV, in float32, after K and
+    V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at the call.
 
     Parameters
     ----------
@@ -115,7 +116,7 @@ def shard(
     ulysses: int | None = None,
     dim: int = -2,
 ) -> Tensor:
-    """Return this rank's rows of a whole sequence's tensor, in the order of `scheme`.
+    """Return this rank's rows of a tensor that has the whole sequence, in the order of `scheme`.
 
     Parameters
     ----------
@@ -152,7 +153,7 @@ _Spread = tuple[int, str, int | None]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
-    """Return the plan of the whole problem, derived from this rank's share of it."""
+    """Return the `Group` for the whole problem, derived from this rank's share of it."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ShapeError(
@@ -243,7 +244,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of the forward and backward pass."""
+    """Computes one rank's part of the forward and backward pass."""
 
     plan: Group
     link: Member
@@ -251,7 +252,7 @@ class _Part:
     deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE of this rank's rows (and heads)."""
+        """Return out and LSE for the rows (and heads) that this rank computes."""
         plan, ring = self.plan, self.plan.ring
         keys = parcel(K=k, V=v)
         out = lse = None
@@ -274,7 +275,7 @@ class _Part:
         return out.to(q.dtype), lse
 
     def attention(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE of one block."""
+        """Return out and LSE of one block of scores."""
         ran = execution.run(
             *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
             causal=block.problem.causal,
@@ -287,10 +288,10 @@ class _Part:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of this rank's rows.
 
-        dK and dV of other members' keys are sent after their K and V until they reach their owner.
-        They start as one block's gradients, in the type of its computation. From the second block
-        on they are float32 sums. The owner adds the gradients of its own block and rounds the sum
-        once.
+        dK and dV of other members' keys are sent after these keys' K and V until they reach the
+        rank that owns the keys. At first dK and dV are one block's gradients, in the type of its
+        computation. From the second block on, dK and dV are float32 sums. The rank that owns the
+        keys adds the gradients of its own block, and rounds the sum once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
@@ -329,7 +330,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV received at a step: one block's at first, float32 sums later."""
+        """Allocate the dK and dV that a step receives: one block's at first, float32 sums later."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
@@ -345,7 +346,7 @@ class _Part:
     def gradients(
         self, block: Block, dout: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return dQ, dK and dV of one block, in the inputs' type."""
+        """Return dQ, dK and dV of one block of scores, in the inputs' type."""
         q, out, lse, dout = (x[:, block.heads, block.q] for x in (q, out, lse, dout))
         k, v = (x[:, block.kv_heads, block.k] for x in (k, v))
         made = execution.backward(
@@ -357,9 +358,9 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Return whether sums of blocks are kept in float32.
+        """Return whether sums over blocks are kept in float32.
 
-        Two blocks need no such sum: they are added and rounded at once.
+        Two blocks need no such sum, because they are added and rounded at once.
         """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 
@@ -368,7 +369,7 @@ class _Part:
     def pass_on(self, step: int, *parcels: tuple[Parcel, Parcel]) -> Pending:
         """Start to send to the next member of the ring and to receive from the previous one.
 
-        Each pair of `parcels` is (sent, received).
+        The argument `parcels` has a pair (sent, received) per message.
         """
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)
@@ -380,11 +381,11 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """All-to-all in this rank's team: from some rows of all heads to all rows of some heads."""
+        """Exchange in this rank's team: give some rows of all heads, get all rows of some heads."""
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """All-to-all in reverse: from all rows of some heads to some rows of all heads."""
+        """Exchange in this rank's team: give all rows of some heads, get some rows of all heads."""
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:

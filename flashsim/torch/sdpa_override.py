@@ -1,4 +1,4 @@
-"""flashsim instead of torch's own attention, and as an attention of Hugging Face's transformers.
+"""Makes flashsim replace torch's own attention, and an attention of Hugging Face's transformers.
 
 torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
 After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
@@ -29,9 +29,9 @@ NAME = "flashsim"
 
 
 def install() -> tuple[str, ...]:
-    """Register "flashsim" with torch and, if it is installed, with transformers.
+    """Register "flashsim" with torch and, if transformers is installed, with transformers.
 
-    Nothing changes until a program selects it by name:
+    Nothing changes until a program selects "flashsim" by name:
     ``torch.nn.attention.activate_flash_attention_impl("flashsim")``, or for a Hugging Face model
     ``set_attn_implementation("flashsim")``.
 
@@ -66,7 +66,7 @@ def install() -> tuple[str, ...]:
 
 
 class _Activated:
-    """Replacements in torch's dispatcher, in effect while this object lives or until `remove`."""
+    """Replaced functions in torch's dispatcher, while this object lives or until `remove`."""
 
     def __init__(self) -> None:
         self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
@@ -92,7 +92,7 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
 
 
 def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `backward` so that it returns no gradients if torch passes it none."""
+    """Wrap the function `backward` so that it returns no gradients if torch passes it none."""
 
     @wraps(backward)
     def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
@@ -114,9 +114,9 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Translate a torch call into keywords of `flashsim.run`.
+    """Translate the arguments of a torch call into keywords of `flashsim.run`.
 
-    torch's causal mask is aligned at the top left, also for unequal numbers of queries and keys.
+    torch's causal mask is aligned at the top left, even if the numbers of queries and keys differ.
     """
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
@@ -132,7 +132,8 @@ def _masked_question(
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
     """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
 
-    With `narrow`, a mask that was broadcast over the batch or the heads becomes one bias for all.
+    With `narrow`, a mask that was broadcast over the batch or the heads becomes one bias that all
+    share.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
@@ -210,7 +211,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Store a tensor as (batch, n, heads, d) in memory, like torch's gradients."""
+    """Return the tensor stored in memory as (batch, n, heads, d), like torch's gradients."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -359,20 +360,20 @@ def _question(
 
 
 def _by_head(x: Tensor, packed: Tensor | None) -> Tensor:
-    """Return a token-major tensor as (batch, heads, n, d), with nothing broadcast."""
+    """Return a tensor with tokens before heads as (batch, heads, n, d), with nothing broadcast."""
     x = x.detach()
     x = x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
     return x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None]
 
 
 def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
-    """Return (batch, n, heads, d), or (tokens, heads, d) if packed; contiguous."""
+    """Return a contiguous tensor (batch, n, heads, d), or (tokens, heads, d) if packed."""
     x = x.transpose(1, 2).contiguous()
     return x if packed is None else x[0]
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return flash attention's dropout outputs: the generator's state and an empty debug mask."""
+    """Return flash attention's dropout outputs: the generator's state and an empty mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
@@ -504,7 +505,7 @@ _MASKED_ON_CUDA = {
 
 
 def _masked_on_cuda() -> dict[str, Any]:
-    """Return the replacements; they run torch's own kernel for a call without a mask."""
+    """Return the replacements, which run torch's own kernel for a call without a mask."""
     kernel = torch.library.get_kernel
     return {
         name: _if_masked(function, at, kernel(f"aten::{name}", "CUDA"))
@@ -513,7 +514,7 @@ def _masked_on_cuda() -> dict[str, Any]:
 
 
 def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
-    """Return `function`, or `own` for calls whose argument number `at`, the mask, is None."""
+    """Return `function`, except that it runs `own` if argument number `at`, the mask, is None."""
 
     @wraps(function)
     def chosen(keyset: Any, *args: Any, **options: Any) -> Any:

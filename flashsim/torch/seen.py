@@ -1,6 +1,6 @@
-"""`Seen`: a model's recorded attention calls, and their memory traffic in two algorithms.
+"""`Seen`: a model's recorded attention calls, and their memory traffic with two algorithms.
 
-The algorithms are standard attention and FlashAttention-2.
+The two algorithms are standard attention and FlashAttention-2.
 """
 
 from __future__ import annotations
@@ -51,8 +51,9 @@ _SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms", "m
 class Seen:
     """A list of attention calls, in the order in which they were made.
 
-    It supports ``len``, iteration, ``seen[0]``, and look-up by module:
-    ``seen["layers.3.self_attn"]``. The end of a module's name is enough if no other name ends so.
+    A `Seen` supports ``len``, iteration, ``seen[0]``, and look-up by module:
+    ``seen["layers.3.self_attn"]``. The last part of a module's name is enough if no other name ends
+    in the same way.
 
     Attributes
     ----------
@@ -118,19 +119,20 @@ class Seen:
         return report.Table(full.title, tuple(short), rows, "\n".join([note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """Return one row per distinct call, with its count, and rows for the total.
+        """Return a table with one row per distinct call, with its count, and rows for the total.
 
-        Each row has the figures of one call. The rows called "total" sum all calls; a cell is empty
-        if the figure of any call is unknown. A backward pass has a row if one ran.
+        Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
+        empty if the figure of any call is unknown. There is a row for a backward pass if one ran.
 
-        - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: the bytes that miss L2,
-          from a model of the cache. compulsory B: each input and output counted once.
-        - matmul FLOP/B, bound: per DRAM byte. If DRAM bytes are not computed, each kernel's tensors
-          count once instead.
-        - ms, by: "predict" is `flashsim.predict`, for FlashAttention-2's kernels. "roofline" is a
-          lower bound from the device's bandwidth and arithmetic.
+        - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
+          model of the cache. compulsory B: each input and output counted once.
+        - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. If DRAM bytes
+          are not computed, the tensors of each kernel count once instead.
+        - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
+          kernels. The source "roofline" is a lower bound from the device's bandwidth and
+          arithmetic.
         - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
-          kernels on this machine, the same for all algorithms. On a CPU it is the time of the
+          kernels on this machine, the same for all algorithms. On a CPU this is the time of the
           operators, which no prediction describes.
         - saved B: bytes kept for the backward pass, inputs included; the total sums all layers.
         - scores B: bytes of the score matrices that standard attention has in HBM at once; the
@@ -163,7 +165,7 @@ class Seen:
         return f"; measured ms: what was run here ({', '.join(places)})" if places else ""
 
     def distinct(self) -> list[list[AttentionCall]]:
-        """Group calls that compute the same thing."""
+        """Return the calls in groups that compute the same thing."""
         groups: dict[Any, list[AttentionCall]] = {}
         for call in self.calls:
             same = (call.api, call.sizes, call.dtype, call.device, call.pattern, call.note)
@@ -172,7 +174,7 @@ class Seen:
         return list(groups.values())
 
     def kernels(self) -> report.Table:
-        """Return the kernels of each distinct call (on a CPU its operators), slowest first.
+        """Return the kernels (on a CPU the operators) of each distinct call, slowest first.
 
         Raises
         ------
@@ -203,7 +205,7 @@ class Seen:
         return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:
-        """Return `full_table` as one dict per row; takes the same options."""
+        """Return `full_table` as one dict per row, with the same options."""
         return self.full_table(**options).records()
 
     def csv(self, **options: Any) -> str:
@@ -269,7 +271,7 @@ class Seen:
 
 
 def together(names: list[str]) -> str:
-    """Join module names into one, such as layers.0-79.self_attn."""
+    """Join the names of modules into one, such as layers.0-79.self_attn."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0] or "(no module)"
@@ -322,7 +324,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """Return the label of a measured time: the device, and kernels or operators."""
+    """Return the label of a measured time: the device, and "kernels" or "operators"."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -362,7 +364,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """Return the bound of a pass, its time in milliseconds, and the source of that time."""
+    """Return what bounds a pass, its time in milliseconds, and the source of that time."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no number for this type
@@ -380,7 +382,7 @@ def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
 
 
 def _scores(problem: Problem, algorithm: str, direction: str) -> int:
-    """Return the bytes of the N x N matrices that a pass writes to HBM."""
+    """Return the bytes of the N x N score matrices that a pass writes to HBM."""
     written = plans.tensors_of(problem, algorithm, direction, "store")
     return sum(whole_bytes(problem, name) for name in {*written} & {"S", "P", "dP", "dS"})
 

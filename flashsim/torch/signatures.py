@@ -1,7 +1,8 @@
-"""The functions that count as attention, and how to read the arguments of each.
+"""The functions that count as attention calls, and how to read each one's arguments.
 
-`reader` looks up a function by its name in torch's dispatcher. The reader it returns takes the
-arguments, named as in the function's schema, and returns an `AttentionCall`.
+The function `reader` looks up an attention function by its name in torch's dispatcher. It returns a
+reader, which takes the call's arguments, named as in the function's schema, and returns an
+`AttentionCall`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader for the arguments of `func` and its name; None if it is not attention."""
+    """Return the reader for the arguments of `func`, and its name; None if it is not attention."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     name = _name(func)
@@ -36,7 +37,7 @@ def reader(func: Any) -> tuple[Reader, str] | None:
 
 
 def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Arguments:
-    """Return all arguments by name, with defaults filled in."""
+    """Return a call's arguments by name, with defaults filled in."""
     if func is _MULTI_HEAD:
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
@@ -63,7 +64,7 @@ def _name(func: Any) -> str:
 
 
 def dtype_of(x: Tensor, autocast: bool = False) -> str:
-    """Return a tensor's type; with `autocast`, the type to which autocast would cast it."""
+    """Return a tensor's type; with `autocast`, return the type to which autocast would cast it."""
     dtype, kind = x.dtype, x.device.type
     if autocast and dtype != torch.float64 and torch.amp.is_autocast_available(kind):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
@@ -89,7 +90,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the pattern of torch's two arguments: a mask, or `is_causal` (top-left aligned)."""
+    """Return the mask pattern of torch's arguments: a mask, or `is_causal` (top-left aligned)."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -106,7 +107,7 @@ def _window(left: int | None, right: int | None, causal: bool) -> tuple[int, int
 
 
 def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
-    """Return the offsets of the sequences in a nested tensor."""
+    """Return the offsets of the sequences that a nested tensor holds."""
     return tuple(accumulate((t.shape[axis] for t in x.unbind()), initial=0))
 
 
@@ -155,8 +156,8 @@ def _sdpa(a: Arguments) -> AttentionCall:
 def _flash(a: Arguments) -> AttentionCall:
     """Read FlashAttention's own functions, and torch's versions of them.
 
-    Tensors are (batch, n, heads, d), or packed (n, heads, d). The causal mask and the window are
-    bottom-right aligned.
+    Their tensors are (batch, n, heads, d), or packed (n, heads, d). Their causal mask and window
+    are bottom-right aligned.
     """
     q, v = (a[short if short in a else long] for short, long in (("q", "query"), ("v", "value")))
     notes: list[str] = []
@@ -189,7 +190,7 @@ OURS = "flashsim.torch.attention"
 
 
 def _ours(a: Arguments) -> AttentionCall:
-    """Read `flashsim.torch.attention`: (batch, heads, n, d)."""
+    """Read a call of `flashsim.torch.attention`: (batch, heads, n, d)."""
     q, v, bias = a["q"], a["v"], a.get("bias")
     notes: list[str] = []
     cu_q, cu_k = (_offsets(a.get(f"cu_seqlens_{side}"), notes) for side in "qk")
@@ -354,7 +355,7 @@ def layer(
     softcap: float | None = None,
     **rest: Any,
 ) -> AttentionCall:
-    """Read an attention function of transformers: (batch, heads, n, d), and the calling layer."""
+    """Read an attention function of transformers: (batch, heads, n, d), and its layer."""
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = query.shape, value.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
     pattern = Pattern()
@@ -380,7 +381,7 @@ def layer(
 
 
 def said(module: Any, sizes: Extents, keywords: Arguments) -> Pattern:
-    """Return the pattern that a transformers layer declares, for a mask that cannot be read."""
+    """Return the mask pattern that a transformers layer declares, if its mask cannot be read."""
     causal = keywords.get("is_causal")
     causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     size = keywords.get("sliding_window") or getattr(module, "sliding_window", None)

@@ -1,9 +1,9 @@
-"""Ranges around the attention calls that `watch` sees, and kernel times from torch's profiler.
+"""Profiler ranges around the attention calls that `watch` sees, and kernel times by torch.
 
-Each call runs in a range with a name of its own. So does each autograd node that the call creates;
-such nodes are recognised by the sequence numbers handed out during the call. `Timer` opens ranges
-of torch's profiler and reads their kernels' times; `Ranges` opens NVTX ranges, by which Nsight
-Compute labels kernels.
+Each attention call runs in a profiler range with a name of its own. Each autograd node that the
+call creates also runs in such a range; nodes are recognised by the sequence numbers handed out
+during the call. `Timer` opens ranges of torch's profiler and reads their kernels' times; `Ranges`
+opens NVTX ranges, by which Nsight Compute labels kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOKING_ON = "PythonDispatchMode"  # watch's own
 
 
 class Ranges:
-    """Opens a range around each call, and around each part of its backward pass.
+    """Opens a profiler range around each call, and around each part of its backward pass.
 
     Attributes
     ----------
@@ -41,7 +41,7 @@ class Ranges:
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """Open a range; yield its name and its first autograd node's sequence number."""
+        """Open a profiler range; yield its name and its first autograd node's sequence number."""
         self.made += 1
         mark = f"{RANGE} {self.made}", torch.autograd._get_sequence_nr()
         with self.open_range(mark[0]):
@@ -66,7 +66,7 @@ class Ranges:
 
 
 class Timer(Ranges):
-    """Measures the calls made while its profiler runs."""
+    """Measures the kernel times of calls that are made while its profiler runs."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(record_function)
@@ -84,7 +84,7 @@ class Timer(Ranges):
         stack.enter_context(self.profile)
 
     def read(self) -> None:
-        """Write the measured times into each call."""
+        """Store the measured times in each recorded call."""
         for event in self.profile.events():
             if event.name in self.calls and event.device_type == DeviceType.CPU:
                 call, direction = self.calls[event.name]
@@ -98,7 +98,7 @@ class Timer(Ranges):
 def _in_range(
     node: Any, name: str, open_range: Callable[[str], AbstractContextManager[Any]]
 ) -> None:
-    """Make an autograd node run in a profiler range."""
+    """Let an autograd node run in a profiler range."""
     running: list[Any] = []
 
     def begin(_: Any) -> None:
@@ -113,7 +113,7 @@ def _in_range(
 
 
 def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
-    """Yield the kernels launched within an event, or the operators run in it, with microseconds."""
+    """Yield the kernels launched in a profiler event, or its operators, with microseconds."""
     for inner in event.cpu_children:
         if on_gpu:
             yield from (

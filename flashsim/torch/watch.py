@@ -1,12 +1,13 @@
 """`watch`: record every attention call of a model as it is made.
 
-Three observers work together. A torch function mode sees functions called from Python. A dispatch
-mode sees operators called from elsewhere (TorchScript, C++). Attention functions of transformers
-are wrapped at look-up, since "eager" ones are plain products. Each call is recorded once, by the
-outermost observer that sees it. A transformers function is recorded only if no call under it was.
+Three observers work together to see every call. A torch function mode sees the functions that are
+called from Python. A dispatch mode sees operators that are called from elsewhere (TorchScript,
+C++). Attention functions of transformers are wrapped at look-up, since "eager" ones are plain
+products. Each call is recorded once, by the outermost observer that sees it. A function of
+transformers is recorded only if no call inside it was recorded.
 
-Hooks on all modules maintain the stack of running modules, from which names are read. Hooks on a
-single module would turn off the fast path of nn.TransformerEncoderLayer.
+Hooks on all modules maintain the stack of running modules, which gives each call its module's name.
+Hooks on single modules would turn off the fast path of nn.TransformerEncoderLayer.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ def watch(
 ) -> Iterator[Seen]:
     """Record the attention calls in a ``with`` block, without changing their results.
 
-    It also works on the meta device and under `FakeTensorMode`, where nothing is computed. Inside
-    the block, code compiled by ``torch.compile`` runs uncompiled, so that its calls are seen; the
-    results are then those of the uncompiled model. Only this thread is watched.
+    Watching also works on the meta device and under `FakeTensorMode`, where nothing is computed.
+    Inside the block, code compiled by ``torch.compile`` runs uncompiled, so that its calls are
+    seen; the results are then those of the uncompiled model. Only calls in this thread are watched.
 
-    It sees `scaled_dot_product_attention` and the operators under it, `flex_attention`,
+    The calls seen are `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
-    2.7 and newer, `flashsim.torch.attention`, and attention of transformers 5. It does not see
-    products and a softmax written out by hand, or extensions that torch does not know, such as
+    2.7 and newer, `flashsim.torch.attention`, and attention of transformers 5. Not seen are
+    products and a softmax written out by hand, and extensions that torch does not know, such as
     `flash_attn_with_kvcache`.
 
     Parameters
@@ -90,7 +91,7 @@ def watch(
 
 @contextmanager
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
-    """Watch like `watch`, in ranges of another tool; `Ranges.calls` has the call of each range.
+    """Do what `watch` does, in ranges of a profiler; `Ranges.calls` has each range's call.
 
     Parameters
     ----------
@@ -105,7 +106,7 @@ def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Itera
 
 @contextmanager
 def _recording(recorder: _Recorder) -> Iterator[None]:
-    """Make all observers report to `recorder`."""
+    """In the ``with`` block, make all observers report to `recorder`."""
     with ExitStack() as stack:
         stack.enter_context(_everywhere)
         for hook in (
@@ -119,7 +120,7 @@ def _recording(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Everywhere:
-    """The patches of torch and transformers, in effect while at least one thread watches."""
+    """The patched functions of torch and transformers, while at least one thread watches."""
 
     def __init__(self) -> None:
         self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()
@@ -145,7 +146,7 @@ class _Everywhere:
                 self.transformers = False
 
     def look_for_transformers(self) -> None:
-        """Patch transformers' attention look-up once it is imported, even during a watch."""
+        """Patch transformers' look-up of attention once it is imported, even during a watch."""
         if self.transformers or "transformers.modeling_utils" not in sys.modules:
             return
         interface = sys.modules["transformers.modeling_utils"].AttentionInterface
@@ -164,7 +165,7 @@ _everywhere = _Everywhere()
 
 
 def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' look-up so that this thread's recorders see the functions it returns."""
+    """Wrap transformers' look-up of attention functions, for this thread's recorders."""
 
     def get_interface(self: Any, implementation: str, default: Any) -> Any:
         attend = look_up(self, implementation, default)
@@ -176,7 +177,7 @@ def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Names:
-    """The stack of running modules, and their names."""
+    """The stack of modules that are running, and their names."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.stack: list[nn.Module] = []
@@ -200,7 +201,7 @@ class _Names:
             pass
 
     def current(self) -> str:
-        """Return the name of the innermost module that has one; "" outside of any module."""
+        """Return the name of the innermost running module with a name; "" outside of any."""
         for module in reversed(self.stack):
             if module in self.known:
                 name = self.known[module]
@@ -211,7 +212,7 @@ class _Names:
 
 
 class _Recorder:
-    """Records the calls of one watch; all its observers share one recorder."""
+    """Records the attention calls of one watch; all its observers share one recorder."""
 
     def __init__(self, seen: Seen, names: _Names, keep: int) -> None:
         self.seen, self.names, self.keep, self.left = seen, names, keep, KEPT
@@ -221,21 +222,21 @@ class _Recorder:
         self.timer: Ranges | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Push a module that starts on the stack of running modules.
+        """Put a module that starts on the stack of running modules.
 
-        Global hooks run in every thread, so check the thread first.
+        Global hooks run in every thread, so the function checks the thread first.
         """
         if self in _here():
             _everywhere.look_for_transformers()
             self.names.enter(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Remove a module that ends from the stack of running modules."""
+        """Take a module that ends off the stack of running modules."""
         if self in _here():
             self.names.leave(module)
 
     def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """Call `func`, and record the call if it is attention."""
+        """Call the function `func`, and record the call if it is attention."""
         kwargs = kwargs or {}
         if func is torch.ops.flashsim.attention_backward.default:
             self._went_back(args[1])
@@ -271,10 +272,10 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Mark the call with this output as differentiated.
+        """Note that the call with this output has a backward pass.
 
-        This is needed if an autograd.Function ran the backward operator: then no recorded output
-        has a hook.
+        The note is needed if an autograd.Function ran the backward operator: then no recorded
+        output has a hook.
         """
         call = self.ours.get(_memory(out))
         if call is not None:
@@ -291,7 +292,7 @@ class _Recorder:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """Record nothing inside this block."""
+        """In the ``with`` block, record no calls."""
         self.within += 1
         try:
             yield
@@ -299,9 +300,9 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Record a call, and whether its output is differentiated.
+        """Record a call, and note whether its output takes part in a backward pass.
 
-        Arguments that cannot be read go to `Seen.missed` and raise nothing.
+        A call whose arguments cannot be read is listed in `Seen.missed`, and no error is raised.
         """
         name = self.names.current()
         try:
@@ -323,7 +324,7 @@ class _Recorder:
         self.seen.calls.append(call)
 
     def wrapped(self, attend: Callable[..., Any], name: str) -> Callable[..., Any]:
-        """Wrap a transformers attention function: record it if no call under it was recorded."""
+        """Wrap a transformers attention function: record it if no call inside it was recorded."""
 
         @wraps(attend)
         def attending(module: Any, *args: Any, **kwargs: Any) -> Any:
@@ -345,12 +346,12 @@ class _Recorder:
 
 
 def _memory(x: Tensor) -> int:
-    """Identify the storage that a tensor is a view of; meta tensors have no address."""
+    """Return a key for the storage that a tensor is a view of; meta tensors have no address."""
     return x.untyped_storage()._cdata
 
 
 class _Functions(TorchFunctionMode):
-    """Observes functions called from Python."""
+    """Observes functions that are called from Python."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
@@ -360,13 +361,13 @@ class _Functions(TorchFunctionMode):
 
 
 def _here() -> list[_Recorder]:
-    """This thread's recorders, outermost first; a backward pass hands them to its threads."""
+    """This thread's recorders, outermost first; a backward pass hands them to its own threads."""
     modes = torch.overrides._get_current_function_mode_stack()
     return [mode.recorder for mode in modes if isinstance(mode, _Functions)]
 
 
 class _Operators(TorchDispatchMode):
-    """Observes operators called from C++."""
+    """Observes operators that are called from C++."""
 
     supports_higher_order_operators = True
 
@@ -382,7 +383,7 @@ _has_torch_function = torch.overrides.has_torch_function
 
 
 def _others_look_on(tensors: Any) -> bool:
-    """Return the value that torch's `has_torch_function` would have without flashsim's modes."""
+    """Return what torch's `has_torch_function` would return without flashsim's modes."""
     if not _has_torch_function(tensors):
         return False
     modes = torch.overrides._get_current_function_mode_stack()

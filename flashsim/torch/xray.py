@@ -1,8 +1,9 @@
-"""The process that `flashsim xray` profiles: a program whose attention calls run in NVTX ranges.
+"""The process that `flashsim xray` profiles: a program with attention calls in NVTX ranges.
 
     python -m flashsim.torch.xray CALLS.json PROGRAM [arguments]
 
-CALLS.json then describes the call and the pass of each range (`flashsim.studies.xray.record`).
+The file CALLS.json then describes the call and the pass of each range
+(`flashsim.studies.xray.record`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from flashsim.torch.watch import in_ranges
 
 
 def described(call: AttentionCall) -> dict[str, Any]:
-    """A call as JSON; "problem" is None if it cannot be counted, and "note" says why."""
+    """Return a call as JSON; "problem" is None if it cannot be counted, and "note" says why."""
     about: dict[str, Any] = {"name": call.name, "api": call.api, "note": call.note}
     try:
         values = {field.name: getattr(call.problem, field.name) for field in fields(Problem)}

@@ -1,7 +1,7 @@
 """Convert a kernel's arguments: each array gets its own range of simulated addresses.
 
-A pointer therefore identifies its tensor, even if it points outside of the tensor. An array that is
-passed twice gets two ranges, and keeps two names.
+So a pointer identifies its tensor, even if the pointer points outside of the tensor. An array that
+is passed twice gets two ranges of addresses, and so keeps two names.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _TYPES = {
 
 @dataclass(eq=False)
 class Pointer:
-    """An array argument as an address, which is what the interpreter passes to the kernel.
+    """The address of an array argument, which the interpreter passes to the kernel.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Pointer:
 
 
 class Arguments:
-    """Converts the arguments of all launches, and holds their arrays."""
+    """Converts the arguments of all kernel launches, and keeps their arrays alive."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -88,9 +88,9 @@ class Arguments:
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Return an argument with a `Pointer` instead of each array in it.
+        """Return a kernel's argument with each array in it replaced by a `Pointer`.
 
-        The arrays' tensor codes are added to `taken`, by parameter.
+        The codes of these arrays' tensors are added to `taken`, by parameter.
         """
         if isinstance(given, np.generic):
             return given.item()
@@ -153,7 +153,7 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Descriptor:
-    """A host-side tensor descriptor whose base is a `Pointer`."""
+    """A tensor descriptor made on the host, whose base is a `Pointer`."""
 
     given: Any
     base: Any
@@ -185,7 +185,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
 
 
 def _array(name: str, given: Any) -> _Layout:
-    """Return the layout of a NumPy, torch or JAX array."""
+    """Return the memory layout of a NumPy, torch or JAX array."""
     if isinstance(given, np.ndarray):
         return _of_numpy(name, given)
     if hasattr(given, "untyped_storage"):
@@ -247,13 +247,13 @@ def begin_of(array: Any) -> int:
 
 
 def values(pointer: Pointer, shape: tuple[int, ...], strides: tuple[int, ...]) -> np.ndarray:
-    """Return a tensor's values as a NumPy array that shares its memory."""
+    """Return a tensor's values as a NumPy array that shares the tensor's memory."""
     dtype = exact_dtype(pointer.dtype)
     steps = tuple(step * dtype.itemsize for step in strides)
     return np.ndarray(shape, dtype, allocation(pointer), pointer.start, steps)
 
 
 def allocation(pointer: Pointer) -> np.ndarray:
-    """Return the bytes of a tensor's allocation as a NumPy array that shares its memory."""
+    """Return the bytes of a tensor's allocation as a NumPy array that shares this memory."""
     raw: Any = (ctypes.c_uint8 * max(pointer.size, 1)).from_address(pointer.memory)
     return np.frombuffer(raw, np.uint8, pointer.size)

@@ -1,6 +1,6 @@
 """Block pointers (`tl.make_block_ptr` and `tl.advance`) for Triton 3.9, which removed them.
 
-Many homework files use block pointers. Up to Triton 3.8, Triton's interpreter supports them.
+Many homework files use block pointers. Up to version 3.8, Triton's own interpreter supports them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from flashsim.triton.narrow_floats import handle
 
 @dataclass(frozen=True)
 class BlockPointer:
-    """A block of a tensor: the tensor's base, shape and strides, the block's offsets and shape.
+    """A block of a tensor: base, shape and strides of the tensor, offsets and shape of the block.
 
-    All numbers count elements.
+    All numbers in a block pointer count elements.
     """
 
     base: Any
@@ -35,11 +35,14 @@ class BlockPointer:
 
     @property
     def dtype(self) -> Any:
-        """The pointer type of the base, so that `p.dtype.element_ty` works in kernels."""
+        """The type of the pointer `base`, so that `p.dtype.element_ty` works in kernels."""
         return self.base.dtype
 
+    #: Kernels also write `p.type.element_ty`.
+    type = dtype
+
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
-        """Return handles of the block's pointers and of a mask, False outside of checked bounds."""
+        """Return handles of the block's pointers and of its mask, False out of checked bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)
@@ -54,42 +57,42 @@ class BlockPointer:
         return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
 
     def advance(self, offsets: Any, **_: Any) -> BlockPointer:
-        """Do what `tl.advance` did up to Triton 3.8, as a method."""
+        """Return this block pointer moved by some offsets, as `tl.advance` did up to Triton 3.8."""
         moved = tuple(a + b for a, b in zip(self.offsets, numbers(offsets), strict=True))
         return replace(self, offsets=moved)
 
     def store(self, value: Any, *args: Any, **options: Any) -> None:
-        """Do what `tl.store` did with a block pointer up to Triton 3.8, as a method."""
+        """Store to the block, as `tl.store` did with a block pointer up to Triton 3.8."""
         installed().tl.store(self, value, *args, **options)
 
 
 def number(value: Any) -> int:
-    """Return a kernel's integer (a one-element tensor, a constexpr or an int) as a Python int."""
+    """Return a kernel's integer (one-element tensor, constexpr or int) as a Python int."""
     value = getattr(value, "value", value)
     data = getattr(getattr(value, "handle", None), "data", None)
     return int(value if data is None else data.item())
 
 
 def numbers(given: Any) -> tuple[int, ...]:
-    """Return several of a kernel's integers as Python ints."""
+    """Return several integer values of a kernel as Python ints."""
     return tuple(number(one) for one in given)
 
 
 def make_block_ptr(
     base: Any, shape: Any, strides: Any, offsets: Any, block_shape: Any, order: Any, **_: Any
 ) -> BlockPointer:
-    """Do what `tl.make_block_ptr` did up to Triton 3.8."""
+    """Make a block pointer, as `tl.make_block_ptr` did up to Triton 3.8."""
     sides = shape, strides, offsets, block_shape
     return BlockPointer(base, *(numbers(one) for one in sides))
 
 
 def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
-    """Do what `tl.advance` did up to Triton 3.8."""
+    """Return a block pointer moved by some offsets, as `tl.advance` did up to Triton 3.8."""
     return base.advance(offsets)
 
 
 def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    """Return a `tl.load` that also accepts block pointers."""
+    """Return a version of `tl.load` that also accepts block pointers."""
 
     def load(pointer: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(pointer, BlockPointer):
@@ -116,7 +119,7 @@ def loading(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
-    """Return a `tl.store` that also accepts block pointers."""
+    """Return a version of `tl.store` that also accepts block pointers."""
 
     def store(pointer: Any, value: Any, *args: Any, **options: Any) -> Any:
         if not isinstance(pointer, BlockPointer):
@@ -131,5 +134,5 @@ def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def _without(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove block pointers' options, which plain pointers also accepted up to Triton 3.8."""
+    """Remove options of block pointers, which up to Triton 3.8 plain pointers also accepted."""
     return {k: v for k, v in options.items() if k not in ("boundary_check", "padding_option")}

@@ -1,7 +1,8 @@
-"""Replace Triton's GPU driver while kernels are traced, so that files that use a GPU run without.
+"""Replace Triton's GPU driver while kernels are traced, so that files for a GPU run without one.
 
-`triton.runtime.driver.active` needs a GPU. Files also measure times with `do_bench`, and put
-tensors on "cuda". While they are traced, tensors stay on the CPU, and every measured time is NaN.
+The real `triton.runtime.driver.active` needs a GPU. User files also measure times with `do_bench`,
+and put tensors on "cuda". While kernels are traced, tensors stay on the CPU, and every measured
+time is NaN.
 """
 
 from __future__ import annotations
@@ -9,14 +10,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from flashsim.problem.hardware import Device
 from flashsim.triton.installed import installed
 
 
 class Driver:
-    """Replaces Triton's GPU driver on a machine without a GPU."""
+    """Stands in for Triton's GPU driver on a machine without a GPU."""
 
     def get_active_torch_device(self) -> Any:
         """Return torch's CPU device, or "cpu" if torch is not imported."""
@@ -24,17 +28,17 @@ class Driver:
         return torch.device("cpu") if torch is not None else "cpu"
 
     def get_current_device(self) -> int:
-        """Return the number of the current device."""
+        """Return the number of the current device, which is always 0."""
         return 0
 
     def get_current_target(self) -> Any:
-        """Return an A100 as the compilation target."""
+        """Return an A100 as the GPU for which Triton compiles."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 80, 32)
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        """Return a function that measures nothing."""
+        """Return a benchmark function that measures nothing."""
         return _no_time
 
     def get_device_interface(self) -> Any:
@@ -44,7 +48,7 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN instead of a time; `fn` is not called, so its launches are not counted."""
+    """Return NaN as the time; `fn` is not called, so that its launches are not counted."""
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -53,11 +57,11 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 @contextmanager
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
-    """Replace Triton's driver by a `Driver`, and restore the original at the end.
+    """Replace Triton's driver by a `Driver` inside the ``with`` block, and restore it at the end.
 
-    With `available`, `torch.cuda.is_available` returns True, because tests skip without a GPU.
-    Yields a function to call after an import that may have loaded torch or ``triton.testing``: it
-    replaces their functions too.
+    With `available`, `torch.cuda.is_available` returns True, because users' tests skip without a
+    GPU. The ``with`` statement yields a function to call after any import that may have loaded
+    torch or ``triton.testing``: it replaces the functions of those modules too.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -87,7 +91,7 @@ def _back(driver: Any, before: dict[str, Any]) -> None:
 
 
 def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
-    """Keep torch's tensors on the CPU when a file puts them on "cuda"."""
+    """Make torch keep tensors on the CPU when a file puts them on "cuda"."""
     torch = sys.modules["torch"]
     from torch.overrides import TorchFunctionMode
 
@@ -96,17 +100,64 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
             kwargs = dict(kwargs or {})
             if func is torch.Tensor.cuda:
                 return args[0]
+            if getattr(func, "__self__", None) is torch.Tensor.is_cuda and not _torch_asks(torch):
+                return True  # "assert q.is_cuda" stands in many files
             if _on_gpu(kwargs.get("device")):
                 kwargs["device"] = "cpu"
             if func is torch.Tensor.to:
                 args = tuple("cpu" if _on_gpu(x) else x for x in args)
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if func in empties and made.dtype in with_nan:
+                made.fill_(float("nan"))  # so that it shows where a kernel reads what nobody wrote
+            return made
 
+    empties = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
+    with_nan = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     stack.enter_context(KeptOnCpu())
     for name in ("synchronize", "empty_cache", "set_device"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
+    for name, value in _device_facts().items():
+        stack.enter_context(mock.patch.object(torch.cuda, name, _said(torch, name, value)))
     if available:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+
+
+def _device_facts() -> dict[str, Any]:
+    """Return what functions of `torch.cuda` say about an A100, which `Driver` names as well."""
+    a100 = Device.get("A100")
+    major, minor = a100.compute_capability
+    properties = SimpleNamespace(
+        name=a100.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=a100.sm_count,
+        total_memory=a100.hbm_bytes,
+        L2_cache_size=a100.l2_bytes,
+        shared_memory_per_block_optin=a100.sram_bytes,
+        shared_memory_per_multiprocessor=a100.sram_per_sm,
+        warp_size=32,
+    )
+    return {
+        "get_device_properties": properties,
+        "get_device_capability": (major, minor),
+        "get_device_name": a100.name,
+        "current_device": 0,
+    }
+
+
+def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
+    """Return a function that tells a file `value`, and torch itself what is so."""
+    plain = getattr(torch.cuda, name)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if _torch_asks(torch) else value
+
+    return told
+
+
+def _torch_asks(torch: Any) -> bool:
+    """Whether the function that called ours was called by torch, whose compiler has to know."""
+    return sys._getframe(2).f_code.co_filename.startswith(str(Path(torch.__file__).parent))
 
 
 def _on_gpu(device: Any) -> bool:

@@ -1,8 +1,8 @@
-"""Replacements for operations of the interpreter's builder while kernels are traced.
+"""Replacements for operations of the Triton interpreter's builder, used while kernels are traced.
 
-Each function takes the `machine.Interpreter` and the original operation, and returns the
-replacement. Loads, stores and atomic operations record their accesses. Arithmetic of bfloat16 and
-FP8 is computed in float32 and rounded once.
+Each function takes the `machine.Interpreter` and the original operation, and returns its
+replacement. The replaced loads, stores and atomic operations record their accesses. Replaced
+arithmetic of bfloat16 and FP8 is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _store(m: Interpreter, plain: Any) -> Any:
 
 
 def _as_handle(m: Interpreter, mask: Any) -> Any:
-    """Return a mask as a handle; the interpreter of Triton 3.6 passes some as plain arrays."""
+    """Return a mask as the interpreter's handle; Triton 3.6 passes some masks as plain arrays."""
     if isinstance(mask, np.ndarray):
         return m.at.interpreter.TensorHandle(mask, m.at.tl.int1)
     return mask
@@ -158,6 +158,8 @@ def _unary(m: Interpreter, plain: Any) -> Any:
     def unary(arg: Any, op: Any) -> Any:
         if op in _EXPONENTIALS:
             m.work("exp", arg.data.size)
+        if op in (np.exp, np.exp2):
+            m.exponent(arg)
         return floats.arithmetic(op, arg) if floats.is_narrow(arg.dtype) else plain(arg, op)
 
     return unary
@@ -220,7 +222,7 @@ def _refused(what: str) -> Callable[[Interpreter, Any], Any]:
 
 
 def checking(plain: Any) -> Any:
-    """Return a check of a reduction's operands that also refuses bfloat16 and FP8."""
+    """Return the check of a reduction's operands, which now also refuses bfloat16 and FP8."""
 
     def check(ops: Any, given: Any) -> None:
         plain(ops, given)
@@ -232,7 +234,7 @@ def checking(plain: Any) -> Any:
 
 
 def remembering(plain: Any) -> Any:
-    """Return `_get_np_dtype` with a cache; the original builds a table at each call."""
+    """Return a cached version of `_get_np_dtype`, which builds a table at each call."""
     known: dict[Any, np.dtype] = {}
 
     def dtype_of(kind: Any) -> np.dtype:

@@ -1,4 +1,4 @@
-"""Import Triton and its interpreter, or raise an error that says how to install it."""
+"""Import Triton and its interpreter, or raise an error that says how to install Triton."""
 
 from __future__ import annotations
 

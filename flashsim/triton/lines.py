@@ -1,4 +1,4 @@
-"""Find the line of the user's kernel that is running, and describe errors at that line."""
+"""Find the line of the user's kernel that is running, and name it in errors."""
 
 from __future__ import annotations
 
@@ -17,15 +17,26 @@ _OTHERS = (_OURS, str(Path(np.__file__).parent), "<frozen", "<__array_function__
 
 
 def reader_frame(folder: str) -> FrameType | None:
-    """Return the user's innermost frame: neither Triton's (in `folder`) nor flashsim's."""
+    """Return the innermost frame of the user's code, not Triton's (in `folder`) or flashsim's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
         frame = frame.f_back
     return frame
 
 
+def in_library(folder: str) -> bool:
+    """Whether a function of Triton's own library is running, such as `tl.sigmoid`."""
+    library = str(Path(folder) / "language" / "standard.py")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
+        if frame.f_code.co_filename == library:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
-    """Return file, line number and text of the user's innermost line in an error's tracebacks."""
+    """Return the file, number and text of the user's innermost line in an error's traceback."""
     found = None
     seen: set[int] = set()
     link: BaseException | None = error
@@ -45,8 +56,8 @@ def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
 def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
     """Return the local variables of a kernel and its helper functions that are tensors, by name.
 
-    The search ends at the frame whose code is `stop`. A variable of an inner function hides an
-    outer one of the same name.
+    The search through stack frames ends at the frame that runs `stop`. A variable of an inner
+    function hides an outer variable of the same name.
     """
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code is not stop:
@@ -60,7 +71,7 @@ def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
 
 
 def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) -> FlashSimError:
-    """Return an error that replaces another one, and names the user's line and the program."""
+    """Return an error to raise instead of another; it names the user's line and the program."""
     found = deepest(error, folder)
     root: BaseException = error
     while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:

@@ -1,4 +1,4 @@
-"""Hook Triton's interpreter while kernels are traced, and restore it afterwards."""
+"""Replace parts of Triton's interpreter while kernels are traced, and restore them afterwards."""
 
 from __future__ import annotations
 
@@ -15,22 +15,25 @@ from flashsim.errors import (
     shown,
 )
 from flashsim.own_kernels import ATOMIC, Recorder
+from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
 from flashsim.triton.hooks import HOOKED, checking, remembering
 from flashsim.triton.installed import installed
-from flashsim.triton.lines import failure, reader_frame, tiles
+from flashsim.triton.lines import failure, in_library, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
 
 #: Programs per launch whose tile values are examined; later programs hold the same tiles.
 _HELD_PROGRAMS = 2
+#: Exponents up to here are rounding.
+POSITIVE = 1e-3
 _MISSING = object()
 
 
 @dataclass(eq=False)
 class Ran:
-    """A launch that ran, with everything needed to run one of its programs again.
+    """A kernel launch that ran, with all that is needed to run one of its programs again.
 
     Attributes
     ----------
@@ -56,7 +59,7 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter with recording: `entered` hooks it, and `recorder` holds the record.
+    """Triton's interpreter, which also records accesses: `entered` hooks it, `recorder` collects.
 
     Parameters
     ----------
@@ -80,20 +83,22 @@ class Interpreter:
         self.arguments = Arguments(self.recorder)
         self.memory = Memory(self.recorder, self.arguments.pointers)
         self.ran: list[Ran] = []
-        self._config = config
+        self.config = config
         self._programs = None if programs is None else [tuple(one) for one in programs]
         self._keep = keep
         self._changed: list[tuple[Any, str, Any]] = []
         self._loaded: dict[int, Any] = {}
         self._started = 0
+        self.tuned = False  # whether a kernel had configurations to choose from
         self.atomic = False
+        self._positive: set[int] = set()  # lines with exponentials of positive numbers
         self._patched: set[int] | None = None  # ids of the globals that this launch has patched
 
     # -- hooks ----------------------------------------------------------------------------------
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Hook the interpreter; restore it at the end, even after an error."""
+        """Replace operations of the interpreter in a ``with`` block; restore them at the end."""
         at = self.at
         jit = at.triton.runtime.jit.JITFunction
         tuner = at.triton.runtime.autotuner.Autotuner
@@ -127,7 +132,7 @@ class Interpreter:
                     del scope[name]
 
     def _language(self) -> list[Any]:
-        """Return the objects of Triton's language whose attributes the interpreter changes."""
+        """Return the objects in Triton's language whose attributes the interpreter changes."""
         tl = self.at.tl
         found = [tl, tl.core, tl.math, tl.standard, tl.tensor, tl.dtype]
         found += [getattr(tl, name) for name in ("condition",) if hasattr(tl, name)]
@@ -142,7 +147,7 @@ class Interpreter:
         return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the user's globals before the interpreter adds its own names to them."""
+        """Remember the globals of the user's file before the interpreter adds its own to them."""
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
@@ -152,10 +157,10 @@ class Interpreter:
         return remembering
 
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
-        """Fix the language each time after the interpreter has patched it.
+        """Return a `patch` of Triton's language that also makes the changes that flashsim needs.
 
-        Triton 3.9 needs block pointers. Triton 3.6 converts tensors to integers in a way that
-        NumPy 2.4 refuses.
+        For Triton 3.9 this adds block pointers. For Triton 3.6 it changes how tensors are converted
+        to integers, which NumPy 2.4 refuses.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
@@ -191,7 +196,7 @@ class Interpreter:
         tl.store = block_pointers.storing(tl.store, builder)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Run one configuration of an autotuned kernel, without timing any."""
+        """Run one configuration of an autotuned kernel, without timing any of them."""
 
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -207,7 +212,8 @@ class Interpreter:
 
     def _choose(self, tuner: Any, possible: Sequence[Any]) -> Any:
         name = tuner.base_fn.__name__
-        config = self._config
+        config = self.config
+        self.tuned = True
         if isinstance(config, Mapping):
             for one in tuner.configs:
                 every = one.all_kwargs()
@@ -252,12 +258,12 @@ class Interpreter:
         self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
-        """Return the user's line that is running."""
+        """Return the line of the user's kernel that is running, as (file, number)."""
         frame = reader_frame(self.at.folder)
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
     def reach(self, op: int, pointers: Any, mask: Any) -> Reached:
-        """Record an access of the running program; return the memory that it refers to."""
+        """Record an access of the running program; return the real memory that it refers to."""
         active = np.ones(pointers.data.shape, bool) if mask is None else mask.data
         op = ATOMIC if self.atomic else op
         reached = self.memory.reach(op, pointers.data, active, dtype_of(pointers), self.line())
@@ -279,7 +285,7 @@ class Interpreter:
         self.recorder.held(held)
 
     def locals(self) -> dict[str, Any]:
-        """Return the running kernel's local tensors, by name."""
+        """Return the running kernel's local variables that are tensors, by name."""
         return tiles(reader_frame(self.at.folder), self.at.folder, _run_program.__code__)
 
     def variables(self) -> dict[str, np.ndarray]:
@@ -291,7 +297,7 @@ class Interpreter:
         }
 
     def loaded(self, found: Any) -> Any:
-        """Remember a handle that a load returned, and return it."""
+        """Remember the handle that a load returned, and return it."""
         self._loaded[id(found)] = found
         return found
 
@@ -302,14 +308,32 @@ class Interpreter:
             self.recorder.work("matmul", flops, line=self.line())
 
     def work(self, kind: str, size: int) -> None:
-        """Record one FLOP per element of a tile of `size` elements."""
+        """Record FLOPs for an operation on a tile of `size` elements: one per element."""
         if not self.memory.silent and size > 1:
             self.recorder.work(kind, size, line=self.line())
+
+    def exponent(self, arg: Any) -> None:
+        """Note an exponential of positive numbers in attention's forward pass."""
+        if self.memory.silent or floats.is_narrow(arg.dtype):
+            return
+        most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
+        if most <= POSITIVE:
+            return
+        papers = {paper_name(one.name) for one in self.recorder.tensors}
+        inside = in_library(self.at.folder)  # tl.sigmoid, for example
+        number = self.line()[1]
+        if not {"Q", "K", "V"} <= papers or "dO" in papers or inside or number in self._positive:
+            return
+        self._positive.add(number)
+        self.recorder.note(
+            f"line {number}: an exponential of a positive number, {most:.3g}. A softmax subtracts "
+            "its running maximum first, so that none is positive; without it, large scores overflow"
+        )
 
     # -- launches -------------------------------------------------------------------------------
 
     def launch(self, executor: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Run a launch, program by program, in the order in which a GPU starts them."""
+        """Run a kernel launch, program by program, in the order in which a GPU starts programs."""
         at, builder = self.at, self.at.interpreter.interpreter_builder
         fn, name = executor.fn, executor.fn.__name__
         spec = inspect.getfullargspec(fn)
@@ -372,9 +396,9 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again, with the memory of before its launch; `look` gets each access.
+        """Run one program again, on memory as it was before its launch; `look` gets each access.
 
-        Nothing is recorded, and the memory is restored at the end.
+        Such a run is not recorded, and the current memory is restored at the end.
         """
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
@@ -426,7 +450,7 @@ class Interpreter:
             yield place
 
     def _convert(self, value: Any) -> Any:
-        """Return an argument in the form that the interpreter's kernels accept."""
+        """Return an argument in the form that interpreted kernels accept."""
         at = self.at
         if isinstance(value, Pointer):
             kind = at.tl.pointer_type(value.element)
@@ -455,7 +479,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return tensors by code: the user's own arrays, or the kernel's copies of JAX arrays."""
+        """Return tensors' arrays by code: the user's own, or the kernel's copies of JAX arrays."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
@@ -466,7 +490,7 @@ class Interpreter:
 
 
 def fit_int(place: Sequence[Any]) -> bool:
-    """Return whether all values are integers."""
+    """Return whether all these values are integers."""
     return all(isinstance(n, (int, np.integer)) for n in place)
 
 
@@ -479,7 +503,7 @@ def _is_constant(value: Any) -> bool:
 
 
 def _restore(obj: Any, before: Mapping[str, Any]) -> None:
-    """Restore the attributes of an object of Triton's language."""
+    """Restore the attributes of an object in Triton's language, such as `tl`."""
     for name, value in list(vars(obj).items()):
         if name not in before:
             delattr(obj, name)

@@ -1,4 +1,4 @@
-"""Translate a kernel's addresses to tensor elements and real memory, and record each access."""
+"""Translate simulated addresses to tensor elements and real memory, and record each access."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Observer = Callable[[int, int, np.ndarray], None]
 
 @dataclass(eq=False)
 class Reached:
-    """The memory that the lanes of one access refer to.
+    """The real memory that the lanes (elements) of one access refer to.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Reached:
 
 
 class Memory:
-    """The tensors of one launch, by address."""
+    """The tensors of one kernel launch, found by their simulated addresses."""
 
     def __init__(self, recorder: Recorder, pointers: list[Pointer]) -> None:
         self._recorder = recorder
@@ -47,14 +47,14 @@ class Memory:
         self.silent = False  # while a program runs again: its accesses are not recorded twice
 
     def begin(self, pointers: list[Pointer]) -> None:
-        """Set the array arguments of the launch that begins."""
+        """Set the array arguments of the kernel launch that now begins."""
         self._launch = pointers
         self._by_code |= {one.code: one for one in pointers}
 
     def reach(
         self, op: int, pointers: np.ndarray, mask: np.ndarray, itemsize: int, line: Line
     ) -> Reached:
-        """Record an access, and return the real memory that its lanes refer to.
+        """Record an access, and return the real memory that its lanes (elements) refer to.
 
         Raises
         ------
@@ -93,7 +93,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, which a table of pointers holds; refuse unknown ones."""
+        """Translate real addresses, which a tensor of pointers can hold; raise for unknown ones."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
@@ -119,7 +119,7 @@ class Memory:
     def _one(
         self, op: int, its: Pointer, moved: np.ndarray, itemsize: int, masked: int, line: Line
     ) -> None:
-        """Record the lanes whose pointers were computed from one tensor's address."""
+        """Record the lanes of an access whose pointers were computed from one tensor's address."""
         if itemsize % its.itemsize:
             raise UnsupportedError(
                 f"{self._recorder.tensors[its.code].name} has elements of {its.itemsize} B, but "
@@ -154,7 +154,7 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find other views of the same allocation that contain elements outside of this tensor."""
+        """Find other tensors in the same allocation with elements outside of this tensor."""
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:
@@ -183,5 +183,5 @@ class Memory:
 
 
 def dtype_of(handle: Any) -> int:
-    """Return the bytes per element of a pointer handle's element type."""
+    """Return the bytes per element that a pointer handle points to."""
     return max(1, handle.get_element_ty().primitive_bitwidth // 8)

@@ -1,10 +1,10 @@
-"""Compute bfloat16 and FP8 correctly, which Triton's interpreter does not.
+"""Compute bfloat16 and FP8 correctly, because Triton's interpreter does not.
 
-The interpreter stores such numbers as unsigned integers. It computes sums, products, comparisons
-and `tl.dot` on these integers: the results are wrong, and no error is raised. Its conversions also
-round differently. This module widens operands to float32, which is exact, and rounds the result
-once, to nearest even. For sums, products and quotients of two such numbers, a GPU gives the same
-result.
+The interpreter stores bfloat16 and FP8 numbers as unsigned integers. The interpreter computes sums,
+products, comparisons and `tl.dot` on these integers: the results are wrong, and no error is raised.
+The interpreter's conversions also round differently from a GPU's. This module widens operands to
+float32, which is exact, and rounds the result once, to nearest even. For sums, products and
+quotients of two such numbers, a GPU gives the same result.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def widen(handle: Any) -> np.ndarray:
-    """Return a handle's numbers: float32 for a 16-bit or 8-bit float, else the handle's data."""
+    """Return a handle's numbers: float32 for 16-bit and 8-bit floats, else the handle's data."""
     if not is_narrow(handle.dtype):
         half = handle.data.dtype == np.float16
         return handle.data.astype(np.float32) if half else handle.data
@@ -58,7 +58,7 @@ def widen(handle: Any) -> np.ndarray:
 
 
 def narrow(data: np.ndarray, dtype: Any) -> np.ndarray:
-    """Return numbers rounded to a narrow type, to nearest even, as the bits of that type."""
+    """Return numbers rounded to a narrow type, to nearest even, as bits of that type."""
     name = dtype.scalar.name
     exact = exact_dtype(_EXACT[name])
     if name in _SATURATE:
@@ -72,12 +72,12 @@ def narrow(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def handle(data: np.ndarray, dtype: Any) -> Any:
-    """Return an interpreter handle (`TensorHandle`) for data of a type."""
+    """Return a `TensorHandle` of the interpreter for data of a type."""
     return installed().interpreter.TensorHandle(data, dtype)
 
 
 def cast(source: Any, to: Any) -> Any:
-    """Return a handle converted to a type; the handle's type or the target type is narrow."""
+    """Return a handle converted to a type; at least one of both types must be narrow."""
     data = widen(source)
     scalar = to.scalar
     if is_narrow(scalar):
@@ -86,7 +86,7 @@ def cast(source: Any, to: Any) -> Any:
 
 
 def arithmetic(op: Any, *operands: Any) -> Any:
-    """Apply a NumPy operation to handles; the result has the type of the first one."""
+    """Apply a NumPy operation to handles; the result has the type of the first handle."""
     dtype = operands[0].dtype.scalar
     with np.errstate(all="ignore"):
         result = op(*(widen(one) for one in operands))
@@ -96,7 +96,7 @@ def arithmetic(op: Any, *operands: Any) -> Any:
 
 
 def refuse(what: str) -> UnsupportedError:
-    """Return the error for an operation on narrow types that this module does not support."""
+    """Return the error for an operation on narrow types that flashsim does not support."""
     return UnsupportedError(
         f"{what} of bfloat16 or FP8 numbers is not supported, because Triton's interpreter "
         "computes it wrongly; convert the numbers first: x.to(tl.float32)"

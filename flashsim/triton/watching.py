@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, TraceError, own_errors, shown
+from flashsim.errors import DTypeError, OptionError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.check import Reference, Verdict
 from flashsim.own_kernels.record import KernelRecord
@@ -20,7 +20,7 @@ from flashsim.triton.machine import Interpreter
 
 
 class Watch:
-    """The launches that `watch` recorded; `result()` returns their trace."""
+    """The kernel launches that `watch` recorded; `result()` returns their trace."""
 
     def __init__(
         self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
@@ -29,20 +29,29 @@ class Watch:
 
     @property
     def launches(self) -> int:
-        """Number of launches so far."""
+        """The number of kernel launches recorded so far."""
         return len(self._machine.recorder.launches)
 
     def result(self, *, unchecked: bool = False) -> KernelTrace:
-        """Return the trace of all launches so far.
+        """Return the trace of all kernel launches so far.
 
-        With `unchecked`, results are not compared; `KernelTrace.check` can compare them later.
+        With `unchecked`, the results are not compared with a reference; `KernelTrace.check` can do
+        that later.
 
         Raises
         ------
         TraceError
             If no kernel was launched.
+        OptionError
+            If there is a `config`, and no kernel is autotuned.
         """
         record = self.record()
+        if self._machine.config is not None and record.launches and not self._machine.tuned:
+            kernels = ", ".join(dict.fromkeys(one.kernel for one in record.launches))
+            raise OptionError(
+                f"config={shown(self._machine.config)} chooses a configuration of an autotuned "
+                f"kernel, but {kernels} has no @triton.autotune; leave it out"
+            )
         again = self._again if self._machine.ran else None
         made = KernelTrace(record, **self._options, values=self.values(), again=again)
         stored = self._machine.outputs(list(record.stored))
@@ -60,7 +69,7 @@ class Watch:
         machine.again(machine.ran[verdict.launch], verdict.program, watched)
 
     def record(self) -> KernelRecord:
-        """Return the record so far."""
+        """Return the record of all launches so far."""
         return self._machine.recorder.done()
 
     def values(self) -> list[np.ndarray]:
@@ -69,7 +78,7 @@ class Watch:
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 
     def codes_of(self, array: Any) -> list[int]:
-        """Return the codes of the tensors that start at an array's first element, also views."""
+        """Return the codes of all tensors that start at an array's first element, also of views."""
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]
@@ -87,7 +96,7 @@ def watch(
     programs: Sequence[tuple[int, ...]] | None = None,
     check: bool | Reference = False,
 ) -> Iterator[Watch]:
-    """Run every Triton kernel that is launched inside the block on the CPU, and record it.
+    """Run every Triton kernel that the ``with`` block launches on the CPU, and record it.
 
     Parameters
     ----------

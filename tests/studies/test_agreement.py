@@ -443,3 +443,27 @@ def test_constants_that_made_the_times_are_found_again(times, fitting):
         assert again == pytest.approx(p.seconds, rel=1e-3)
     line = fitting.as_line("hopper", "dkdv, wide", made)
     assert line == 'hopper,"dkdv, wide",1.200,,3.000,,,,,,,2.00e-6,2.00e-6,,'
+
+
+def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting):
+    """Times that are three times too long change the fit to all seeds, not the one without them."""
+    made = fitting.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
+    everything, how = [], {"direction": "backward", "algorithm": "flash2-once"}
+    shapes = (p for p in times.time_shapes.CALIBRATION if p in times.time_shapes.FUSED_ALONE)
+    for number, p in enumerate(p for p in shapes if p.n_kv <= 128):
+        found = benchmark.predict(p, **how, constants={"fused, once": made})
+        took, tile = found.seconds, found.traffic.tiling
+        took, seed = (3 * took, "spoilt") if number % 7 == 3 else (took, "other")
+        one = times.Measured(p, "hopper", "flash2-once", tile, took, {"fused": took})
+        everything.append(one._replace(seed=seed))
+    free = fitting.FREE["hopper", "fused, once"]
+    those = fitting.points(everything, "hopper", "fused, once")
+    found = fitting.left_out(those, free, made)
+    assert sorted(found) == ["other", "spoilt"]
+    good = [p for p in those if p.seed == "other"]
+
+    def error(constants):
+        return max(abs(fitting.stage_seconds(p, constants) / p.seconds - 1) for p in good)
+
+    assert error(found["spoilt"]) < 0.005
+    assert error(fitting.fit(those, free)) > 0.01

@@ -17,6 +17,7 @@ from flashsim.studies.predict.blocks import makespan
 from flashsim.studies.predict.calibration import (
     CALIBRATED,
     DECODING,
+    FORWARD_SHARE,
     HBM_SHARE,
     LAUNCH,
     MATRIX_SHARE,
@@ -293,6 +294,21 @@ def test_what_stays_in_l2_waits_for_no_hbm():
     small, large = (replace(PROBLEM, n_q=n, n_kv=n, batch=1) for n in (1024, 4096))
     assert predict(small, device=slow).seconds == predict(small).seconds  # 17 MB
     assert predict(large, device=slow).seconds > 5 * predict(large).seconds  # 67 MB
+
+
+def test_the_first_tiles_of_a_wave_wait_for_hbm():
+    """Two waves of 132 blocks with four visits: Q, O, LSE and a quarter of K and V of one wave."""
+    p = Problem(256, 704, 128, batch=4, heads=33, dtype="bfloat16")
+    tiling = Tiling(128, 176)
+    passes, traffic = model._prepare(p, "forward", "flash2", "hopper", tiling, H200)
+    q_o, k_v, lse = 2 * 132 * 256 * 128 * 2, 2 * 132 * 704 * 128 * 2, 132 * 256 * 4
+    none = Constants(launch=0.0)
+    one, works = passes[0], model.works_of(passes[0], traffic)
+    assert works[-1].visits.tolist() == [4, 4]
+    seconds, last, _, hbm = model.stage_seconds(one, works, traffic, none)
+    assert hbm == pytest.approx((q_o + k_v + lse) / (FORWARD_SHARE * H200.hbm_bandwidth))
+    alone = (q_o + lse + k_v / 4) / 2 / (FORWARD_SHARE * H200.hbm_bandwidth)
+    assert seconds == pytest.approx(alone + (last**6 + (hbm - alone) ** 6) ** (1 / 6))
 
 
 @pytest.mark.parametrize("kernels", ["hopper", "portable"])

@@ -1,11 +1,11 @@
 """Count one matrix product by hand.
 
-S = Q Kᵀ, float32. Q has 40 rows of 16 elements, K has 48. A thread block (a *step*) owns a tile
-of 8 rows of Q: it loads them once. Then it loops over the keys in tiles of 16: it loads a tile,
-multiplies, and stores the 8 × 16 tile of S. It keeps nothing else on chip, and steps share
-nothing on chip.
+S = Q Kᵀ, float32. Q has 40 rows of 16 elements; K has 48 rows of 16 elements. A thread block (a
+*step*) owns a tile of 8 rows of Q, and loads it once. Then the step loops over the keys in
+tiles of 16: it loads a tile, multiplies, and stores the 8 × 16 tile of S. A step keeps nothing
+else on chip, and steps share nothing on chip.
 
-Fill in ANSWERS: bytes and FLOPs, as integers. A multiply-add is two FLOPs.
+Fill in ANSWERS: numbers of bytes and FLOPs, as integers. One multiply-add counts as two FLOPs.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task
@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """The loop that the questions are about."""
+    """Run the loop that the questions are about."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("scores") as sram:
         for rows in machine.row_tiles():

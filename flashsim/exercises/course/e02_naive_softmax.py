@@ -1,8 +1,8 @@
 """Softmax of whole rows.
 
-S lies in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A tile of 8 whole rows
-fits on chip. No score is so large that exp overflows, so use the formula as it is. Load S once,
-store P once.
+The matrix of scores, S, is in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A
+tile of 8 complete rows fits on chip. No score is so large that exp overflows, so use this
+formula as it is. Load S once, store P once.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Keep whole rows on chip from load to store."""
+    """Keep complete rows on chip from load to store."""
     hbm = machine.hbm  # hbm.S and hbm.P, (32, 48)
     with machine.stage("softmax") as sram:
         for rows in machine.row_tiles():  # slices of 8 rows
@@ -29,12 +29,12 @@ def reference(machine):
 
 
 def budget(task):
-    """Bytes: S loaded once, P stored once."""
+    """Return the bytes for full marks: S is loaded once, and P is stored once."""
     return whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
 
 
 def weights(arrays, p, dtype):
-    """P without the division by the sum: the result of a common mistake."""
+    """Return P without the division by the sum: the result of a common mistake."""
     return {"P": np.exp(arrays["S"].astype(dtype))}
 
 

@@ -1,8 +1,8 @@
 """Softmax of large scores.
 
-As before, but the scores reach 200, and exp(200) is infinity in float32. Subtract each row's
-largest score first; it cancels in the quotient. Whole rows fit on chip, so again load S once
-and store P once.
+As in the last exercise, compute P = softmax(S); but now the scores reach 200, and exp(200) is
+infinity in float32. Subtract each row's largest score before exp; it cancels in the quotient.
+Complete rows fit on chip, so again load S once and store P once.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Subtract the row's maximum in place."""
+    """Subtract each row's maximum in place."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for rows in machine.row_tiles():

@@ -1,9 +1,9 @@
 """Online softmax: one pass for the maximum and the sum.
 
-A row no longer fits on chip; only tiles of 8 × 16 scores do. Computing the maximum, then the
-sum, then the quotient would take three passes over S. Instead, keep a running maximum m and a
-running sum l per row, and rescale l whenever m grows. Then two passes are enough; the second
-computes P. Load S twice, store P once.
+A row of scores no longer fits on chip; only tiles of 8 × 16 scores do. Computing the maximum,
+then the sum, then the quotient would take three passes over S. Instead, keep a running maximum
+m and a running sum l per row, and rescale l whenever m grows. Then two passes over S are
+enough; the second pass computes P. Load S twice, store P once.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Milakov and Gimelshein, arXiv:1805.02867, Algorithm 3, tile by tile."""
+    """Milakov and Gimelshein's online softmax, arXiv:1805.02867, Algorithm 3, tile by tile."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for rows in machine.row_tiles():
@@ -47,7 +47,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Bytes: S loaded twice, P stored once."""
+    """Return the bytes for full marks: S is loaded twice, and P is stored once."""
     return 2 * whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
 
 

@@ -1,7 +1,8 @@
 """Softmax and product in one pass.
 
-O = softmax(S) V, and P never leaves the chip. S lies in HBM, in tiles of 8 × 16. Keep O, m and
-l of eight rows on chip; when the maximum grows, rescale O as well as l. Load each score once.
+Compute O = softmax(S) V in one pass; P never leaves the chip. S is in HBM, and is loaded in
+tiles of 8 × 16. Keep O, m and l of eight rows on chip; when the maximum grows, rescale O as
+well as l. Load each score of S only once.
 """
 
 import numpy as np
@@ -14,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """One pass over S; the division comes at the end."""
+    """Pass over S once; divide by l at the end."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("fused") as sram:
         for rows in machine.row_tiles():
@@ -61,13 +62,13 @@ def solution(machine):
 
 
 def budget(task):
-    """Bytes: S once, V once per tile of rows, O once."""
+    """Return the bytes for full marks: S once, V once per tile of rows, O once."""
     p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
     return whole_bytes(p, "S") + t_r * whole_bytes(p, "V") + whole_bytes(p, "O")
 
 
 def undivided(arrays, p, dtype):
-    """Σ exp(S - m) V, without the division by l: the result of a common mistake."""
+    """Return Σ exp(S - m) V, without the division by l: the result of a common mistake."""
     s = arrays["S"].astype(dtype)
     return {"O": np.exp(s - s.max(axis=-1, keepdims=True)) @ arrays["V"].astype(dtype)}
 

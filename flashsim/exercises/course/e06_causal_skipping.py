@@ -1,9 +1,9 @@
 """Causal attention that skips empty tiles.
 
-Query i sees keys 0 … i. About half of the score tiles are empty: do not load their keys.
-`machine.keep(rows, cols)` returns a boolean array: True for each score that the mask keeps in
-this tile. None means that it keeps all of them. Compute attention as in the last exercise, but
-with S = scale · Q Kᵀ computed on chip. Store O.
+Query i sees keys 0 … i. About half of the tiles of scores are empty: do not load the keys of an
+empty tile. `machine.keep(rows, cols)` returns a boolean array: True for each score that the
+mask keeps in this tile. The method returns None if the mask keeps the whole tile. Compute O =
+softmax(S) V as in the last exercise, but now compute S = scale · Q Kᵀ on chip. Store O.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Skip the tiles above the diagonal."""
+    """Skip the tiles of scores that lie above the diagonal."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:
         for rows in machine.row_tiles():
@@ -55,7 +55,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Bytes by FlashAttention-2's closed form, without L."""
+    """Return the bytes for full marks, by FlashAttention-2's closed form without L."""
     counted = count(task.problem, tiling=task.tiling).bytes()
     return counted - whole_bytes(task.problem, "L")
 

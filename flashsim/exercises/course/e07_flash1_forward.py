@@ -3,7 +3,7 @@
 Swap the loops, as the first paper does (arXiv:2205.14135, Algorithm 1). A step owns a tile of
 keys, loads K and V *once*, and loops over the queries. O, l and m of every row then pass
 through HBM in every iteration: load them, update them, store them. Before the loop, a separate
-stage must initialize them in HBM: O = 0, l = 0, m = -inf.
+stage (kernel) must initialize them in HBM: O = 0, l = 0, m = -inf.
 
 Store O (normalised, as in the paper), l and m.
 """
@@ -18,7 +18,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Algorithm 1, lines 2 to 15."""
+    """FlashAttention-1's Algorithm 1, lines 2 to 15."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("init") as sram:
         for rows in machine.row_tiles():
@@ -54,7 +54,7 @@ def reference(machine):
 
 
 def truth(arrays, p, dtype):
-    """O, and l and m such that m + log l is the LSE."""
+    """Return O, and an l and m such that m + log l is the LSE."""
     s = arrays["S"].astype(dtype)
     m = s.max(axis=-1)
     l = np.exp(s - m[..., None]).sum(axis=-1)

@@ -1,8 +1,8 @@
 """FlashAttention-2: the outer loop runs over queries.
 
-The second paper swaps the loops again (arXiv:2307.08691, Algorithm 1). A step owns a tile of
-queries, keeps O, m and l on chip, and loads K and V tile by tile. O is divided once, at the
-end. Store O and L = m + log l.
+The FlashAttention-2 paper swaps the loops back (arXiv:2307.08691, Algorithm 1). A step owns a
+tile of queries, keeps O, m and l on chip, and loads K and V tile by tile. Divide O by l only
+once, at the end. Store O and L = m + log l.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Algorithm 1, lines 3 to 15."""
+    """FlashAttention-2's Algorithm 1, lines 3 to 15."""
     hbm, p = machine.hbm, machine.problem  # p.scale is 1 / sqrt(head_dim)
     with machine.stage("forward") as sram:
         for rows in machine.row_tiles():

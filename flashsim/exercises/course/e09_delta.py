@@ -1,7 +1,8 @@
 """delta, the first stage of the backward pass.
 
-delta_i = Σ_j P_ij dP_ij, a sum over N keys, is also Σ_x dO_ix O_ix, a sum over head_dim (dP =
-dO Vᵀ and O = P V). So computing delta does not need P: load O and dO once, and store delta.
+delta_i = Σ_j P_ij dP_ij, a sum over N keys, equals Σ_x dO_ix O_ix, a sum over head_dim (because
+dP = dO Vᵀ and O = P V). So computing delta does not need P: load O and dO once, and store
+delta.
 """
 
 from flashsim.exercises.exercise import Exercise, Task
@@ -12,7 +13,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """FlashAttention-2's Algorithm 2, line 4."""
+    """Line 4 of FlashAttention-2's Algorithm 2."""
     hbm = machine.hbm  # hbm.O and hbm.dO, (32, 12); hbm.delta, (32,)
     with machine.stage("delta") as sram:
         for rows in machine.row_tiles():
@@ -25,7 +26,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Bytes: O and dO loaded once, delta stored once."""
+    """Return the bytes for full marks: O and dO are loaded once, and delta is stored once."""
     return sum(whole_bytes(task.problem, name) for name in ("O", "dO", "delta"))
 
 

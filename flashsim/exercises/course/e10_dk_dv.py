@@ -1,7 +1,7 @@
 """dK and dV: the outer loop runs over keys.
 
-With L and delta of each row, P = exp(S - L) can be recomputed from Q and K. With the outer loop
-over keys:
+If L and delta of each row are known, P = exp(S - L) can be recomputed from Q and K. If the
+outer loop runs over keys, dK and dV are sums over the inner loop:
 
     dV_j = Σ_i P_ijᵀ dO_i      dS_ij = P_ij (dO_i V_jᵀ - delta_i)      dK_j = scale Σ_i dS_ijᵀ Q_i
 
@@ -18,7 +18,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """FlashAttention-2's Algorithm 2, lines 5 to 19, without dQ."""
+    """Lines 5 to 19 of FlashAttention-2's Algorithm 2, without dQ."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dkdv", outer="keys") as sram:
         for cols in machine.key_tiles():
@@ -48,7 +48,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Bytes of that stage of FlashAttention-2's backward pass, in closed form."""
+    """Return the bytes for full marks: those of FlashAttention-2's kernel, in closed form."""
     counted = count(task.problem, direction="backward", tiling=task.tiling)
     return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dkdv")
 

@@ -2,7 +2,7 @@
 
     dS_ij = P_ij (dO_i V_jᵀ - delta_i)        dQ_i = scale Σ_j dS_ij K_j
 
-dQ is a sum over keys. With the outer loop over queries it stays on chip, as O does in the
+dQ is a sum over keys. With an outer loop over queries, dQ stays on chip, as O does in the
 forward pass, and no atomic addition is needed. A step owns a tile of queries with their dO, L
 and delta.
 """
@@ -17,7 +17,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Compute dQ, the third stage of a backward pass without atomics."""
+    """Compute dQ, the third kernel of a backward pass without atomics."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         for rows in machine.row_tiles():

@@ -1,9 +1,9 @@
 """Grouped queries: one load of K and V for four heads.
 
 Four query heads share a KV head. With a separate loop for each query head, K and V are loaded
-four times as often as needed. In a stage with ``per="group"`` a step serves all four heads:
-`sram.load(hbm.Q, rows, member=g)` loads the tile of query head g of the group, and `sram.store`
-takes `member` too. K and V are loaded without `member`.
+four times as often as needed. In a stage (kernel) with ``per="group"``, a step serves all four
+heads: `sram.load(hbm.Q, rows, member=g)` loads the tile of query head g of the group, and
+`sram.store` takes `member` too. Load K and V without the argument `member`.
 
 Store O; load K and V once for each tile of rows, not once for each head.
 """
@@ -18,7 +18,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Keep four heads' O, m and l on chip, and stream K and V past them once."""
+    """Keep the O, m and l of four heads on chip, and stream K and V past them once."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward", per="group") as sram:
         for rows in machine.row_tiles():
@@ -58,7 +58,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Bytes: Q and O of every head once; K and V once per tile of rows."""
+    """Return the bytes for full marks: Q and O once per head; K and V once per tile of rows."""
     p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
     keys = whole_bytes(p, "K") + whole_bytes(p, "V")
     return whole_bytes(p, "Q") + t_r * keys + whole_bytes(p, "O")

@@ -2,13 +2,13 @@
 
 Compute attention of 192 queries and 192 keys with head_dim 16 in float32, with 3 KiB on chip.
 Store O only. You choose the tiles: by `machine.stage(name, tiling=flashsim.Tiling(block_q,
-block_k))`, by plain slices, and by `sram.strip()` for smaller pieces inside a visit. Which data
-must stay on chip all the time, and which can be loaded again?
+block_k))`, by plain slices, or by `sram.strip()` for smaller pieces inside a visit (one tile
+pair). Which data must stay on chip all the time, and which can be loaded again?
 
 You get full marks for moving as few bytes as the reference; fewer bytes improve your place on
-the leaderboard. No algorithm that adds up 16 products per score can move less than 97,920 B
-with 3 KiB on chip: docs/reference/model.md has the proof, and `flashsim exercise grade FILE
---plot p.png` draws that line.
+the leaderboard. With 3 KiB on chip, no algorithm that adds up 16 products per score can move
+less than 97,920 B. docs/reference/model.md has the proof, and `flashsim exercise grade FILE
+--plot p.png` draws this bound as a line.
 """
 
 import numpy as np
@@ -69,9 +69,10 @@ def solution(machine):
 
 
 def bound(task):
-    """A lower bound on bytes: the larger of two bounds.
+    """Return a lower bound on the bytes of any algorithm: the larger of two bounds.
 
-    One is Q, K, V and O once each; the other is the proven bound for an SRAM of this size.
+    The first bound is Q, K, V and O once each; the second is the proven bound for an SRAM of
+    this size.
     """
     p = task.problem
     once = sum(whole_bytes(p, name) for name in "QKVO")
