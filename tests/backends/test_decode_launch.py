@@ -288,7 +288,7 @@ P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
-        ([1, 2, 3], ShapeError, "must be 2 integers, one per batch entry .* got"),
+        ([1, 2, 3], ShapeError, "must be 2 integers, one per batch entry, got"),
         (
             [1, 65],
             OptionError,
@@ -321,7 +321,7 @@ def test_a_table_names_its_wrong_entry():
     with pytest.raises(OptionError, match=r"block_table\[0, 2\] must be .* 0 to 5, got 9"):
         checked(table, [33, 48])
     with pytest.raises(
-        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got 4"
+        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got page 4"
     ):
         checked(table, [20, 48], 16)
     with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
@@ -376,7 +376,11 @@ def test_pages_as_one_array():
         (ShapeError, r"k and v must be \(pages, .* got k \(2, 16, 64\)", (q, k[0], v, table)),
         (ShapeError, "with the same number of pages, got", (q, k, v[:8], table)),
         (ShapeError, r"must have shape \(batch, max_pages\) for q", (q, k, v, OnGpu((2, 5)))),
-        (DTypeError, "must be integers.* got float32", (q, k, v, OnGpu((3, 5), "torch.float32"))),
+        (
+            DTypeError,
+            "must be an array of integers.* got float32",
+            (q, k, v, OnGpu((3, 5), "torch.float32")),
+        ),
         (DTypeError, "block_table must be an array, got list", (q, k, v, [[0] * 5] * 3)),
     ):
         with pytest.raises(error, match=said):

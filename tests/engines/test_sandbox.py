@@ -467,7 +467,7 @@ def nested(sram, machine, work):
         (lambda s, m: s.alloc("S", (10**9, 10**9)), "holds 4,000,000,000,000,000,000 B on chip"),
         (
             lambda s, m: m.hbm.new("W", 10**12, 10**6),
-            "this machine has too little memory for a workspace 'W'",
+            "this computer has too little memory for a workspace 'W'",
         ),
         (
             lambda s, m: s.store(m.hbm.O, slice(0, 1), slice(0, 4), s.alloc("t", (1, 4))),
@@ -520,7 +520,7 @@ def test_what_a_machine_refuses(work, text):
 @pytest.mark.parametrize(
     ("outer", "text"),
     [
-        (2, "there are 2 tiles of queries, got tile number 2"),
+        (2, "there are 2 tiles of queries, numbered from 0, got tile number 2"),
         ("0:16", "must be a slice of integers, got '0:16'"),
     ],
 )
@@ -665,7 +665,7 @@ def written(value):
 
 
 def test_what_is_no_argument_or_too_long_is_refused(monkeypatch):
-    with pytest.raises(MemoryModelError, match="do not take"):
+    with pytest.raises(MemoryModelError, match="do not support the argument"):
         written(object())
     monkeypatch.setattr(tape, "MOST", 100)
     with pytest.raises(MemoryModelError, match="more than 100 characters; use larger tiles"):

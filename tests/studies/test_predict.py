@@ -260,15 +260,19 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
     ("options", "error", "message"),
     [
         ({"kernels": "hoper"}, OptionError, "did you mean 'hopper'"),
-        ({"algorithm": "flash1"}, OptionError, "not for 'flash1'"),
+        ({"algorithm": "flash1"}, OptionError, "time of 'flash1' cannot be predicted"),
         (
             {"algorithm": "standard", "kernels": "hopper"},
             OptionError,
-            "kernels applies only to FlashAtt",
+            "kernels= applies only to FlashAtt",
         ),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
         ({"device": "A100", "kernels": "hopper"}, UnsupportedError, "compute capability 9.0"),
-        ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
+        (
+            {"heads_in_group": {"forward": 0}},
+            OptionError,
+            "at least 1 for every stage, got 0 for 'forward'",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(options, error, message):

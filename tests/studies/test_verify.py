@@ -731,7 +731,8 @@ def test_a_gpu_is_known_by_its_name_and_figures(name):
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu[0])
 def test_a_gpu_that_no_preset_describes_is_named(gpu):
     with pytest.raises(
-        OptionError, match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*choose the dev"
+        OptionError,
+        match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*pass the GPU to predict for as dev",
     ):
         reported(*gpu)
 

@@ -664,7 +664,10 @@ def test_roofline_places_points_on_the_roof():
         at = end.get_xdata()[0]
         assert tops[at] == min(at * device.hbm_bandwidth, device.peak("bfloat16"))
     for wrong, text in (
-        ({"seconds": {"flash1": 1.0}}, "seconds has 'flash1', which is not drawn; possible: "),
+        (
+            {"seconds": {"flash1": 1.0}},
+            "seconds has a value for 'flash1', which is not drawn; possible: ",
+        ),
         ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
         ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),
         ({"dram_bytes": {"flash2": "x"}}, "must be a number, got 'x'"),

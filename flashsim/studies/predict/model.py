@@ -306,8 +306,8 @@ def _prepare(
     """Return the kernel passes that `run` would launch, and their counted traffic."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
-            f"the time of {algorithm!r} cannot be predicted; use algorithm= 'flash2', "
-            "'flash2-fused', 'flash2-once', 'flash-decode' or 'standard'"
+            f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
+            "'flash2-once', 'flash-decode' or 'standard' as algorithm="
         )
     # FP8 kernels use the constants of the 16-bit forward.
     family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
