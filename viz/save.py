@@ -78,7 +78,9 @@ def save_figure(
     if ending not in formats:
         raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
-        raise OptionError(f"dpi and size must be positive, got dpi={dpi!r} and size={shown(size)}")
+        raise OptionError(
+            f"dpi= and size= must be positive, got dpi={dpi!r} and size={shown(size)}"
+        )
     width, height = (dpi * side for side in size or figure.get_size_inches())
     if not dpi >= LEAST_DPI or not width * height <= MOST_PIXELS:
         raise OptionError(

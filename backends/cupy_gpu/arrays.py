@@ -312,8 +312,8 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
         return cupy.from_dlpack(array)
     except (BufferError, NotImplementedError, TypeError, ValueError) as error:
         raise DTypeError(
-            f"{what} cannot be read through DLPack by CuPy {cupy.__version__}: {error}; torch "
-            "CUDA tensors and NumPy arrays need no DLPack"
+            f"{what} cannot be read through DLPack by CuPy {cupy.__version__}: {error}; pass a "
+            "torch CUDA tensor or a NumPy array, which need no DLPack"
         ) from error
 
 
@@ -333,9 +333,9 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
     """Raise `DTypeError` unless `array` is in `space`, the space of the forward pass."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
-            f"{name} must be on the same device as q, k and v, got {_place(array)}; the forward "
-            f"pass ran on arrays of {type(space).__name__.removesuffix('Space').lower()}, GPU "
-            f"{space.device}"
+            f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
+            "forward pass ran on arrays of "
+            f"{type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
         )
 
 
@@ -385,8 +385,8 @@ def _space(name: str, array: Any, dtype: str) -> Any:
     if is_torch(array):
         if not array.is_cuda:
             raise DTypeError(
-                f"{name} is a torch tensor on {array.device}; move it with {name}.cuda(), or pass "
-                f"{name}.numpy()"
+                f"{name} is a torch tensor on {array.device}; pass {name}.cuda(), or "
+                f"{name}.numpy() if it is on the CPU"
             )
         _TENSORS.add(type(array))
         number = array.get_device()

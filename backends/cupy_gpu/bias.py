@@ -26,7 +26,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
         return job
     if p.cu_seqlens_q is not None:
         raise UnsupportedError(
-            "on a GPU packed sequences do not support a bias; pass it as a score_mod, whose "
+            "on a GPU, packed sequences do not support bias=; write it as a score_mod=, whose "
             "indices start at 0 in each sequence, or use backend='simulator' or 'numba'"
         )
     graph = _with_bias(p.score_mod, (*p.bias, p.n_q, p.n_kv), p.dtype)

@@ -303,12 +303,12 @@ def _forward(
     timed = job.trace == "timeline"
     if timed and (prefix or p.latent):
         raise UnsupportedError(
-            "on a GPU trace='timeline' works neither with shared_prefix nor with latent "
-            "attention; pass trace=True, or leave trace out"
+            "on a GPU, trace='timeline' does not support shared_prefix= or latent attention; "
+            "pass trace=True, or leave out trace="
         )
     if job.trace and not p.mask_mod is p.score_mod is None:
         raise UnsupportedError(
-            "on a GPU, decoding with a mask or score function cannot be traced; leave trace out"
+            "on a GPU, decoding with mask_mod= or score_mod= cannot be traced; leave out trace="
         )
     splits = _splits(options.get("splits", "auto"))
     made = decode_plan.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
@@ -405,7 +405,10 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     if table is None:
         return lengths, prefix
     if arrays.dtype_name(table) != "int32":
-        raise DTypeError(f"block_table must be int32, got {table.dtype}; convert it")
+        raise DTypeError(
+            f"block_table must be int32, got {table.dtype}; convert it with "
+            "block_table.astype('int32')"
+        )
     if isinstance(table, np.ndarray):
         live_keys.check_pages(table, lengths, page, int(job.k.shape[0]), prefix)
     return lengths, prefix
@@ -419,7 +422,9 @@ def _table(table: Any) -> tuple[int, int, Any]:
         table = cupy.asarray(np.ascontiguousarray(table))
     if hasattr(table, "data_ptr"):
         if not table.is_cuda:
-            raise DTypeError(f"block_table is on {table.device}; move it with block_table.cuda()")
+            raise DTypeError(
+                f"block_table is on {table.device}, but must be on the GPU; pass block_table.cuda()"
+            )
         row, last = table.stride()
         address = table.data_ptr()
     else:
@@ -439,7 +444,7 @@ def _splits(given: Any) -> int | None:
     except TypeError:
         n = 0
     if n < 1 or isinstance(given, bool):
-        raise OptionError(f'splits must be "auto" or an integer of at least 1, got {shown(given)}')
+        raise OptionError(f"splits= must be 'auto' or an integer of at least 1, got {shown(given)}")
     return n
 
 
@@ -447,25 +452,25 @@ def check(job: Job) -> None:
     """Raise an error if a job has options that decoding does not support."""
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
-            "on a GPU algorithm='flash-decode' takes neither tiling nor key_order: its kernel "
-            "chooses the tile, and reads keys in ascending order; splits sets the number of "
-            "thread blocks per sequence"
+            "on a GPU, algorithm='flash-decode' takes neither tiling= nor key_order=, because "
+            "its kernel chooses the tile size and reads keys in ascending order; leave them "
+            "out, and set the number of thread blocks per sequence by splits="
         )
     if job.options.get("kernel", "auto") not in ("auto", "portable"):
         raise UnsupportedError(
-            "on a GPU algorithm='flash-decode' chooses its kernel itself; leave kernel out, got "
-            f"kernel={job.options['kernel']!r}"
+            "on a GPU, algorithm='flash-decode' chooses its kernel itself; leave out kernel=, "
+            f"got kernel={job.options['kernel']!r}"
         )
     packs = checks.flag("pack_gqa", job.options.get("pack_gqa", True))
     if not packs and job.problem.group > 1:
         raise UnsupportedError(
-            "on a GPU the query heads that share a KV head always share a tile, so K and V are "
-            "loaded once for all of them; leave pack_gqa out, or use backend='simulator' for "
+            "on a GPU, the query heads that share a KV head always share a tile, so K and V are "
+            "loaded once for all of them; leave out pack_gqa=, or use backend='simulator' for "
             "pack_gqa=False"
         )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):
         raise DTypeError(
-            "workspace must be a flashsim.backends.cupy_gpu.decode.Workspace, got "
+            "workspace= must be a flashsim.backends.cupy_gpu.decode.Workspace, got "
             f"{shown(workspace)}"
         )

@@ -431,13 +431,14 @@ def require_gpu() -> None:
         version = cupy.cuda.runtime.runtimeGetVersion()
         cuda = f"{version // 1000}.{version % 1000 // 10}"
         raise BackendUnavailable(
-            f"CuPy {cupy.__version__} (built for CUDA {cuda}) finds no usable GPU: {error}; check "
-            "nvidia-smi, and that the driver is new enough for this CuPy (the extra, [cuda12] or "
-            "[cuda13], must match it)"
+            f"CuPy {cupy.__version__} (built for CUDA {cuda}) finds no usable GPU: {error}; "
+            "check nvidia-smi, and that the driver is new enough for this CuPy (flashsim's "
+            "extra, [cuda12] or [cuda13], must match the driver)"
         ) from None
     if not found:
         raise BackendUnavailable(
-            "no NVIDIA GPU is visible; check CUDA_VISIBLE_DEVICES and nvidia-smi"
+            "no NVIDIA GPU is visible; check the variable CUDA_VISIBLE_DEVICES and the output "
+            "of nvidia-smi, or use backend='simulator' or 'numba'"
         )
 
 
@@ -447,7 +448,7 @@ def _check(job: Job) -> None:
         if option in job.options:
             raise OptionError(
                 f"{option} is an option of algorithm={DECODE!r} only, got "
-                f"algorithm={job.algorithm!r}; leave {option} out"
+                f"algorithm={job.algorithm!r}; leave out {option}="
             )
     launch.check_asked("cupy", job, ALGORITHMS, KERNELS)
     if p.dtype == "float64":
@@ -465,8 +466,8 @@ def _check(job: Job) -> None:
 def _no_traced_functions(job: Job) -> None:
     if job.trace and job.problem.has_functions:
         raise UnsupportedError(
-            "on a GPU a call with mask_mod, score_mod, bias or sinks cannot be traced, since the "
-            "kernels do not count the bytes that functions read; leave trace out, or use "
+            "on a GPU, a call with mask_mod, score_mod, bias or sinks cannot be traced, because "
+            "the kernels do not count the bytes that these read; leave out trace=, or use "
             "backend='simulator' or 'numba'"
         )
 

@@ -34,8 +34,9 @@ def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
         arrays.check_space("v_transposed", given, p.result_dtype, space)
         if tuple(given.shape) != shape:
             raise ShapeError(
-                f"v_transposed must have shape {shape}, got {tuple(given.shape)}; pass that of "
-                "flashsim.quantize's result for this v, or leave it out"
+                f"v_transposed must have shape {shape}, got {tuple(given.shape)}; pass the "
+                "v_transposed that flashsim.quantize returned for this v, or leave out "
+                "v_transposed="
             )
         return space.view(given)
     rows = p.batch, p.kv_heads, p.n_kv, p.head_dim_v

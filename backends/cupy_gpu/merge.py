@@ -95,7 +95,7 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
         if dtype not in may_be:
             raise DTypeError(
                 f"to merge on a GPU, {name} must be {' or '.join(may_be)}, got {dtype}; convert "
-                "it, or move the arrays to the CPU"
+                f"{name}, or move all arrays to the CPU"
             )
     if isinstance(space, arrays.TorchSpace):
         return given

@@ -174,7 +174,7 @@ def refuse(problem: Problem) -> None:
     if problem.mask is not None:
         raise UnsupportedError(
             "the GPU kernels cannot call a Python mask function; use backend='simulator' or "
-            "'numba', or express the mask with causal, window or block_mask"
+            "'numba', or express the mask by causal=, window= or block_mask="
         )
     if problem.bias is not None:
         raise UnsupportedError(
@@ -202,6 +202,7 @@ def check(problem: Problem, tiling: Tiling) -> None:
     cells = problem.block_mask
     if cells is not None and not tiling.divides(cells):
         raise UnsupportedError(
-            f"on a GPU tiles must divide the block mask's cells: got {tiling} tiles and "
-            f"{cells.block_q} x {cells.block_k} cells; give a tiling that divides them"
+            "on a GPU, tile sides must divide the sides of the block mask's blocks, got "
+            f"{tiling} tiles and {cells.block_q} x {cells.block_k} blocks; pass a tiling= that "
+            "divides them"
         )

@@ -102,8 +102,8 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
     """Raise `UnsupportedError` for latent attention that this kernel cannot decode."""
     if gpu.compute_capability != (9, 0):
         raise UnsupportedError(
-            f"latent attention is decoded on Hopper GPUs (sm_90) only, not on {gpu.name}; pass v "
-            "as well, or use backend='simulator'"
+            f"latent attention is decoded on Hopper GPUs (sm_90) only, not on {gpu.name}; pass "
+            "v= as a separate array, or use backend='simulator'"
         )
     if problem.head_dim_v % (2 * _CHUNK):
         raise UnsupportedError(

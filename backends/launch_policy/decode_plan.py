@@ -242,8 +242,8 @@ def check(problem: Problem, gpu: Gpu) -> None:
     for name in ("bias", "mask", "block_mask", "cu_seqlens_q"):
         if getattr(p, name) is not None:
             raise UnsupportedError(
-                f"decoding on a GPU does not support {name}; it supports causal, window, softcap "
-                "and, for sequences of different lengths, cache_seqlens"
+                f"decoding on a GPU does not support {name}; use causal=, window= or softcap= "
+                "instead, or cache_seqlens= for sequences of different lengths"
             )
     if p.latent:
         refuse_functions(p, "latent attention's")
@@ -317,8 +317,8 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
     """
     if problem.latent:
         raise UnsupportedError(
-            "latent attention on a GPU takes cache_seqlens in the CPU's memory only; pass a "
-            "list of integers"
+            "latent attention on a GPU needs cache_seqlens in the CPU's memory; pass a list of "
+            "integers"
         )
     full = plan(problem, (problem.n_kv,) * problem.batch, gpu, splits, page)
     n = full.splits[0]
@@ -397,8 +397,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
     chip = kernels.on_chip(block_q, d, dv, gpu, wide=wide, ring=ring)
     if max(made) > chip[3]:
         raise OptionError(
-            f"splits must be at most {chip[3]} here, since the splits' weights must fit in a "
-            f"block's shared memory; got {max(made)}"
+            f"splits= must be at most {chip[3]} here, because the weights of all splits must fit "
+            f"in a thread block's shared memory, got {max(made)}"
         )
     cluster = made[0] if clusters and made[0] in CLUSTERS and len({*made}) == 1 else 1
     exchanged = kernels.exchanged(cluster, block_q, row_elements(p.head_dim_v))
@@ -439,7 +439,7 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
         raise UnsupportedError(
-            "on a GPU latent attention does not support shared_prefix; leave it out"
+            "on a GPU, latent attention does not support shared_prefix=; leave it out"
         )
     live(p, lengths, page, prefix)
     rows, (d, dv) = p.n_q * p.group, padded_dims(p)

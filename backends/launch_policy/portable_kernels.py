@@ -158,7 +158,10 @@ def _plain(problem: Problem, variant: Variant) -> bool:
 
 def _require(tiling: Tiling, fits: bool) -> None:
     if not fits:
-        raise TilingError(f"there is no portable kernel for {tiling} tiles; use another tiling")
+        raise TilingError(
+            f"there is no portable kernel for {tiling} tiles; pass another tiling=, or leave out "
+            "tiling="
+        )
 
 
 def _mat(rows: int, cols: int) -> int:

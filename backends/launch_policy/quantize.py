@@ -58,8 +58,8 @@ def kernels(
     one = granularity == "block" and block in ((ROWS // 2, ROWS), (ROWS, ROWS))
     if granularity == "block" and not one and any(side % ROWS for side in block):
         raise UnsupportedError(
-            f"on a GPU a block that shares a scale must have a multiple of {ROWS} rows, or "
-            f"{ROWS // 2} of Q and {ROWS} of K and V; got {block}"
+            f"on a GPU, each block that shares a scale must have a multiple of {ROWS} rows, or "
+            f"{ROWS // 2} rows of Q and {ROWS} of K and V, got block={block}"
         )
     values = {
         **{"ROTATE": rotate, "E5M2": e5m2, "BF16": dtype == "bfloat16"},

@@ -47,12 +47,12 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """
     if launch.prefix:
         raise UnsupportedError(
-            "a GPU cannot trace a shared prefix; use backend='simulator' to trace it, or leave "
-            "trace out"
+            "a GPU run with shared_prefix= cannot be traced; use backend='simulator', or leave "
+            "out trace="
         )
     if not any(lengths):
         raise UnsupportedError(
-            "the trace would be empty, because no sequence has a key; leave trace out"
+            "the trace would be empty, because no sequence has a key; leave out trace="
         )
     tiling = Tiling(dict(launch.kernel.constants)["FS_BLOCK_Q"], launch.block_k)
     schedule = Schedule(live(launch.problem, lengths, page), tiling, split=launch.split)
@@ -60,9 +60,9 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"with {launch.row_tiles} row tiles under a mask, the kernel computes, for each row "
-            "tile, every key tile that any of them sees; no schedule describes this, so use "
-            "backend='simulator' to trace it"
+            f"with {launch.row_tiles} row tiles under a mask, the kernel computes every key tile "
+            "that any row tile sees for all row tiles, which a trace cannot describe; use "
+            "backend='simulator' to trace this call, or leave out trace="
         )
     return schedule
 

@@ -51,7 +51,7 @@ class Tensor:
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise MemoryModelError(
-            f"{self.name} lies in HBM: load a tile of it into SRAM before you compute with it"
+            f"{self.name} lies in HBM: load a tile of it into SRAM, and compute with that tile"
         )
 
     __array__ = __getitem__ = __len__ = _refuse

@@ -79,8 +79,9 @@ def take(host: Host, **arrays: Any) -> list[Any]:
             for other, y in arrays.items():  # a tensor without numbers raises its own error here
                 host_of(y).take(other, y)
             raise DTypeError(
-                f"all arrays must come from one library, got {name} as {type(x).__module__}."
-                f"{type(x).__name__} beside {host.library}'s; convert it first"
+                f"all arrays must come from one library, got {name} as "
+                f"{type(x).__module__}.{type(x).__name__}, but another argument from "
+                f"{host.library}; convert one of them"
             )
     return [None if x is None else host.take(name, x) for name, x in arrays.items()]
 
@@ -119,15 +120,15 @@ def from_torch(name: str, x: Any) -> Any:
 
     if x.is_nested:
         raise DTypeError(
-            f"{name} is a nested tensor; its sequences are packed in {name}.values(), and its "
-            "offsets() are cu_seqlens_q and cu_seqlens_k"
+            f"{name} is a nested tensor; pass {name}.values(), which holds its sequences packed, "
+            f"and {name}.offsets() as cu_seqlens_q= and cu_seqlens_k="
         )
     if x.layout is not torch.strided:
         raise DTypeError(f"{name} is a sparse tensor ({x.layout}); pass {name}.to_dense()")
     if x.is_meta:
         raise DTypeError(
-            f"{name} is on the meta device, which holds no numbers; flashsim.count needs only "
-            "shapes"
+            f"{name} is on the meta device, which holds no numbers; move it to a real device, or "
+            "call flashsim.count, which needs only shapes"
         )
     if x.requires_grad and torch.is_grad_enabled():
         raise DTypeError(

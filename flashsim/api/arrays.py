@@ -51,8 +51,8 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
         ) from None
     if isinstance(x, np.ma.MaskedArray):
         raise DTypeError(
-            f"{name} is a masked array, whose mask attention would ignore; pass {name}.filled(0) "
-            "and mask scores with mask, block_mask, or a bias of -inf"
+            f"{name} is a masked array, but attention ignores its mask; pass {name}.filled(0), "
+            "and mask the scores by mask=, block_mask= or a bias= of -inf"
         )
     several = isinstance(x, np.ndarray) and x.size > 0 and shape and shape[-1] > 1
     if several and x.strides[-1] != x.itemsize:
@@ -60,8 +60,8 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
             raise ShapeError(
                 f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
                 f"axes must be {last_axes(name)}, in the order in which they lie in memory; pass "
-                f"{name} without .T, or np.ascontiguousarray({name}) (in torch "
-                f"{name}.contiguous()) if you meant to transpose it"
+                f"{name} without .T, or, if the transpose is meant, np.ascontiguousarray({name}) "
+                f"({name}.contiguous() in torch)"
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape {shape}; "
@@ -87,8 +87,8 @@ def require_numpy(backend: str, **arrays: Any) -> None:
             raise DTypeError(
                 f"backend {backend!r} takes arrays in the CPU's memory, got {name} as "
                 f"{type(x).__module__}.{type(x).__name__}"
-                f"{f' on {x.device}' if hasattr(x, 'device') else ''}; move it there, or run on a "
-                "GPU backend"
+                f"{f' on {x.device}' if hasattr(x, 'device') else ''}; move it to the CPU, or pass "
+                "the name of a GPU backend as backend="
             )
 
 
@@ -100,7 +100,7 @@ def check_like(name: str, array: Any, like: Any, what: str) -> Any:
     if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
         raise DTypeError(
             f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
-            f"convert it with {name}.astype(...) if you meant to pass it"
+            f"convert it with {name}.astype(...)"
         )
     return array
 

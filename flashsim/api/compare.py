@@ -163,7 +163,8 @@ def compare(
     """
     if "algorithm" in options:
         raise UnknownArgumentError(
-            f"compare() takes a list, algorithms=[...], got algorithm={shown(options['algorithm'])}"
+            "compare() takes a list of algorithms, algorithms=[...], got "
+            f"algorithm={shown(options['algorithm'])}"
         )
     if not isinstance(algorithms, (list, tuple)) or not algorithms:
         raise OptionError(
@@ -174,13 +175,13 @@ def compare(
         plans.check_algorithm(name)
     if backward_tiling is not None and dout is None:
         raise OptionError(
-            "backward_tiling is for the backward pass, which needs dout; pass dout, or leave "
-            "backward_tiling out"
+            "backward_tiling= is for the backward pass, which needs dout=; pass dout=, or leave "
+            "out backward_tiling="
         )
     backend = dispatch.backend_name(options.get("backend", "simulator"))
     if not inputs.check_trace_mode(options.setdefault("trace", True), backend):
         raise OptionError(
-            "compare() always traces, because it compares the traces; leave trace=False out"
+            "compare() always records traces, because it compares them; leave out trace=False"
         )
     options = {**with_fields(options, options.pop("decode", None), algorithms)}
     decoding = {name: options.pop(name) for name in inputs.DECODING if name in options}
@@ -243,7 +244,8 @@ def _without_cache(k: Any, v: Any, decoding: dict[str, Any]) -> tuple[Any, Any]:
     if len(lengths) > 1:
         raise OptionError(
             f"cache_seqlens has {len(lengths)} different lengths, which only algorithm "
-            "'flash-decode' takes; compare 'flash-decode' alone, or make all entries equally long"
+            "'flash-decode' supports; pass algorithms=['flash-decode'], or make all lengths "
+            "equal"
         )
     for n in lengths:
         k, v = k[..., :n, :], v[..., :n, :]

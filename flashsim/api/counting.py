@@ -109,7 +109,8 @@ def count(
     checks.one_of("level", level, LEVELS)
     if l2 is not None and level != "dram":
         raise OptionError(
-            "l2 describes the L2 cache, which only level='dram' models; pass level='dram' too"
+            "l2= describes the L2 cache, which is simulated only with level='dram'; pass "
+            "level='dram' too"
         )
     if not isinstance(problem, Problem):
         raise DTypeError(f"count() takes a flashsim.Problem, got {type(problem).__name__}")

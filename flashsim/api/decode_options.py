@@ -94,15 +94,15 @@ def _check_lengths(lengths: Any) -> None:
         kind = str(lengths.dtype).removeprefix("torch.")
         if len(lengths.shape) != 1 or not kind.startswith(("int", "uint")):
             raise ShapeError(
-                "cache_seqlens must be integers, one for each entry of the batch, got "
-                f"{kind} {tuple(lengths.shape)}"
+                f"cache_seqlens must be integers, one per batch entry, got an array of {kind} of "
+                f"shape {tuple(lengths.shape)}"
             )
         if not isinstance(lengths, np.ndarray):
             return
         lengths = lengths.tolist()
     if not isinstance(lengths, (list, tuple)) or not all(map(checks.is_int, lengths)):
         raise ShapeError(
-            f"cache_seqlens must be integers, one for each entry of the batch, got {shown(lengths)}"
+            f"cache_seqlens must be integers, one per batch entry, got {shown(lengths)}"
         )
     for b, n in enumerate(lengths):
         if n < 0:
@@ -126,13 +126,14 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
     if not any(plans.splits_keys(plans.check_algorithm(name)) for name in names):
         raise OptionError(
             f"decode= is for algorithm='flash-decode', which splits the keys; {names[0]!r} "
-            "processes all keys of a query tile in one loop: leave decode out"
+            "processes all keys of a query tile in one loop: leave out decode="
         )
     fields = decode.keywords()
     for name in DecodeOptions.__dataclass_fields__:
         if options.get(name) is not None:
             raise OptionError(
-                f"{name} was passed beside decode=; set it in flashsim.DecodeOptions({name}=...)"
+                f"{name}= was passed in addition to decode=; set it in "
+                f"decode=flashsim.DecodeOptions({name}=...) instead"
             )
     return {**options, **fields}
 
@@ -151,13 +152,14 @@ def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
     rest.pop("workspace", None)
     if rest.pop("block_table", None) is not None and problem.page_size is None:
         raise OptionError(
-            "decode has a block_table, but the problem has no page_size; pass "
-            "Problem(page_size=...), or leave block_table out"
+            "decode= has a block_table, but the problem has no page_size; pass "
+            "Problem(page_size=...), or leave block_table= out of DecodeOptions"
         )
     width = rest.pop("head_dim_v", None)
     if width is not None and not (problem.latent and problem.head_dim_v == width):
         raise OptionError(
-            f"decode has head_dim_v={width}, so V is the first columns of K; pass "
-            f"Problem(latent=True, head_dim_v={width}), or leave head_dim_v out of decode"
+            f"decode= has head_dim_v={width}, so V is the first {width} columns of K, but the "
+            f"problem is not latent; pass Problem(latent=True, head_dim_v={width}), or leave "
+            "head_dim_v= out of DecodeOptions"
         )
     return rest

@@ -122,9 +122,9 @@ def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
     if timeline and backend in ON_CPU:
         raise UnsupportedError(
-            "trace='timeline' records when a GPU ran each part of the work, so only backends "
-            f"{' and '.join(b for b in BACKENDS if b not in ON_CPU)} take it; use one of them, or "
-            "trace=True"
+            "trace='timeline' records when a GPU ran each part of the work, so it needs one of "
+            f"the backends {' and '.join(b for b in BACKENDS if b not in ON_CPU)}; pass one as "
+            "backend=, or pass trace=True"
         )
     return trace if timeline else bool(trace)
 
@@ -157,8 +157,9 @@ def prepare(
         shapes = paged_shapes(shapes, block_table)
         if request.nan_policy == "raise":
             raise OptionError(
-                "nan_policy='raise' cannot be used with block_table, since it would also read "
-                "rows of pages that no sequence uses; check k and v when you write them"
+                "nan_policy='raise' cannot be combined with block_table=, because it would also "
+                "check rows of pages that no sequence uses; leave out nan_policy=, and check k "
+                "and v when you write them"
             )
     ndim = _same_ndim(shapes, may_be_empty)
     dtype = name_of(q.dtype)
@@ -242,8 +243,8 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
         return v, False
     if v is not None:
         raise OptionError(
-            f"head_dim_v={shown(width)} makes V the first columns of k, but v was passed too; pass "
-            "v=None, or leave head_dim_v out"
+            f"head_dim_v={shown(width)} means that V is the first columns of k, but v was passed "
+            "too; pass v=None, or leave out head_dim_v="
         )
     width = checks.positive_int("head_dim_v", width)
     if width > shape_of("k", k)[-1]:
@@ -260,7 +261,7 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
             f"{algorithm!r} takes no {', '.join(used)}: it processes all keys of a query tile in "
-            "one loop; use algorithm='flash-decode', which splits them"
+            "one loop; use algorithm='flash-decode', which splits the keys"
         )
 
 
@@ -334,7 +335,7 @@ def _block_mask(block_mask: Any, tiling: Tiling | None) -> BlockMask:
         return block_mask
     if tiling is None:
         raise MaskError(
-            "a block_mask that is a plain grid has one value per tile, so it needs an explicit "
-            "tiling; pass tiling, or flashsim.BlockMask(grid, block_q, block_k)"
+            "a block_mask= that is a plain grid has one value per tile, so the tile size must "
+            "be known; pass tiling=, or block_mask=flashsim.BlockMask(grid, block_q, block_k)"
         )
     return BlockMask(block_mask, tiling.block_q, tiling.block_k)

@@ -37,13 +37,13 @@ def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
     table = check_table_kind(block_table)
     if len(q) != 4 or len(table) != 2 or table[0] != q[0]:
         raise ShapeError(
-            "block_table must be integers (batch, max_pages) for a q of (batch, heads, n_q, d), "
-            f"got {table} for q {q}"
+            "block_table must have shape (batch, max_pages) for q of shape (batch, heads, n_q, "
+            f"d), got shape {table} for q of shape {q}"
         )
     if len(k) != 4 or k[:3] != v[:3] or 0 in k[1:] or (not k[0] and 0 not in table):
         raise ShapeError(
-            "with a block_table, k and v are (pages, kv_heads, page_size, width) with the same "
-            f"pages, got k {k}, v {v}, block_table {table}"
+            "with block_table=, k and v must be (pages, kv_heads, page_size, width), both with "
+            f"the same number of pages, got k {k}, v {v}, block_table {table}"
         )
     k, v = ((q[0], x[1], table[1] * x[2], x[3]) for x in (k, v))
     return q, k, v
@@ -55,7 +55,9 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
         raise DTypeError(f"block_table must be an array, got {type(block_table).__name__}")
     kind = str(block_table.dtype).removeprefix("torch.")
     if not kind.startswith(("int", "uint")):
-        raise DTypeError(f"block_table must be integers (batch, max_pages), got {kind}")
+        raise DTypeError(
+            f"block_table must be an array of integers of shape (batch, max_pages), got {kind}"
+        )
     return tuple(block_table.shape)
 
 
@@ -81,7 +83,10 @@ def live_problem(
     """
     lengths = live_lengths(whole, options)
     if not any(lengths):
-        raise OptionError("cache_seqlens are all 0: there is no key to attend to")
+        raise OptionError(
+            "cache_seqlens are all 0, so there is no key to attend to; at least one length must "
+            "be 1 or more"
+        )
     live = {**options, "cache_seqlens": lengths}
     fields = {name: getattr(whole, name) for name in _SAME}
     prefix = checks.count("shared_prefix", live.pop("shared_prefix", 0))
@@ -117,8 +122,8 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
         )
     if whole.bias is not None:
         raise UnsupportedError(
-            f"{' and '.join(CACHES & options.keys())} takes no bias; run each batch entry in "
-            "a call of its own"
+            f"{' and '.join(CACHES & options.keys())} cannot be combined with bias=; call run "
+            "once per batch entry"
         )
     return lengths
 
@@ -129,8 +134,9 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
             raise OptionError(
-                f"the first {prefix:,} keys are not shared: {name}[{b}] differs from {name}[0]; "
-                "set shared_prefix to the number of keys with which all entries begin"
+                f"the first {prefix:,} keys are not shared: those of {name}[{b}] differ from "
+                f"those of {name}[0]; set shared_prefix= to the number of leading keys that are "
+                "the same in all entries"
             )
 
 

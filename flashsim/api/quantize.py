@@ -146,7 +146,7 @@ def quantize(
     if rotate is not None:
         checks.one_of("rotate", rotate, ROTATIONS)
     if not isinstance(block, (tuple, list)) or len(block) != 2:
-        raise ShapeError(f"block must be (query rows, key rows), got {shown(block)}")
+        raise ShapeError(f"block= must be a pair (query rows, key rows), got {shown(block)}")
     rows, keys = (checks.positive_int("rows of a block", x) for x in block)
     host = array_libraries.host_of(q)
     if backend == "simulator":

@@ -214,8 +214,8 @@ def _check(
         checks.instance("precision", options["precision"], Precision, "flashsim.Precision")
         if "precision" not in engine.OPTIONS:
             raise UnsupportedError(
-                f"backend {backend!r} rounds as its kernels do; precision works with "
-                "backend='simulator' only"
+                f"backend {backend!r} rounds as its kernels do, so it takes no precision=; use "
+                "backend='simulator', or leave out precision="
             )
         options["precision"].check(plans.check_algorithm(algorithm))
     unknown = [name for name, _ in request.options if name not in engine.OPTIONS]
@@ -250,15 +250,15 @@ def _check(
     problem, empty = prepared.problem, prepared.empty
     if problem.fp8 and "scales" not in engine.OPTIONS:
         raise UnsupportedError(
-            f"backend {backend!r} takes no {problem.dtype}; use backend='simulator', or convert "
-            "q, k and v"
+            f"backend {backend!r} does not support {problem.dtype}; use backend='simulator', or "
+            "convert q, k and v"
         )
     if problem.fp8 and unsaid:
         scales.require(problem.dtype)
     if not problem.fp8 and not unsaid and scaled is None:
         raise OptionError(
-            f"scales={scales.UNSCALED!r} is for FP8 inputs only; these are {problem.dtype}: "
-            "leave it out"
+            f"scales={scales.UNSCALED!r} is for FP8 inputs only, but q, k and v are "
+            f"{problem.dtype}; leave out scales="
         )
     if problem.scales is not None and not empty:
         options["scales"] = scales.checked(problem, scaled, values=on_cpu)

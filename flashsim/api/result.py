@@ -50,8 +50,8 @@ class _Pass:
         """
         if self._trace is None:
             raise TraceError(
-                "there is no trace; pass trace=True to run (or to backward), on arrays with a "
-                "batch, queries and keys"
+                "there is no trace; pass trace=True to run (or to backward), with arrays in "
+                "which no axis has length 0"
             )
         return self._trace
 
@@ -133,8 +133,8 @@ class Result(_Pass):
         """
         if self._asked.empty:
             raise UnsupportedError(
-                "a call without a batch, queries or keys has no flashsim.Problem, whose sizes "
-                "are all at least 1"
+                "the arrays of this call have an axis of length 0, and no flashsim.Problem "
+                "describes them: its sizes must all be at least 1"
             )
         return self._job.problem
 

@@ -143,6 +143,6 @@ def random_inputs(problem: Problem, seed: int = 0) -> RandomInputs:
         )
     except (MemoryError, ValueError):  # NumPy raises ValueError beyond 2**63 elements
         raise OptionError(
-            f"this machine has too little memory for q, k, v and dout of {shown(p)}; "
-            "flashsim.count needs no arrays"
+            f"this machine has too little memory for q, k, v and dout of {shown(p)}; use smaller "
+            "sizes, or call flashsim.count, which needs no arrays"
         ) from None

@@ -30,8 +30,8 @@ def said(scales: Any) -> Any:
         return None
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
         raise DTypeError(
-            f"scales must be three arrays or numbers, of q, k and v, or {UNSCALED!r}, got "
-            f"{shown(scales)}; those of flashsim.quantize are x.scales"
+            f"scales= must be {UNSCALED!r} or three arrays or numbers, for q, k and v, got "
+            f"{shown(scales)}; after x = flashsim.quantize(q, k, v), pass scales=x.scales"
         )
     return tuple(map(_number, scales))
 
@@ -57,8 +57,8 @@ def refuse(dtype: str, who: str) -> None:
     """Raise `UnsupportedError` if `dtype` is FP8, because `who`, a function, takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
-            f"{who} takes no scales, without which {dtype} inputs have no defined values; convert "
-            "to bfloat16, or call flashsim.run(q, k, v, scales=...)"
+            f"{who} takes no scales=, but {dtype} inputs need scales; convert to bfloat16, or "
+            "call flashsim.run(q, k, v, scales=...)"
         )
 
 
@@ -74,7 +74,10 @@ def granularity(
     """
     if scales is None:
         if block is not None:
-            raise OptionError("scale_block is the number of rows per scale, so it needs scales")
+            raise OptionError(
+                "scale_block= is the number of rows per scale, so it needs scales=; pass "
+                "scales= too, or leave out scale_block="
+            )
         return None
     kinds = {len(np.shape(scale)) - (ndim - 2) for scale in scales}
     if all(len(np.shape(scale)) == 0 for scale in scales) and ndim > 2:
@@ -86,19 +89,21 @@ def granularity(
             return block
         if tiling is None:
             raise OptionError(
-                "scales per block need scale_block=(query rows, key rows), or a tiling, whose "
-                "tiles are then the blocks"
+                "scales per block need the size of a block; pass scale_block=(query rows, key "
+                "rows), or pass tiling=, so that the blocks are its tiles"
             )
         return tiling.block_q, tiling.block_k
     else:
         shapes = ", ".join(str(np.shape(scale)) for scale in scales)
         raise ShapeError(
-            "scales of q, k and v must all be () (one per tensor), (batch, heads) (one per head) "
-            f"or (batch, heads, blocks), without the axes that q does not have; got {shapes}"
+            "the scales of q, k and v must all have shape () (one per tensor), (batch, heads) "
+            "(one per head) or (batch, heads, blocks) (one per block), without batch or heads "
+            f"if q has no such axis; got shapes {shapes}"
         )
     if block is not None:
         raise OptionError(
-            f"scale_block is for scales per block; these are one per {kind}: leave scale_block out"
+            f"scale_block= is for scales per block, but these scales are one per {kind}; leave "
+            "out scale_block="
         )
     return kind
 
@@ -131,6 +136,9 @@ def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
         if (1,) * (len(shape) - len(actual)) + actual != shape:
             raise ShapeError(f"the scale of {name.lower()} must have shape {shape}, got {actual}")
         if values and not (np.isfinite(scale) & (scale > 0)).all():
-            raise OptionError(f"the scale of {name.lower()} must be positive and finite")
+            raise OptionError(
+                f"the scale of {name.lower()} must be positive and finite, but it contains other "
+                "values"
+            )
         checked_scales.append(scale.reshape(shape))
     return tuple(checked_scales)

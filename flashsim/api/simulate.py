@@ -195,8 +195,8 @@ def _problem(
     require_numpy("simulator", q=prepared.q, k=prepared.k, v=prepared.v)
     if prepared.problem.fp8:
         raise UnsupportedError(
-            f"simulate takes no {prepared.problem.dtype}, because the function would have to say "
-            "which values are rounded to it; convert to bfloat16"
+            f"simulate does not support {prepared.problem.dtype} inputs, because an algorithm "
+            "cannot state which values it rounds to that type; convert q, k and v to bfloat16"
         )
     p, ndim = prepared.problem, prepared.ndim
     arrays = {"Q": prepared.q, "K": prepared.k, "V": prepared.v}
@@ -260,8 +260,8 @@ def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> Non
                 if both and np.may_share_memory(item, array):
                     raise MemoryModelError(
                         f"{name} uses {label}, which is the {which} that you passed to simulate; "
-                        "inside the function use the copy in machine.hbm, and load it with "
-                        "sram.load",
+                        "inside the function, use the tensor's copy in machine.hbm, and load it "
+                        "with sram.load",
                         "outside",
                     )
 

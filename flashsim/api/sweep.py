@@ -206,8 +206,8 @@ def sweep(
     checks.one_of("method", method, METHODS)
     if (n_q is None) == (n is None):
         raise OptionError(
-            f"sweep() takes the query length as n_q or as n, not both, got n_q={shown(n_q)} and "
-            f"n={shown(n)}"
+            "n= is another name of n_q=, so sweep() takes only one of them, got "
+            f"n_q={shown(n_q)} and n={shown(n)}"
         )
     if path is not None:
         checks.path("path", path)

@@ -234,7 +234,10 @@ def _size(name: str, value: Any) -> int | None:
     if value is None and name in (*SAME, "sram_bytes"):
         return None
     if not checks.is_int(value):
-        raise DTypeError(f"{name} must hold integers, got {shown(value)} ({type(value).__name__})")
+        raise DTypeError(
+            f"{name} must be an integer or a list of integers, got {shown(value)} "
+            f"({type(value).__name__})"
+        )
     if not 1 <= value <= checks.LARGEST:
         bound = "at least 1" if value < 1 else "at most 2**63 - 1"
         raise OptionError(f"{name} must be {bound}, got {shown(value)}")
@@ -290,7 +293,9 @@ def parse_row(text: Mapping[str, str]) -> Row:
         if lacks := [name for name in FIGURES if row[name] is None]:
             raise ValueError(f"its status is ok, but it has no {', '.join(lacks)}")
     elif status.partition(":")[0] not in _FAILURES:
-        raise ValueError(f"status {status[:40]!r} is neither ok nor an error's name and text")
+        raise ValueError(
+            f"its status must be 'ok' or an error's name and text, got {status[:40]!r}"
+        )
     return row
 
 
@@ -319,4 +324,4 @@ _FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
 
 
 def _bad(text: str) -> bool:
-    raise ValueError(f"{text!r} is neither True nor False")
+    raise ValueError(f"{text!r} is not True or False")

@@ -59,13 +59,17 @@ class SweepFile:
         try:
             if not self.path.parent.is_dir():
                 raise OptionError(
-                    f"cannot write {self.path}: there is no folder {self.path.parent}"
+                    f"cannot write {self.path}: the folder {self.path.parent} does not exist; "
+                    "create it, or name another file"
                 )
             if self.path.is_dir():
-                raise OptionError(f"cannot write {self.path}: it is a folder; name a file")
+                raise OptionError(
+                    f"cannot write {self.path}: it is a folder; pass the path of a file"
+                )
             if self.path.exists() and not self.path.is_file():  # rows could not be read back
                 raise OptionError(
-                    f"cannot write {self.path}: it is not a regular file; name a file"
+                    f"cannot write {self.path}: it is not a regular file; pass the path of a "
+                    "regular file"
                 )
             self._stream = self.path.open("a+b", buffering=0)
             try:

@@ -111,5 +111,5 @@ def _writable(folder: Path | None) -> Path:
         except OSError as error:
             why = f"{str(folder)!r} cannot be written ({error.strerror or error})"
     raise BackendUnavailable(
-        f"compiled code cannot be kept: {why}; set NUMBA_CACHE_DIR to a writable folder"
+        f"compiled code cannot be cached: {why}; set NUMBA_CACHE_DIR to a writable folder"
     )

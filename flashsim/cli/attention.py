@@ -253,7 +253,9 @@ def sweep(
 ) -> Tables:
     """Count or simulate every combination of values; most options accept lists with commas."""
     if causal and True in mask:
-        raise OptionError("--causal means --mask causal; pass only one of them")
+        raise OptionError(
+            "--causal is short for --mask causal; pass only one of --causal and --mask"
+        )
     axes: dict[str, Any] = {
         **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},
         **{"dtype": dtype, "causal": [True] if causal else mask, "window": window},
@@ -299,7 +301,9 @@ def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
     ready(out)
     traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]
     if out is not None and out.resolve() in [path.resolve() for path in traces]:
-        raise OptionError(f"--save and --out would both write {str(out)!r}; name two files")
+        raise OptionError(
+            f"--save and --out name the same file, {str(out)!r}; name two different files"
+        )
 
 
 def _backward_name(path: Path) -> Path:

@@ -62,7 +62,8 @@ def start(
     points, said = checking.reference(exercise) if isinstance(exercise, Exercise) else (100, "")
     if said:
         raise OptionError(
-            f"{name} is broken: its own reference solution gets only {points or 0} points; {said}"
+            f"the exercise {name} is broken: its reference solution gets only {points or 0} "
+            f"points ({said}); correct the exercise"
         )
     path = out or Path(f"{exercise.name.replace('-', '_')}.py")
     _write(exercise.file_text, path, force=force)
@@ -129,7 +130,9 @@ def _asked(what: str, option: str) -> int:
         line = "" if sys.stdin is None else sys.stdin.readline()
         if not line:
             typer.echo()
-            raise OptionError(f"cannot ask for an answer, because stdin is closed; pass {option}")
+            raise OptionError(
+                f"the answer cannot be typed, because stdin is closed; pass it by {option}"
+            )
         try:
             return _number("the answer", line.strip())
         except OptionError as error:
@@ -255,7 +258,8 @@ def grade(
     if file.is_dir():
         if gradescope or plot or save:
             raise OptionError(
-                "--gradescope, --plot and --save need a single file, but a folder was passed"
+                "--gradescope, --plot and --save need a single file, but a folder was passed; "
+                "pass a file, or leave out these options"
             )
         if missing := submissions.missing_walls():
             say(f"this system does not prevent a graded file from {', '.join(missing)}")
@@ -304,7 +308,8 @@ def _homework(
     """Grade homework folders, and print a row for each file and exercise."""
     if any(unused) or (gradescope and len(roots) > 1):
         raise OptionError(
-            "--plot and --save need a single file, and --gradescope a single homework folder"
+            "a folder of submissions was passed, but --plot and --save need a single file, and "
+            "--gradescope the folder of a single homework; leave out these options"
         )
     ready(gradescope)
     timeout, memory = limits

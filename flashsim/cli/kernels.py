@@ -116,7 +116,10 @@ def kernel(
     with standing_in() as replace_imported, beside(path):
         if not function:
             if reference is not None:
-                raise OptionError("--reference needs a function to check: pass FILE.py:function")
+                raise OptionError(
+                    "--reference needs a function of your file to compare with; pass "
+                    "FILE.py:function instead of FILE.py"
+                )
             compared = None
             with watch(**options) as seen, readers_errors(path):
                 runpy.run_path(str(path), run_name="__main__")
@@ -171,7 +174,7 @@ def _split(target: str) -> tuple[Path, str]:
     file, _, function = target.rpartition(":") if ".py:" in target else (target, "", "")
     path = Path(file)
     if not path.is_file():
-        raise OptionError(f"there is no file {file!r}; pass FILE.py:function")
+        raise OptionError(f"the file {file!r} does not exist; pass FILE.py:function")
     if path.suffix != ".py":
         raise OptionError(f"{file!r} is not a Python file; pass FILE.py:function")
     return path, function
@@ -224,7 +227,9 @@ def _call(
     if isinstance(called, type) and hasattr(called, "apply"):
         called = called.apply  # a torch.autograd.Function
     if not callable(called):
-        raise OptionError(f"{name} is {shown(called)}, not a function; name a function of the file")
+        raise OptionError(
+            f"{name} is {shown(called)}, not a function; name a function that the file defines"
+        )
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
@@ -285,9 +290,9 @@ class _Arrays:
 
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
-            raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
+            raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
         if layout not in _LAYOUTS:
-            raise OptionError(f"no layout {layout!r}; {choices(layout, _LAYOUTS)}")
+            raise OptionError(f"unknown --layout {layout!r}; {choices(layout, _LAYOUTS)}")
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)
@@ -296,7 +301,9 @@ class _Arrays:
     def of(self, name: str) -> Any:
         """Return an input or a result by the papers' name for it."""
         if self._axes == 2 and self._p.batch * self._p.heads > 1:
-            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
+            raise OptionError(
+                "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
+            )
         x = self._inputs
         known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
         if name not in known and name not in self._more:

@@ -152,8 +152,8 @@ def plot(
         raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
-            "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or an "
-            f"included one: {', '.join(TRACES)}"
+            "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or "
+            f"--trace with the name of an included trace: {', '.join(TRACES)}"
         )
     typed_names = [name for name in opt.written(typed) if name not in _ALWAYS]
     axis = "n_q" if over is None else over
@@ -200,7 +200,10 @@ def plot(
     kind = "traffic" if kind == "heads" else kind
     if slides:
         if clash := {"dpi", "size"} & set(opt.written(typed)):
-            raise OptionError(f"--slides sets {values.flags(sorted(clash))}; leave one of them out")
+            raise OptionError(
+                "--slides chooses the size and resolution itself; leave out "
+                f"{values.flags(sorted(clash))}, or leave out --slides"
+            )
         draw(kind, data, out, {"theme": theme, **options}, note=how, slides=True)
         return
     draw(kind, data, out, {"theme": theme, **options}, note=how, dpi=dpi, size=size)
@@ -225,7 +228,10 @@ def animate(
     ready(out, (".gif", ".mp4", ".html"))
     recorded = _recorded(source, opt.written(typed))
     if row is not None and len(recorded.traces) != 1:
-        raise OptionError(f"--row follows m and l of one trace, got {len(recorded.traces)}")
+        raise OptionError(
+            f"--row shows m and l of one trace, got {len(recorded.traces)} traces; pass one "
+            "algorithm, or leave out --row"
+        )
     with working("drawing frames"):
         viz().animate(
             recorded.traces,
@@ -294,8 +300,8 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
     clash = [name for name in typed if kind == "io-curve" and name in held]
     if clash:
         raise OptionError(
-            f"this io-curve has {clash[0]} on its x axis; leave out {values.flags(clash)}, or pass "
-            "another --over"
+            f"this IO curve varies {clash[0]} along its x axis; leave out {values.flags(clash)}, "
+            "or pass another --over"
         )
 
 
@@ -308,7 +314,9 @@ def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> R
     mask, how = source.mask, source.how
     if source.trace:
         if clash := [name for name in typed if name in _RUN - {"trace"}]:
-            raise OptionError(f"a saved trace has its own sizes; leave out {values.flags(clash)}")
+            raise OptionError(
+                f"a saved trace already determines its problem; leave out {values.flags(clash)}"
+            )
         return Recordings([values.load_trace(file) for file in source.trace])
     names = source.names()
     for name in names:
@@ -391,7 +399,7 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
     if heads % 4 or heads < 8:
         raise OptionError(
             "the plot `heads` compares MHA, GQA with four query heads per KV head, and MQA, so "
-            f"--heads must be a multiple of 4 from 8 on, got {heads}"
+            f"--heads must be a multiple of 4 and at least 8, got {heads}"
         )
     counts = {}
     for kind, n in shares.items():
@@ -407,7 +415,9 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
     if file is None:
         return seconds
     if seconds is not None:
-        raise OptionError("--seconds and --measured both set times; pass only one of them")
+        raise OptionError(
+            "--seconds and --measured both give measured times; pass only one of them"
+        )
     reader = csv.DictReader(io.StringIO(values.read_text(file)))
     if not {"algorithm", "seconds"} <= set(reader.fieldnames or ()):
         raise OptionError(
@@ -427,10 +437,13 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
                 f"{row['seconds']!r}"
             )
         if name in times:
-            raise OptionError(f"{file}, line {reader.line_num}: {name} appears twice")
+            raise OptionError(
+                f"{file}, line {reader.line_num}: algorithm {name} appears twice; keep one of "
+                "the two rows"
+            )
         times[name] = took
     if not times:
-        raise OptionError(f"{file} has no rows; it needs at least one time")
+        raise OptionError(f"{file} has no rows; add a row per measured algorithm")
     return times
 
 
@@ -454,8 +467,8 @@ def _roofline(
     if isinstance(seconds, dict):
         if missing := set(seconds) - {t.algorithm for t in traces}:
             raise OptionError(
-                f"--measured has times of {', '.join(sorted(missing))}, which the plot does not "
-                "show; add these to --algorithm"
+                f"the file passed as --measured has times of {', '.join(sorted(missing))}, which "
+                "the plot does not show; add these to --algorithm, or remove their rows"
             )
         took |= seconds
     elif seconds is not None:

@@ -196,14 +196,15 @@ def verify(
         directions = ("forward", "backward") if how.backward else ("forward",)
         if None in tiles[: len(directions)]:
             raise OptionError(
-                "--from needs the tile sizes of the run: pass --tiling and --backward-tiling (to "
-                "read a table of benchmarks/verify.py, use --summary)"
+                "--from needs the tile sizes of the measured run: pass --tiling and "
+                "--backward-tiling (or, for a table of benchmarks/verify.py, --summary instead "
+                "of --from)"
             )
         launches = verification.parse(values.read_text(from_))
         if how.device == _HERE:
             raise OptionError(
-                "--from needs --device, because this table does not record its GPU (files written "
-                "by --save do)"
+                "--from needs --device, because this table does not record the GPU on which it "
+                "was measured (files written by --save do)"
             )
         predictions = [
             verification.predict(problem, algorithm, d, t, how.device)
@@ -242,8 +243,8 @@ def calibrate(
 
     if units is None and device is not None:
         raise OptionError(
-            "--device names the GPU on which --units was measured, so it needs --units; leave out "
-            "--device to measure this machine's GPU"
+            "--device names the GPU on which the table --units was measured, so it needs "
+            "--units FILE; leave out --device to measure this machine's GPU"
         )
     base = Device.get("H200" if device is None else device)
     if units is None:

@@ -363,8 +363,8 @@ def reproduce(
     if plot is not None:
         if name != "pallas":
             raise OptionError(
-                "--plot can only draw the series of pallas: flashsim study reproduce pallas --plot "
-                "FILE"
+                "--plot draws only the numbers of `pallas`; run `flashsim study reproduce "
+                "pallas --plot FILE`, or leave out --plot"
             )
         ready_to_draw(plot)
 

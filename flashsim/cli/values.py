@@ -73,7 +73,9 @@ def arrays(
     if file is not None and sample is not None:
         raise OptionError("--input and --demo-data both choose the tensors; pass only one of them")
     if typed and (file is not None or sample is not None):
-        raise OptionError(f"the tensors in the file determine the sizes; leave out {flags(typed)}")
+        raise OptionError(
+            f"the tensors in the file already determine the sizes; leave out {flags(typed)}"
+        )
     if file is not None:
         return _read_file(file)
     if sample is not None:
@@ -103,7 +105,8 @@ def quantized(
     if kind is None:
         if rotate:
             raise OptionError(
-                "--rotate rotates q and k before they are scaled, so it needs --scales"
+                "--rotate rotates q and k before they are scaled, so it needs --scales; pass "
+                "--scales too"
             )
         return arrays, unscaled(arrays)
     fp8 = quantize(
@@ -310,7 +313,10 @@ def tilings(
 ) -> tuple[Tiling | None, Tiling | None]:
     """Return two tilings: one for the forward pass, one for the backward pass."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
-        raise OptionError("--backward-tiling is for the backward pass, so it needs --backward")
+        raise OptionError(
+            "--backward-tiling sets the tiles of the backward pass, so it needs --backward; "
+            "pass --backward too"
+        )
     directions = ("forward", "backward") if how.backward else ("forward",)
     forward, backward = (
         Tiling.common(whole, _machine(how), algorithms, directions)

@@ -62,7 +62,9 @@ def xray(
     ready(page, (".html",))
     ready(save)
     if (program is None) == (from_ is None):
-        raise OptionError("pass either a program to run, or --from FILE, which --save wrote")
+        raise OptionError(
+            "pass either a program to run, or --from FILE with a file that --save wrote"
+        )
     if from_ is not None:
         opt.refuse_unused(typed, "--from", only=["from_", "plot", "page", "device"])
         try:

@@ -63,8 +63,8 @@ def trace(
     block = getattr(kernel, "block_dim", None)
     if block is not None and math.prod(block) > MOST_THREADS:
         raise OptionError(
-            f"a block of {tuple(block)} has {math.prod(block):,} threads, but a GPU's limit is "
-            f"{MOST_THREADS:,}: use a smaller block"
+            f"a thread block of shape {tuple(block)} has {math.prod(block):,} threads, but a "
+            f"GPU's limit is {MOST_THREADS:,}: use a smaller block"
         )
     watch, arrays = run_watched(kernel, args)
     function = kernel.fn

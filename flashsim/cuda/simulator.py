@@ -109,8 +109,8 @@ class WatchedArray:
         element = self._element(index)
         if element is None:
             raise UnsupportedError(
-                f"index {shown(index)} does not select one element of an array with {self.ndim} "
-                "dimensions: write one element at a time, as a CUDA thread does"
+                f"index {shown(index)} does not select a single element of an array with "
+                f"{self.ndim} dimensions; write one element at a time, as a CUDA thread does"
             )
         one, place = element
         self._watch.note("store", self._tensor, place)
@@ -127,7 +127,7 @@ class WatchedArray:
         if not plain:
             raise UnsupportedError(
                 f"index {shown(index)} is not valid for an array of shape {self.shape}: use "
-                "integers, and slices inside the array, as a CUDA kernel does"
+                "integers and slices that lie within the array"
             )
         moved = view.__array_interface__["data"][0] - self._array.__array_interface__["data"][0]
         itemsize = self._array.itemsize
@@ -262,8 +262,8 @@ def require_simulator(kernel: Any) -> Any:
             "starts (NUMBA_ENABLE_CUDASIM=1 python yours.py)"
         )
     raise DTypeError(
-        "flashsim.cuda.trace needs a kernel of numba.cuda.jit with its grid and block, "
-        f"kernel[grid, block]; got {shown(kernel)}"
+        "flashsim.cuda.trace needs a kernel (a function decorated with @numba.cuda.jit) with "
+        f"its grid and block, as in trace(kernel[grid, block], ...); got {shown(kernel)}"
     )
 
 
@@ -276,7 +276,8 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
     refuse_merged_arrays(kernel)
     if kernel.grid_dim is None or kernel.block_dim is None:
         raise OptionError(
-            f"kernel {kernel.fn.__name__} has no grid: write trace(kernel[grid, block], ...)"
+            f"kernel {kernel.fn.__name__} was passed without its grid and block; write "
+            "trace(kernel[grid, block], ...)"
         )
     watch = BlockWatch(simulator)
     arrays: list[np.ndarray | None] = []
@@ -290,8 +291,8 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
             kernel(*given)
     except AttributeError as error:
         raise UnsupportedError(
-            f"{kernel_line(error, kernel)}: the kernel uses a feature that Numba's CUDA simulator "
-            f"lacks ({error}): leave it out while you trace"
+            f"{kernel_line(error, kernel)}: the kernel uses a feature that Numba's CUDA "
+            f"simulator lacks ({error}); leave out that feature while you trace"
         ) from error
     except Exception as error:
         error.add_note(f"{kernel_line(error, kernel)}, traced by flashsim.cuda.trace")
@@ -310,8 +311,8 @@ def refuse_merged_arrays(kernel: Any) -> None:
         if line.partition("#")[0].count("shared.array(") > 1:
             raise UnsupportedError(
                 f"line {first + number} of {kernel.fn.__code__.co_filename} creates two shared "
-                "arrays, which Numba's simulator would treat as one array: write each on its own "
-                "line"
+                "arrays, which Numba's simulator would treat as one array; create each shared "
+                "array on a separate line"
             )
 
 

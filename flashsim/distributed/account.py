@@ -78,7 +78,7 @@ class Account:
         """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
-                f"no rank sends a tensor {shown(tensor)}; {choices(tensor, self.sent)}"
+                f"no rank sends a tensor named {shown(tensor)}; {choices(tensor, self.sent)}"
             )
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)
@@ -129,7 +129,7 @@ class Account:
         if not steps.any():
             raise OptionError(
                 f"{self.group.scheme!r} over {self.group.ranks} ranks sends nothing while it "
-                "computes, so there is no communication to hide"
+                "computes, so there is no communication that computation could hide"
             )
         longest = float((sent[steps] / busiest[steps]).max())
         return self.group.rows_a_member * longest * flop_rate / bandwidth

@@ -88,8 +88,8 @@ class Group:
         ranks = checks.positive_int("ranks", self.ranks)
         if ranks > MOST_RANKS:
             raise UnsupportedError(
-                f"ranks must be at most {MOST_RANKS:,}, because the counts are tables of ranks x "
-                f"steps, got {ranks:,}"
+                f"ranks= must be at most {MOST_RANKS:,}, because the result is a table with one "
+                f"row per rank and step, got {ranks:,}"
             )
         checks.one_of("scheme", self.scheme, SCHEMES)
         object.__setattr__(self, "ranks", ranks)
@@ -128,14 +128,15 @@ class Group:
         if self.scheme != "usp":
             if self.ulysses not in (None, self._fixed(ranks)):
                 raise OptionError(
-                    f"ulysses is for scheme 'usp', got {shown(self.ulysses)} for {self.scheme!r}"
+                    f"ulysses= is only for scheme 'usp', got ulysses={shown(self.ulysses)} with "
+                    f"scheme {self.scheme!r}; leave out ulysses="
                 )
             return self._fixed(ranks)
         if self.ulysses is None:
             return math.gcd(ranks, self.problem.kv_heads)
         team = checks.positive_int("ulysses", self.ulysses)
         if ranks % team:
-            raise OptionError(f"ulysses must divide ranks, got ulysses={team} and ranks={ranks}")
+            raise OptionError(f"ulysses= must divide ranks=, got ulysses={team} and ranks={ranks}")
         return team
 
     def _fixed(self, ranks: int) -> int:
@@ -157,7 +158,8 @@ class Group:
         if present:
             raise UnsupportedError(
                 "attention over several ranks supports only a causal mask or no mask, got "
-                f"{', '.join(present)}; flashsim.run supports them on one rank"
+                f"{', '.join(present)}; leave these out, or use flashsim.run, which supports "
+                "them on one rank"
             )
 
     # -- rows and neighbours of each rank -------------------------------------------------------

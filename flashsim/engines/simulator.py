@@ -61,8 +61,9 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
     """Return the saved tensors for the backward pass, given only the results of forward."""
     if job.algorithm == "standard":
         raise UnsupportedError(
-            "the backward pass of 'standard' reads the probabilities that its forward pass saved; "
-            "use run(...).backward(dout), or an algorithm that recomputes them"
+            "the backward pass of 'standard' reads the probabilities that its forward pass "
+            "saved; use run(...).backward(dout), or an algorithm that recomputes the "
+            "probabilities, such as 'flash2'"
         )
     if job.algorithm == "flash1":  # the pass uses only m + log l, so m = lse and l = 1 will do
         return {"O": out, "m": lse, "l": np.ones_like(lse)}
@@ -113,8 +114,9 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
     p, precision = job.problem, job.options.get("precision", USUAL)
     if job.trace and precision != USUAL:
         raise UnsupportedError(
-            "trace cannot be combined with precision, because precision changes results but not "
-            "the traced bytes, which are those of the inputs' types; leave out trace or precision"
+            "trace= cannot be combined with precision=: precision= changes the results, but not "
+            "the traced bytes, which follow from the inputs' types; leave out trace= or "
+            "precision="
         )
     machine = Machine(
         p,

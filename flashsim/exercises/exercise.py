@@ -105,7 +105,8 @@ class Task:
         p = self.problem
         if lacking := {"Q", "K", "V", *self.inputs} - {*arrays}:
             raise OptionError(
-                f"arrays lacks {', '.join(sorted(lacking))}; Task.arrays() returns all inputs"
+                f"arrays= lacks {', '.join(sorted(lacking))}; pass the inputs that Task.arrays() "
+                "returns"
             )
         return simulate(
             *(solution, arrays["Q"], arrays["K"], arrays["V"]),
@@ -267,9 +268,9 @@ def require_statement(name: str, statement: object) -> None:
     """Raise `OptionError` if an exercise has no statement."""
     if not isinstance(statement, str) or not statement.strip():
         raise OptionError(
-            f"the exercise {name} has no statement. Its file's docstring is the statement: write "
-            "one at the top of the file, and do not run python -OO (PYTHONOPTIMIZE=2), which "
-            "removes docstrings"
+            f"the exercise {name} has no statement. The docstring of its file is its statement: "
+            "write a docstring at the top of the file, and do not run python -OO "
+            "(PYTHONOPTIMIZE=2), which removes docstrings"
         )
 
 

@@ -97,8 +97,8 @@ class KernelExercise:
         require_statement(self.name, self.statement)
         if not self.tasks or not self.calls:
             raise OptionError(
-                f"the exercise {self.name} needs at least one task and one name in `calls`, got "
-                f"{len(self.tasks)} tasks and {len(self.calls)} names"
+                f"the exercise {self.name} needs at least one task in `tasks` and one name in "
+                f"`calls`, got {len(self.tasks)} tasks and {len(self.calls)} names"
             )
 
     @property

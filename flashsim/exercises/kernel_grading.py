@@ -125,7 +125,10 @@ def _judged(
 ) -> tuple[tuple[Mark, ...], dict[str, int], tuple[tuple[str, str, int, int], ...], Trace]:
     runs, recorded = [], unpacked(data, _MOST)
     if len(recorded) != len(cases):
-        raise TraceError(f"{len(cases)} calls were made, but {len(recorded)} were recorded")
+        raise TraceError(
+            f"the grader made {len(cases)} calls of the submission, but {len(recorded)} calls "
+            "were recorded"
+        )
     for case, arrays, one in zip(cases, drawn, recorded, strict=True):
         values = list(one.values)
         traced = KernelTrace(one.record, names=one.names, problem=_spread(case), values=values)

@@ -82,11 +82,15 @@ def find(name: str) -> AnyExercise:
         return _bundled()[name]
     if not name.endswith(".py"):
         raise OptionError(
-            f"there is no exercise {shown(name)}; {choices(name, _bundled())}, or a .py file"
+            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or a "
+            f"name; {choices(name, _bundled())}"
         )
     path = Path(name)
     if not path.is_file():
-        raise OptionError(f"cannot read an exercise from {name!r}: the file does not exist")
+        raise OptionError(
+            f"cannot read an exercise from {name!r}: the file does not exist; pass the path of "
+            "an existing .py file, or the name of an exercise of the course"
+        )
     exercise = getattr(imported(path), "EXERCISE", None)
     if not isinstance(exercise, AnyExercise):
         raise OptionError(

@@ -104,7 +104,10 @@ def grade_folder(
         if name.endswith(".py") and not name.startswith(".")
     )
     if not paths:
-        raise OptionError(f"the folder {str(folder)!r} contains no .py file to grade")
+        raise OptionError(
+            f"the folder {str(folder)!r} contains no .py file to grade; pass the folder that "
+            "contains the submissions"
+        )
     one = None if exercise is None else shelf.find(exercise)
 
     def graded(path: Path) -> tuple[Path, Marks]:
@@ -144,7 +147,8 @@ def _graded(
     began = time.perf_counter()
     if memory is not None and sys.platform != "linux":
         raise OptionError(
-            f"memory={memory} was passed, but only Linux can limit memory; leave it out"
+            f"memory={memory} was passed, but memory can be limited only on Linux; leave out "
+            "memory="
         )
     text, unreadable = "", None
     try:

@@ -178,7 +178,9 @@ def graph_of(entry: Any) -> Graph:
     numbers: list[int] = []
     for op, args, value, kind in entry["nodes"]:
         if not all(type(a) is int and 0 <= a < len(numbers) for a in args):
-            raise ValueError(f"node {len(numbers)} has arguments {args}, not earlier nodes")
+            raise ValueError(
+                f"node {len(numbers)} must have earlier nodes as arguments, got {args}"
+            )
         own = [numbers[a] for a in args]
         if op == "arg":
             if value not in (SCORE, *INDICES):
@@ -186,7 +188,7 @@ def graph_of(entry: Any) -> Graph:
             made = build.arg(value)
         elif op == "const":
             if not isinstance(value, (bool, int, float)):
-                raise ValueError(f"a constant is {value!r}")
+                raise ValueError(f"a constant must be a number or a boolean, got {value!r}")
             made = build.const(value)
         elif op == "load":
             if type(value) is not int or len(own) != len(build.arrays[value].shape):
@@ -196,7 +198,7 @@ def graph_of(entry: Any) -> Graph:
             (one,) = own
             made = build.cast(one, {BOOL: BOOL, INT: INT, FLOAT: FLOAT}[kind])
         elif len(own) != OPERATIONS[op].arity:
-            raise ValueError(f"{op} has {len(own)} arguments")
+            raise ValueError(f"{op} must have {OPERATIONS[op].arity} arguments, got {len(own)}")
         else:
             made = build.op(op, *own)
         numbers.append(made)
@@ -207,5 +209,8 @@ def _array_entry(name: Any, shape: Any, dtype: Any) -> ArraySpec:
     """Return the captured array that an entry in a file describes."""
     sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     if not isinstance(name, str) or not name.isidentifier() or not sizes or dtype not in ELEMENTS:
-        raise ValueError(f"a captured array is {name!r}, {shape}, {dtype!r}")
+        raise ValueError(
+            f"a captured array must have a name, a shape and a supported dtype, got {name!r}, "
+            f"{shape}, {dtype!r}"
+        )
     return ArraySpec(name, tuple(shape), dtype)

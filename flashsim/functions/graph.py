@@ -216,9 +216,10 @@ def check_extents(graph: Graph, **extents: int) -> None:
             name = graph.nodes[a].value if graph.nodes[a].op == "arg" else None
             if name in extents and spec.shape[axis] < extents[name]:
                 raise ShapeError(
-                    f"{graph.name} indexes axis {axis} of captured array {spec.name} with {name}, "
-                    f"which goes up to {extents[name] - 1}, but the array's shape is {spec.shape}; "
-                    f"axis {axis} must have at least {extents[name]} elements"
+                    f"{graph.name} indexes axis {axis} of captured array {spec.name} with "
+                    f"{name}, which can be as large as {extents[name] - 1}, but the array's "
+                    f"shape is {spec.shape}; pass an array whose axis {axis} has at least "
+                    f"{extents[name]} elements"
                 )
 
 

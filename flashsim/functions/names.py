@@ -27,7 +27,10 @@ def _recorder_of(args: Iterable[Any]) -> Any:
                 return _recorder_of(x)
             except FunctionError:
                 continue
-    raise FunctionError("none of the arguments is a symbol, so the call cannot be traced")
+    raise FunctionError(
+        "none of the call's arguments is computed from score, b, h, q or k, so the call cannot "
+        "be traced; pass at least one value that is"
+    )
 
 
 def _applies(name: str) -> Callable[..., Any]:
@@ -104,8 +107,8 @@ def _clip(x: Any, min: Any = None, max: Any = None, **names: Any) -> Any:
     low, high = names.pop("a_min", min), names.pop("a_max", max)
     if names:
         raise FunctionError(
-            f"clip has no argument {next(iter(names))!r}; its limits are min and max, or a_min and "
-            "a_max"
+            f"clip has no argument {next(iter(names))!r}; pass the limits as min= and max=, or "
+            "as a_min= and a_max="
         )
     x = x if low is None else r.symbol("max", x, low)
     return x if high is None else r.symbol("min", x, high)

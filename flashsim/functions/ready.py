@@ -23,7 +23,7 @@ class MaskRule:
 
     def __init__(self, function: Function, name: str = "") -> None:
         if not callable(function):
-            raise MaskError(f"a mask must be a function of (b, h, q, k), got {function!r}")
+            raise MaskError(f"a mask must be a function mask(b, h, q, k), got {function!r}")
         self.function = function
         self.__name__ = name or getattr(function, "__name__", "mask")
 

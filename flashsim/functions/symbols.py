@@ -30,7 +30,8 @@ def _kind_of(dtype: Any) -> str:
     name = str(np.dtype(dtype)) if isinstance(dtype, type) else str(dtype).rpartition(".")[2]
     if name not in ELEMENTS:
         raise FunctionError(
-            f"a symbol cannot be converted to {name}; use one of {', '.join(ELEMENTS)}"
+            f"a traced value cannot be converted to {name}; convert it to one of "
+            f"{', '.join(ELEMENTS)}"
         )
     return ELEMENTS[name]
 
@@ -117,15 +118,17 @@ class Symbol(_Arithmetic):
 
     def __index__(self) -> int:
         raise FunctionError(
-            "a symbol is not a Python integer: it cannot be an argument of range or an index of "
-            "a list; use an array instead of the list"
+            "a traced value is not a Python integer, so it cannot be an argument of range or an "
+            "index of a list; use operations on the value instead of the loop, or an array "
+            "instead of the list"
         )
 
     __int__ = __index__
 
     def __float__(self) -> float:
         raise FunctionError(
-            "a symbol is not a Python float; apply functions of numpy, torch or math to it"
+            "a traced value is not a Python float, so float() cannot convert it; apply "
+            "functions of numpy, torch or math to it"
         )
 
     #: A symbol is a single number, so it looks like an array without axes.
@@ -140,7 +143,9 @@ class Symbol(_Arithmetic):
     def __getitem__(self, key: Any) -> Symbol:
         if key in ((), ...):
             return self
-        raise FunctionError("a symbol is a single number and cannot be indexed")
+        raise FunctionError(
+            "a traced value is a single number, so it cannot be indexed; leave out the index"
+        )
 
     def to(self, *args: Any, **keywords: Any) -> Any:
         """Return the symbol converted to another type; a device argument is ignored.
@@ -181,14 +186,14 @@ class Symbol(_Arithmetic):
         if tuple(size) != ():
             raise FunctionError(
                 "a function works on one score at a time, so it cannot make an array of shape "
-                f"{size}"
+                f"{size}; compute with single numbers"
             )
         kind = self._recorder.kind(value if dtype is None else self)
         return self._recorder.cast(value, kind if dtype is None else _kind_of(dtype))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
-            raise AttributeError(f"a symbol has no {name!r}")
+            raise AttributeError(f"a traced value has no attribute {name!r}")
         return functools.partial(FUNCTIONS[name], self)
 
 
@@ -217,7 +222,10 @@ class Captured(_Arithmetic):
             )
         for k in keys:
             if recorder.kind(k) == FLOAT:
-                raise FunctionError(f"an index of array {self._name} is a float; convert it to int")
+                raise FunctionError(
+                    f"an index of array {self._name} is a float; convert the index by "
+                    ".to(torch.int32), or by .astype(int)"
+                )
         spec = recorder.array(array, self._name)
         builder = recorder.builder
         indices = tuple(builder.cast(recorder.node(k), INT) for k in keys)
@@ -277,8 +285,8 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
         keys = (*keys[:at], *(slice(None),) * (len(array.shape) - used), *keys[at + 1 :])
     if any(isinstance(k, slice) for k in keys):
         raise FunctionError(
-            f"array {name} is indexed by a symbol and a slice, which selects a row; but the "
-            "function computes one score at a time: write one integer index per axis"
+            f"array {name} is indexed by a traced value and a slice, which selects a row, but "
+            "the function computes one score at a time; write one integer index per axis"
         )
     return tuple(k for k in keys if k is not None), array
 
@@ -298,13 +306,13 @@ def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> An
         return _arrays(captured[0]._recorder, original, args, keywords, captured[0]._name)
     if name == "__get__" and args:  # torch asks for an attribute
         raise FunctionError(
-            "this torch function cannot be traced, because it reads an attribute that symbols do "
-            "not have; use operators, where, minimum, maximum, abs, exp or tanh"
+            "this torch function cannot be traced, because it reads an attribute that traced "
+            "values do not have; use operators, where, minimum, maximum, abs, exp or tanh"
         )
     known = by_name(name)
     if known is None:
         raise FunctionError(
-            f"the function {name} cannot be traced; functions that can be traced: "
+            f"the function {name} cannot be traced; use one of these functions, which can be: "
             f"{', '.join(sorted(n for n in FUNCTIONS if n.isidentifier()))}"
         )
     given = {

@@ -67,7 +67,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
     except Exception as error:
         raise FunctionError(
             f"{name} cannot be traced{_line(error)}: {type(error).__name__}: {error}; it is "
-            f"called as {form} and may use operators, & | ~, where, minimum, maximum, abs, exp, "
+            f"called as {form}, and may use operators, & | ~, where, minimum, maximum, abs, exp, "
             "tanh and indexed arrays"
         ) from error
     found = recorder.builder.nodes[root].kind
@@ -186,7 +186,8 @@ class _Tracing:
             if 0 in shape:
                 raise FunctionError(
                     f"captured array {name} has no elements (shape {shape}), so it cannot be "
-                    "indexed; pass a larger array or do not use it"
+                    "indexed; pass an array with elements, or do not use this array in the "
+                    "function"
                 )
             self._numbers[id(array)] = len(self.arrays)
             self.arrays.append(array)
@@ -210,8 +211,8 @@ class _Tracing:
         if isinstance(value, Symbol):
             if value._recorder is not self:
                 raise FunctionError(
-                    "the function returned or used a symbol of an earlier trace; do not store "
-                    "symbols outside of the function"
+                    "the function returned or used a value of an earlier call of it; do not "
+                    "store values outside of the function"
                 )
             return value._node
         if isinstance(value, Captured):
@@ -226,7 +227,8 @@ class _Tracing:
         if is_array(value) and tuple(value.shape) == ():
             return self.builder.load(self.array(value, "scalar"), ())
         raise FunctionError(
-            f"expected a number or a symbol, but the function used {shown(value)} as a number"
+            f"the function used {shown(value)} as a number; use score, b, h, q, k, values "
+            "computed from them, or numbers"
         )
 
     def symbol(self, name: str, *args: Any) -> Symbol:

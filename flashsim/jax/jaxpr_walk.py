@@ -253,8 +253,8 @@ class Walker:
     def _pallas_call(self, step: Equation, inputs: list[Any]) -> list[Any]:
         if self.program is not None:
             raise UnsupportedError(
-                "a Pallas kernel that calls another kernel cannot be traced; launch the kernels "
-                "one after the other"
+                "a Pallas kernel that calls another kernel cannot be traced; launch the two "
+                "kernels one after another"
             )
         return self.launch(self, step, inputs)
 
@@ -449,8 +449,8 @@ def bind_params(equation: Any) -> dict[str, Any]:
         functions, params = params
         if functions:
             raise UnsupportedError(
-                f"flashsim cannot trace inside the primitive {equation.primitive.name}; compute it "
-                "outside of the traced function"
+                f"flashsim cannot trace inside the primitive {equation.primitive.name}; compute "
+                "its result outside of the traced function"
             )
     return params
 

@@ -355,8 +355,8 @@ def held(value: Any) -> np.ndarray:
         narrow = True
     if narrow or array.dtype.kind == "O":
         raise UnsupportedError(
-            f"an operand has type {dtype}, whose elements are smaller than a byte, which is not "
-            "supported; pass it as int8 or as a wider float"
+            f"an operand has type {dtype}, whose elements are smaller than a byte, but only "
+            "larger types are supported; pass the operand as int8 or as a wider float"
         )
     return array
 
@@ -369,8 +369,8 @@ def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...]
         gone = dimension is None or kind in ("Squeezed", "Mapped")
         if not gone and kind not in ("int", "Blocked", "Element"):
             raise UnsupportedError(
-                f"{name} has a block dimension of kind {kind}, which is not supported; use an "
-                "integer, None or pl.Element in its BlockSpec"
+                f"{name} has a block dimension of kind {kind}, which is not supported; use only "
+                "integers, None and pl.Element in its BlockSpec"
             )
         lengths.append(1 if gone else int(getattr(dimension, "block_size", dimension)))
         squeezed.append(gone)
@@ -447,7 +447,7 @@ def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
         if "mosaic_gpu" in module:
             raise UnsupportedError(
                 f"kernel {here.name}: {name} is in {space} of Pallas's Mosaic GPU backend, which "
-                "flashsim does not support; trace the kernel with plain refs, as for "
+                "flashsim does not support; write the kernel with plain refs, as for "
                 "jax.experimental.pallas.triton"
             )
         if here.model == "gpu" and ".mosaic.core" in module:

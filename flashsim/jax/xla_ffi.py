@@ -170,7 +170,9 @@ class ForeignCall:
         """Return the address of the CUDA stream that XLA launches on (GPUs only)."""
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame[_CONTEXT])
         if _asking(_Api.from_address(self._frame[_API_AT]).stream_get)(ctypes.byref(asked)):
-            raise RuntimeError("XLA returned no CUDA stream for this call")
+            raise RuntimeError(
+                "XLA returned no CUDA stream for this call, so the kernel cannot be launched"
+            )
         return asked.stream or 0
 
 

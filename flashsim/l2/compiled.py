@@ -122,7 +122,7 @@ class _Files(IndexDataCacheFile):
         if theirs != key:
             return None
         if digest != hashlib.sha256(blob).digest():
-            raise ValueError("its checksum does not match its content")
+            raise ValueError("the checksum of this cache file does not match its content")
         return pickle.loads(blob)
 
 

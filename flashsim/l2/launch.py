@@ -109,7 +109,8 @@ class L2Model:
                 raise OptionError(f"{name} must be {limit}, got {shown(value)}")
         if self.ways is None and self.partitions == 2:
             raise OptionError(
-                "the fully associative cache (ways=None) must have one partition, got partitions=2"
+                "a fully associative cache (ways=None) must have one partition, got "
+                "partitions=2; pass partitions=1, or a number as ways="
             )
         checks.flag("flush", self.flush)
         for name in ("jitter", "turn"):

@@ -77,7 +77,7 @@ class Dram:
         if stage is not None:
             names = [s.name for s in self.stages]
             if not isinstance(stage, str) or stage not in names:
-                raise OptionError(f"no stage {shown(stage)}; {choices(stage, names)}")
+                raise OptionError(f"there is no stage {shown(stage)}; {choices(stage, names)}")
         questions.check_names(None, tensor)
         return sum(
             nbytes
@@ -192,12 +192,13 @@ def _model(requested: Traffic, model: L2Model | None) -> L2Model:
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
         what = "rows of several sequences" if shared else "a bias of packed heads"
-        instead = "leave shared_prefix out" if shared else "pass pack_gqa=False"
+        instead = "leave out shared_prefix=" if shared else "pass pack_gqa=False"
         raise UnsupportedError(f"the L2 model does not support {what}; {instead}")
     if requested.problem.scales is not None:
         raise UnsupportedError(
-            "the L2 model replays whole tiles, so it does not support scales, which have 4 bytes "
-            "each and share cache lines; leave scales out: the other tensors' bytes are the same"
+            "the L2 model replays whole tiles, so it does not support scales, which have 4 "
+            "bytes each and share cache lines; leave out scales=, which does not change the "
+            "other tensors' bytes"
         )
     model = L2Model() if model is None else model
     return checks.instance("l2", model, L2Model, "flashsim.l2.L2Model")

@@ -40,7 +40,7 @@ def as_trace(
     if len(record.launches) > MOST_STAGES:
         raise UnsupportedError(
             f"a trace holds at most {MOST_STAGES} launches, but this record has "
-            f"{len(record.launches)}; trace fewer launches, or read only its totals"
+            f"{len(record.launches)}; trace fewer launches, or read only the record's totals"
         )
     cut = [visits_of(geometry, n) for n in range(len(record.launches))]
     own = _Codes(geometry)

@@ -124,7 +124,7 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     if not values:
         raise TraceError(
             "this record does not hold the tensors' values, so results cannot be checked; trace "
-            "the kernel again and keep them"
+            "the kernel again with check=True"
         )
     arrays = {
         label: matrices(g, code, values[code])
@@ -148,9 +148,9 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
     wanted = {name: wanted[name] for name in stored if name in wanted}
     if not wanted:
         raise TraceError(
-            f"none of the stored tensors ({', '.join(stored)}) can be checked: attention computes "
-            "O, L, dQ, dK or dV from Q, K, V and dO. Pass names={parameter: name}, or a "
-            "reference: check(lambda inputs: {'y': ...})"
+            f"none of the stored tensors ({', '.join(stored)}) can be checked: attention "
+            "computes O, L, dQ, dK or dV from Q, K, V and dO. Name the kernel's parameters by "
+            "names={parameter: name}, or pass a reference: check(lambda inputs: {'y': ...})"
         )
     outputs: list[Output] = []
     wrong: dict[str, np.ndarray] = {}
@@ -158,7 +158,8 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
         if arrays[name].shape != want.shape:
             raise TraceError(
                 f"{name} has shape {arrays[name].shape} (heads, rows, columns), but the problem "
-                f"implies {want.shape}; pass problem=flashsim.Problem(...)"
+                f"implies {want.shape}; pass the kernel's problem as "
+                "problem=flashsim.Problem(...)"
             )
         one = _output(name, arrays[name], want, allowed[name], wrong)
         if name in wrong and name == "L" and _is_m(g):

@@ -69,8 +69,8 @@ class KernelTrace:
     ) -> None:
         if not record.launches:
             raise TraceError(
-                "no kernel was launched, so there is nothing to show; launch a kernel while "
-                "tracing is on"
+                "no kernel was launched, so there is nothing to show; launch at least one "
+                "kernel while you trace"
             )
         if not (record.accesses["active"] > 0).any():
             raise TraceError(
@@ -109,11 +109,13 @@ class KernelTrace:
         chosen = a["active"] > 0
         if op is not None:
             if op not in OPS[:3]:
-                raise OptionError(f"no operation {shown(op)}; {choices(op, OPS[:3])}")
+                raise OptionError(f"there is no operation {shown(op)}; {choices(op, OPS[:3])}")
             chosen = chosen & (a["op"] == OPS.index(op))
         if tensor is not None:
             if tensor not in self.tensors:
-                raise OptionError(f"no tensor {shown(tensor)}; {choices(tensor, self.tensors)}")
+                raise OptionError(
+                    f"there is no tensor {shown(tensor)}; {choices(tensor, self.tensors)}"
+                )
             chosen = chosen & (a["tensor"] == self.tensors.index(tensor))
         return chosen
 
@@ -175,7 +177,9 @@ class KernelTrace:
         there = [one.kernel for one in self.record.launches]
         for name in kernels:
             if name not in there:
-                raise OptionError(f"no launch of {shown(name)}; {choices(name, set(there))}")
+                raise OptionError(
+                    f"there is no launch of a kernel {shown(name)}; {choices(name, set(there))}"
+                )
         kept = [n for n, name in enumerate(there) if name in kernels]
         return KernelTrace(
             restricted(self.record, kept),

@@ -51,7 +51,10 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
     parameters, given = list(parameters), dict(given or {})
     for name in given:
         if name not in parameters:
-            raise OptionError(f"names: no tensor {name!r}; {choices(name, parameters)}")
+            raise OptionError(
+                f"names= contains {name!r}, which is not a parameter of the kernel; "
+                f"{choices(name, parameters)}"
+            )
     found: dict[str, str] = {}
     for name in (*(n for n in parameters if n in given), *parameters):
         label = given.get(name) or paper_name(name) or name

@@ -159,7 +159,7 @@ class KernelRecord:
             if one.name == name:
                 return one
         raise OptionError(
-            f"no tensor {name!r}; possible: {', '.join(one.name for one in self.tensors)}"
+            f"there is no tensor {name!r}; possible: {', '.join(one.name for one in self.tensors)}"
         )
 
     @property

@@ -85,10 +85,10 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
     limits = {"launch": len(parts["launches"]), "tensor": codes, "line": len(lines)}
     for name, (table, dtype) in tables.items():
         if table.dtype != dtype:
-            raise ValueError(f"{name} has the columns {table.dtype.names}")
+            raise ValueError(f"{name} has the wrong columns, {table.dtype.names}")
         for column, end in limits.items():
             if column in (dtype.names or ()) and (table[column].astype(np.int64) >= end).any():
-                raise ValueError(f"{name} has a {column} that does not exist")
+                raise ValueError(f"{name} has the number of a {column} that does not exist")
     record = KernelRecord(
         str(said["source"]),
         accesses=tables["accesses"][0],

@@ -110,9 +110,9 @@ class Recorder:
         unit = self._units.setdefault(where, made.itemsize)
         if made.itemsize < unit:
             raise TraceError(
-                f"{label} has elements of {made.itemsize} B, but shares memory with a tensor of an "
-                f"earlier launch whose elements have {unit} B; pass the view with the smaller "
-                "elements to the first launch too"
+                f"{label} has elements of {made.itemsize} B, but a tensor of an earlier launch, "
+                f"whose elements have {unit} B, shares its memory; pass a view with the smaller "
+                "elements to the earlier launch too"
             )
         reach = made.start + made.span * made.itemsize
         self._extent[where] = max(self._extent.get(where, 0), reach)

@@ -105,8 +105,8 @@ def as_array(name: str, values: Any) -> np.ndarray:
     """
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
-            f"{name} is a masked array, whose mask would be lost; pass the plain array "
-            f"{name}.filled(...)"
+            f"{name} is a masked array, whose mask would be lost; pass {name}.filled(value), a "
+            "plain array"
         )
     library = type(values).__module__.partition(".")[0]
     try:
@@ -171,15 +171,17 @@ def window(window: Any) -> tuple[int, int] | None:
         left, right = window
     except (TypeError, ValueError):
         raise DTypeError(
-            "window must be a pair (left, right) of key counts, with -1 for no limit, got "
-            f"{shown(window)}"
+            "window= must be a pair (left, right), the numbers of keys that are visible on each "
+            f"side, with -1 for no limit, got {shown(window)}"
         ) from None
     for value in (left, right):
         if not is_int(value):
-            raise DTypeError(f"window must be a pair of integers, got {shown(window)}")
+            raise DTypeError(
+                f"window= must be a pair of integers (left, right), got {shown(window)}"
+            )
         if value < -1:
             raise OptionError(
-                f"each side of window must be at least 0, or -1 for no limit, got {shown(window)}"
+                f"each side of window= must be at least 0, or -1 for no limit, got {shown(window)}"
             )
     return int(left), int(right)
 
@@ -197,7 +199,7 @@ def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int,
     offsets = tuple(int(x) for x in array)
     if offsets[0] != first or offsets[-1] != total or any(b < a for a, b in pairwise(offsets)):
         raise ShapeError(
-            f"{name} must start at {first}, never fall and end at the packed length {total}, got "
-            f"{shown(list(offsets))}"
+            f"{name} must start at {first}, never decrease, and end at the packed length "
+            f"{total}, got {shown(list(offsets))}"
         )
     return offsets

@@ -249,8 +249,8 @@ def reported(
     major, minor = compute_capability
     raise OptionError(
         f"this machine's GPU is {name!r} (compute capability {major}.{minor}, {sm_count} SMs, "
-        f"{hbm_bytes / 2**30:.0f} GiB), which has no preset in flashsim; choose the device to "
-        f"predict for: {', '.join(PRESETS)}"
+        f"{hbm_bytes / 2**30:.0f} GiB), which has no preset in flashsim; pass the GPU to predict "
+        f"for as device= (--device), one of: {', '.join(PRESETS)}"
     )
 
 

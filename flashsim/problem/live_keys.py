@@ -39,8 +39,7 @@ def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) ->
     numbers = tuple(host) if isinstance(host, (list, tuple)) else ()
     if len(numbers) != batch or not all(checks.is_int(n) for n in numbers):
         raise ShapeError(
-            f"cache_seqlens must be {batch} integers, one for each entry of the batch, got "
-            f"{shown(lengths)}"
+            f"cache_seqlens must be {batch} integers, one per batch entry, got {shown(lengths)}"
         )
     for b, n in enumerate(numbers):
         if not 0 <= n <= n_kv:
@@ -57,8 +56,8 @@ def check_prefix(prefix: int, lengths: tuple[int, ...]) -> None:
     for b, n in enumerate(lengths):
         if n < prefix:
             raise OptionError(
-                f"shared_prefix must be at most the keys of every batch entry, got {prefix:,}, but "
-                f"entry {b} has only {n:,} keys"
+                "shared_prefix= must be at most the number of keys of every batch entry, got "
+                f"{prefix:,}, but entry {b} has only {n:,} keys"
             )
 
 
@@ -88,5 +87,5 @@ def check_pages(
     for b, j in np.argwhere(shared != shared[:1])[:1]:
         raise OptionError(
             f"block_table[{b}, {j}] must be page {table[0, j]}, as for entry 0, because all "
-            f"entries share the first {prefix:,} keys, got {table[b, j]}"
+            f"batch entries share the first {prefix:,} keys, got page {table[b, j]}"
         )

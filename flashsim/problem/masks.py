@@ -38,8 +38,8 @@ class BlockMask:
         array = checks.as_array("a block mask's grid", grid)
         if array.dtype != np.bool_ or array.ndim != 2 or 0 in array.shape:
             raise MaskError(
-                "a block mask must be a non-empty 2-D boolean grid with one value per cell, got "
-                f"dtype {array.dtype}, shape {array.shape}"
+                "a block mask's grid must be a non-empty 2-D array of booleans, one per block, "
+                f"got dtype {array.dtype}, shape {array.shape}"
             )
         self.block_q = checks.positive_int("block_mask block_q", block_q)
         self.block_k = checks.positive_int("block_mask block_k", block_k)

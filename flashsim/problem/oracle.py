@@ -217,8 +217,8 @@ def _checked_of_functions(
     if not isinstance(captured, Sequence) or len(captured) != len(wanted):
         names = ", ".join(a.name for a in wanted) or "none"
         raise ShapeError(
-            f"captured must be a sequence of the arrays that the score function reads ({names}), "
-            f"got {shown(captured)}"
+            "captured= must be a sequence of the arrays that the score function reads "
+            f"({names}), got {shown(captured)}"
         )
     arrays = tuple(checks.as_array(a.name, x) for a, x in zip(wanted, captured, strict=True))
     for a, x in zip(wanted, arrays, strict=True):

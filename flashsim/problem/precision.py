@@ -133,7 +133,7 @@ class Precision:
             checks.positive_int("flush", self.flush)
             if self.accumulator == "float32":
                 raise OptionError(
-                    "flush sets how often a tensor core's sum is added to a float32 sum, so it "
+                    "flush= sets how often a tensor core's sum is added to a float32 sum, so it "
                     f"needs accumulator='hopper-fp8', got accumulator={self.accumulator!r}"
                 )
 

@@ -192,8 +192,8 @@ class Problem:
                 )
         if self.heads % self.kv_heads:
             raise ShapeError(
-                f"query heads must be a multiple of key heads, got heads={self.heads}, "
-                f"kv_heads={self.kv_heads}"
+                "the number of query heads must be a multiple of the number of KV heads, got "
+                f"heads={self.heads}, kv_heads={self.kv_heads}"
             )
         put("latent", checks.flag("latent", self.latent))
         if self.latent and self.head_dim_v > self.head_dim:
@@ -222,25 +222,26 @@ class Problem:
                 checks.is_int(x) and x in ok for x, ok in zip(lead, allowed, strict=True)
             ):
                 raise ShapeError(
-                    f"a Problem's bias must be its leading shape, (1 or {self.batch}, 1 or "
-                    f"{self.heads}), got {shown(self.bias)}"
+                    "a Problem's bias= must be the first two sides of the bias's shape, (1 or "
+                    f"{self.batch}, 1 or {self.heads}), got {shown(self.bias)}"
                 )
             put("bias", (int(lead[0]), int(lead[1])))
         if self.block_mask is not None:
             self._check_block_mask()
         if self.mask is not None and not callable(self.mask):
             raise MaskError(
-                f"mask must be a function mask(q_index, k_index), got {type(self.mask).__name__}; "
-                "pass a boolean tile grid as block_mask, and an additive array as bias"
+                "mask must be a function mask(q_index, k_index), got "
+                f"{type(self.mask).__name__}; pass a boolean grid of tiles as block_mask=, or an "
+                "array that is added to the scores as bias="
             )
         self._check_functions(put)
         try:
             hash(self.mask)
         except TypeError:
             raise MaskError(
-                "mask must be hashable, since schedules are cached per problem; got an "
-                f"unhashable {type(self.mask).__name__}; a function is, and so is a frozen "
-                "dataclass"
+                "mask= must be hashable, because schedules are cached per problem, got an "
+                f"unhashable {type(self.mask).__name__}; pass a function or an instance of a "
+                "frozen dataclass, which are hashable"
             ) from None
 
     def _check_functions(self, put: Callable[[str, Any], None]) -> None:
@@ -275,8 +276,9 @@ class Problem:
         largest, least = float(limits.max), float(limits.tiny)
         if abs(number) > largest or (name == "softcap" and 0 < number < least):
             raise OptionError(
-                f"{name} must fit {self.compute_dtype}, in which scores of {self.dtype} inputs are "
-                f"computed (from {least:.3g} to {largest:.3g}), got {shown(value)}"
+                f"{name} must be within the range of {self.compute_dtype} ({least:.3g} to "
+                f"{largest:.3g}), the type in which scores of {self.dtype} inputs are computed, "
+                f"got {shown(value)}"
             )
         return number
 
@@ -305,20 +307,20 @@ class Problem:
         """Raise unless every query sees the whole shared prefix, and the prefix fills its pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
-                f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with it "
-                "needs cu_seqlens_q and cu_seqlens_k (flashsim.run and count pack a batch "
-                "themselves)"
+                f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "
+                "shared_prefix= also needs cu_seqlens_q= and cu_seqlens_k= (flashsim.run and "
+                "flashsim.count set them for a batch)"
             )
         for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:
                 raise UnsupportedError(
                     f"shared_prefix cannot be combined with {name}, because every query must see "
-                    "the whole prefix; leave one of them out"
+                    f"the whole prefix; leave out shared_prefix= or {name}="
                 )
         if self.page_size is not None and prefix % self.page_size:
             raise ShapeError(
-                f"shared_prefix must be whole pages of {self.page_size} keys, got {prefix}; use "
-                f"{prefix // self.page_size * self.page_size}"
+                f"shared_prefix must be a multiple of page_size={self.page_size}, got {prefix}; "
+                f"use {prefix // self.page_size * self.page_size}"
             )
         for n, s in enumerate(self.sequences[1:]):
             if self.causal and s.q_stop - s.q_start > s.k_stop - s.k_start + 1:
@@ -334,18 +336,19 @@ class Problem:
             return None
         if self.dtype not in checks.FP8:
             raise OptionError(
-                f"scales need FP8 inputs, {' or '.join(checks.FP8)}, got dtype={self.dtype!r}"
+                f"scales= needs FP8 inputs, {' or '.join(checks.FP8)}, got dtype={self.dtype!r}"
             )
         if isinstance(scales, str):
             return checks.one_of("scales", scales, ("tensor", "head"))
         if not isinstance(scales, (tuple, list)) or len(scales) != 2:
             raise OptionError(
-                "scales must be 'tensor', 'head' or the (query rows, key rows) of a block, got "
+                "scales= must be 'tensor', 'head' or a block's size (query rows, key rows), got "
                 f"{shown(scales)}"
             )
         if self.cu_seqlens_q is not None:
             raise UnsupportedError(
-                "scale blocks would cross the borders of packed sequences; use scales='head'"
+                "with packed sequences, a block of scales would contain rows of two sequences; "
+                "use scales='head'"
             )
         names = "query rows of a scale", "key rows of a scale"
         rows, keys = (checks.positive_int(n, x) for n, x in zip(names, scales, strict=True))
@@ -363,8 +366,9 @@ class Problem:
         need = -(-longest_q // mask.block_q), -(-longest_k // mask.block_k)
         if mask.grid.shape != need:
             raise ShapeError(
-                f"block_mask with {mask.block_q} x {mask.block_k} cells must have shape {need} to "
-                f"cover {longest_q} x {longest_k} scores, got {mask.grid.shape}"
+                f"a block_mask whose blocks have {mask.block_q} x {mask.block_k} scores must "
+                f"have shape {need} to cover {longest_q} x {longest_k} scores, got "
+                f"{mask.grid.shape}"
             )
 
     # -- properties computed from the fields ----------------------------------------------------

@@ -157,22 +157,22 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
     if problem.page_size is not None and not splits_keys(algorithm):
         raise UnsupportedError(
             f"{algorithm!r} cannot read a paged cache; use algorithm='flash-decode', or leave "
-            "page_size out"
+            "out page_size="
         )
     if problem.latent and not splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} loads K and V separately; use algorithm='flash-decode', which "
-            "reads V from K, or pass v"
+            f"{algorithm!r} loads K and V separately, but V is part of K here; use "
+            "algorithm='flash-decode', which reads V from K, or pass v="
         )
     if problem.shared_prefix and not splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} cannot merge partial results, so it cannot share a prefix; use "
-            "algorithm='flash-decode', or leave shared_prefix out"
+            f"{algorithm!r} cannot merge partial results, so sequences cannot share a prefix; "
+            "use algorithm='flash-decode', or leave out shared_prefix="
         )
     if problem.scales is not None and splits_keys(algorithm):
         raise UnsupportedError(
-            f"{algorithm!r} does not support scales of FP8 inputs, because its tiles contain rows "
-            "of several heads; use algorithm='flash2', or leave scales out"
+            f"{algorithm!r} does not support scales of FP8 inputs, because its tiles contain "
+            "rows of several heads; use algorithm='flash2', or leave out scales="
         )
     functions = [name for name in FUNCTIONS if getattr(problem, name)]
     if functions and splits_keys(algorithm):
@@ -290,8 +290,8 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
     checks.flag("deterministic", deterministic)
     if algorithm not in ("flash2", "flash2-fused"):
         raise OptionError(
-            "deterministic chooses between the forms of FlashAttention-2's backward pass, but "
-            f"{algorithm!r} has only one form, which is deterministic; leave deterministic out"
+            "deterministic= chooses between the forms of FlashAttention-2's backward pass, but "
+            f"{algorithm!r} has only one form, which is deterministic; leave out deterministic="
         )
     return "flash2" if deterministic else "flash2-fused"
 

@@ -131,8 +131,8 @@ class Schedule(Grid):
         checks.instance("Schedule.split", self.split, Split, "flashsim.schedule.split.Split")
         if self.outer == "keys" and self.split != WHOLE:
             raise OptionError(
-                f"a KV-outer loop cannot split keys or pack heads, got {self.split}; use "
-                "outer='queries'"
+                "a KV-outer loop (outer='keys') cannot split keys or pack heads, got "
+                f"{self.split}; use outer='queries'"
             )
 
     # -- tables of visits -----------------------------------------------------------------------
@@ -180,10 +180,9 @@ class Schedule(Grid):
         scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                "a mask or block_mask is evaluated at every score, and this problem has "
-                f"{scores:.1e} scores, but the limit is {MOST_SCORES:.1e}; use fewer queries or "
-                "keys, or express the mask with causal, window and cu_seqlens, which are not "
-                "evaluated at every score"
+                f"mask= or block_mask= must be evaluated at {scores:.1e} scores, but the limit "
+                f"is {MOST_SCORES:.1e}; use fewer queries or keys, or express the mask by "
+                "causal=, window= and cu_seqlens, which need no evaluation per score"
             )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
@@ -211,8 +210,9 @@ class Schedule(Grid):
         if scores > MOST_SCORES:
             raise MaskError(
                 f"{self.problem.mask_mod} must be evaluated at every score of {len(i):,} tiles, "
-                f"because its bounds leave them open; they have {scores:.1e} scores, but the limit "
-                f"is {MOST_SCORES:.1e}; use fewer queries or keys"
+                "because its bounds do not decide whether these tiles are masked; they have "
+                f"{scores:.1e} scores, but the limit is {MOST_SCORES:.1e}; use fewer queries or "
+                "keys"
             )
         some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
         for part in self.groups(len(i)):
@@ -435,10 +435,9 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            "this algorithm needs every query tile to have exactly one visit, that is, to see "
-            f"keys of exactly one key tile, but with {tiling} tiles at least one query tile does "
-            f"not; use a block_k of at least {longest} if every query sees a key, or "
-            "algorithm='flash2-fused'"
+            "this algorithm needs every query tile to see keys of exactly one key tile, but "
+            f"with {tiling} tiles at least one query tile does not; use a block_k of at least "
+            f"{longest} if every query sees a key, or algorithm='flash2-fused'"
         )
 
 

@@ -56,7 +56,7 @@ class Split:
     def __post_init__(self) -> None:
         if not checks.is_int(self.splits) or self.splits < 1:
             raise OptionError(
-                f"splits must be an integer of at least 1, or one of {', '.join(RULES)}, got "
+                f"splits= must be an integer of at least 1, or one of {', '.join(RULES)}, got "
                 f"{shown(self.splits)}"
             )
         object.__setattr__(self, "splits", int(self.splits))
@@ -64,12 +64,12 @@ class Split:
         if self.part_tiles is not None:
             if not checks.is_int(self.part_tiles) or self.part_tiles < 1:
                 raise OptionError(
-                    f"part_tiles must be an integer of at least 1, got {shown(self.part_tiles)}"
+                    f"part_tiles= must be an integer of at least 1, got {shown(self.part_tiles)}"
                 )
             object.__setattr__(self, "part_tiles", int(self.part_tiles))
             if self.splits != 1:
                 raise OptionError(
-                    f"pass splits or part_tiles, not both: got splits={self.splits} and "
+                    f"pass either splits= or part_tiles=, not both; got splits={self.splits} and "
                     f"part_tiles={self.part_tiles}"
                 )
 
@@ -117,7 +117,9 @@ def check_splits(splits: Any) -> None:
     """Raise `OptionError` unless `splits` is a number of splits or the name of a rule."""
     if isinstance(splits, str):
         if splits not in RULES:
-            raise OptionError(f"unknown splits {splits!r}; {choices(splits, RULES)}, or an integer")
+            raise OptionError(
+                f"unknown splits={splits!r}; pass an integer or a name; {choices(splits, RULES)}"
+            )
     else:
         Split(splits)
 

@@ -60,8 +60,8 @@ def check_visits(visits: int) -> None:
     """Raise `TilingError` if a table cannot hold this many visits."""
     if visits > INT32:
         raise TilingError(
-            f"the loop makes {visits:,} visits, but a table of visits is limited to {INT32:,}; use "
-            "larger tiles"
+            f"the loop visits {visits:,} tile pairs, but a table of them can hold at most "
+            f"{INT32:,}; use larger tiles"
         )
 
 

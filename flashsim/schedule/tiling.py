@@ -129,8 +129,8 @@ class Tiling:
         device = Device.get(device)
         if not self.keeps_scales(problem):
             raise TilingError(
-                f"a {self} tile crosses the borders of scale blocks of {problem.scales} query and "
-                "key rows; use tile sides that divide the block sides, or are multiples of them"
+                f"{self} tiles would split the scale blocks of {problem.scales} query and key "
+                "rows; use tile sides that divide the block sides, or are multiples of them"
             )
         for stage, table in self.buffers(problem, algorithm, direction, split).items():
             need = sum(table.values())
@@ -239,8 +239,8 @@ class Tiling:
             if head_dim <= limit:
                 return cls(*(masked if causal else dense))
         raise OptionError(
-            f"preset {name!r} has no tile for head_dim={head_dim}; its largest head_dim is "
-            f"{max(table)}"
+            f"preset {name!r} has no tile size for head_dim={head_dim}; pass "
+            f"tiling=flashsim.Tiling(block_q, block_k), or a head_dim of at most {max(table)}"
         )
 
 

@@ -134,7 +134,9 @@ class Roofline:
         for point in self.points:
             if point.count == count:
                 return point
-        raise OptionError(f"no point {count!r}; {choices(count, [p.count for p in self.points])}")
+        raise OptionError(
+            f"there is no point {count!r}; {choices(count, [p.count for p in self.points])}"
+        )
 
     def table(self) -> report.Table:
         """Return a table with one row per roofline point."""

@@ -222,7 +222,7 @@ def only(calls: list[AttentionCall], name: str) -> AttentionCall:
     """
     if len(calls) > 1:
         raise OptionError(
-            f"{name!r} made {len(calls)} calls; seen.named({name!r}) lists them, and "
-            "seen.named(...)[0] is the first"
+            f"{name!r} made {len(calls)} calls, but this needs a single call; choose one from "
+            f"the list seen.named({name!r}), such as seen.named({name!r})[0]"
         )
     return calls[0]

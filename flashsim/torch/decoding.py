@@ -100,8 +100,8 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
         given = torch.tensor(given, device=q.device)
     if given.shape != q.shape[:1] or given.is_floating_point() or given.dtype == torch.bool:
         raise ShapeError(
-            f"{name} must be {q.shape[0]} integers, one for each sequence, got "
-            f"{name_of(given.dtype)} {tuple(given.shape)}"
+            f"{name} must be {q.shape[0]} integers, one per sequence, got {name_of(given.dtype)} "
+            f"{tuple(given.shape)}"
         )
     if given.device != q.device:
         given = given.to(q.device)
@@ -196,8 +196,8 @@ def _problem(
     if table is not None:
         if starts is not None or entries is not None:
             raise UnsupportedError(
-                "with a block_table, each sequence's keys begin in its first page: leave out "
-                "cache_starts and cache_batch_idx"
+                "with block_table=, each sequence's keys begin in its first page; leave out "
+                "cache_starts= and cache_batch_idx="
             )
         if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
             raise ShapeError(
@@ -205,12 +205,15 @@ def _problem(
                 f"{tuple(table.shape)}"
             )
         if table.device != q.device or (table.stride(1) != 1 and table.shape[1] > 1):
-            raise ShapeError("block_table must lie on q's device, with contiguous rows")
+            raise ShapeError(
+                "block_table must be on q's device and have contiguous rows; pass "
+                "block_table.to(q.device).contiguous()"
+            )
         n_kv *= table.shape[1]
     elif entries is None and k.shape[0] < batch:
         raise ShapeError(
-            f"the caches must have at least one entry per sequence, {batch}, or a cache_batch_idx "
-            f"that selects entries; got {found}"
+            f"the caches must have an entry for each of the {batch} sequences, or "
+            f"cache_batch_idx= must select the entries, got {found}"
         )
     # One query sees every key up to its own, the last one.
     return Problem(

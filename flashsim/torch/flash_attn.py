@@ -278,8 +278,8 @@ def flash_attn_with_kvcache(
     """
     if alibi_slopes is not None:
         raise UnsupportedError(
-            "flashsim's decoding takes no alibi_slopes, which act as a bias; use "
-            "flash_attn_func, which takes them on the CPU"
+            "flashsim's decoding does not support alibi_slopes=, because they act as a bias; "
+            "use flash_attn_func, which supports them on the CPU"
         )
     out, lse = core.with_cache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),

@@ -92,17 +92,23 @@ def with_cache(
         table, entries = table[entries.long()], None
     for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
         if x.stride(-1) != 1:
-            raise ShapeError(f"{name} must have contiguous last dimension, got {x.stride()}")
+            raise ShapeError(
+                f"{name} must have a contiguous last dimension, got strides {x.stride()}; pass "
+                f"{name}.contiguous()"
+            )
     if (k is None) != (v is None):
-        raise OptionError("pass both k and v, or neither")
+        raise OptionError(
+            "k= and v= hold the new keys and values, but only one of them was passed; pass "
+            "both, or neither"
+        )
     batch, n_q = q.shape[:2]
     if isinstance(lengths, int):
         lengths = torch.full((batch,), lengths, dtype=torch.int32, device=q.device)
     if cos is not None:
         if sin is None or k is None or lengths is None:
             raise OptionError(
-                "rotary_cos also needs rotary_sin, the new k and v that are rotated, and "
-                "cache_seqlens, which gives their positions"
+                "rotary_cos= also needs rotary_sin=, new keys and values as k= and v=, and "
+                "their positions as cache_seqlens="
             )
         at = lengths if at is None else at
         moves = options["causal"] or _window(options["window"]) is not None
@@ -111,7 +117,8 @@ def with_cache(
     if k is not None and v is not None:
         if lengths is None:
             raise OptionError(
-                "the new k and v need cache_seqlens, the positions at which they are written"
+                "new keys and values, k= and v=, also need cache_seqlens=, the positions at "
+                "which they are written"
             )
         _append(k_cache, k, lengths, entries, table)
         _append(v_cache, v, lengths, entries, table)
@@ -228,8 +235,8 @@ def rotated(
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
         raise ShapeError(
-            f"rotary_cos and rotary_sin must be (positions, up to {x.shape[-1] // 2}) and have "
-            f"the same shape, got {tuple(cos.shape)} and {tuple(sin.shape)}"
+            "rotary_cos and rotary_sin must have the same shape (positions, at most "
+            f"{x.shape[-1] // 2}), got {tuple(cos.shape)} and {tuple(sin.shape)}"
         )
     steps = torch.arange(x.shape[1] if moves else 1, device=x.device)
     at = torch.as_tensor(offsets, device=x.device).reshape(-1, 1).long() + steps
@@ -293,8 +300,9 @@ def attend(
     if slopes is not None:
         if cuts is not None:
             raise UnsupportedError(
-                "flashsim takes no alibi_slopes with packed sequences or chunks, since the bias "
-                "would be one matrix over all of them; call flash_attn_func for each sequence"
+                "flashsim does not support alibi_slopes= with packed sequences or chunks, "
+                "because the bias would be a single matrix over all of them; call "
+                "flash_attn_func for each sequence"
             )
         options["bias"] = _alibi(slopes, q, k)
     if cuts is not None:
@@ -425,7 +433,8 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
         n > b - a for n, (a, b) in zip(used, _pairs(of), strict=True)
     ):
         raise ShapeError(
-            f"{name} must be {len(of) - 1} lengths, each at most that of its sequence, got {used}"
+            f"{name} must be {len(of) - 1} lengths, each at most the length of its sequence, got "
+            f"{used}"
         )
     return used
 

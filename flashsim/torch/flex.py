@@ -66,10 +66,11 @@ def flex_attention(
     """
     query, key, value = taken(query=query, key=key, value=value)
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        raise ShapeError("query, key and value must be (batch, heads, n, head_dim)")
+        raise ShapeError("query, key and value must all have 4 axes, (batch, heads, n, head_dim)")
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise OptionError(
-            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True"
+            f"query has {query.shape[1]} heads, but key has {key.shape[1]} heads; pass "
+            "enable_gqa=True"
         )
     batch = query.shape[0]
     if key.shape[0] == 1 < batch:  # torch broadcasts a batch of 1
@@ -210,8 +211,8 @@ def _is_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> bool:
     made_for = tuple(getattr(block_mask, "seq_lengths", (n_q, n_kv)))
     if made_for != (n_q, n_kv):
         raise ShapeError(
-            f"block_mask was made for {made_for[0]} x {made_for[1]} scores, and query and key make "
-            f"{n_q} x {n_kv}; pass these lengths to create_block_mask"
+            f"block_mask was made for {made_for[0]} x {made_for[1]} scores, but query and key "
+            f"have {n_q} x {n_kv} scores; create the block_mask for these lengths"
         )
     return True
 

@@ -90,8 +90,8 @@ def attention(
     scales.refuse(name_of(q.dtype), "flashsim.torch.attention")
     if algorithm not in ALGORITHMS:
         raise UnsupportedError(
-            f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; "
-            "flashsim.run simulates every algorithm"
+            f"flashsim.torch.attention runs {' and '.join(ALGORITHMS)}, not {algorithm!r}; use "
+            "flashsim.run, which simulates every algorithm"
         )
     if sinks is not None:
         check_sinks(sinks, q)
@@ -141,14 +141,15 @@ def taken(**tensors: Any) -> list[Tensor]:
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise DTypeError(
-                f"{name} must be a torch.Tensor, got {type(x).__name__}; flashsim.run takes other "
-                "arrays"
+                f"{name} must be a torch.Tensor, got {type(x).__name__}; use flashsim.run, which "
+                "takes other arrays"
             )
         if x.is_nested or x.layout != torch.strided:
             kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
             raise UnsupportedError(
-                f"{name} must be a dense tensor, got a {kind} one; for a nested tensor, pass its "
-                "values() and its offsets() as cu_seqlens; for a sparse one, pass x.to_dense()"
+                f"{name} must be a dense tensor, got a {kind} tensor; for a nested tensor x, "
+                "pass x.values(), and x.offsets() as cu_seqlens; for a sparse tensor x, pass "
+                "x.to_dense()"
             )
         if not 2 <= x.ndim <= 4:
             raise ShapeError(
@@ -234,9 +235,9 @@ class FlashAttention(torch.autograd.Function):
         q, k, v = taken(q=q, k=k, v=v)
         if not q.ndim == k.ndim == v.ndim == 3:
             raise ShapeError(
-                "FlashAttention.apply takes q, k and v as (batch, n, d), got "
-                f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; flashsim.torch.attention "
-                "also takes heads"
+                "FlashAttention.apply takes q, k and v of shape (batch, n, d), got "
+                f"{tuple(q.shape)}, {tuple(k.shape)}, {tuple(v.shape)}; for arrays with heads, "
+                "use flashsim.torch.attention"
             )
         out, lse = attention(
             *(x.unsqueeze(1) for x in (q, k, v)), causal=is_causal, return_lse=True

@@ -46,8 +46,8 @@ def register(name: str) -> None:
     """
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise UnsupportedError(
-            "flashsim's attention needs transformers 5.4 or later, got "
-            f"{transformers.__version__}, whose masks are made in another way; pip install "
+            "flashsim's attention needs transformers 5.4 or later, but found "
+            f"{transformers.__version__}, which makes masks in another way: pip install "
             "--upgrade transformers"
         )
     AttentionInterface.register(name, attend)
@@ -116,8 +116,9 @@ class Band:
     def __torch_function__(cls, *_: Any) -> NoReturn:
         """Raise for a model that computes with its mask but did not request it as a tensor."""
         raise _NoTensor(
-            "this model computes with its attention mask as a tensor, which flashsim's attention "
-            "does not build; model.set_attn_implementation('eager') gives it that tensor"
+            "this model computes with its attention mask as a tensor, which flashsim's "
+            "attention does not build; call model.set_attn_implementation('eager') for this "
+            "model"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -417,8 +418,8 @@ def attend_paged(
     """
     if cache is None:
         raise UnsupportedError(
-            '"paged|flashsim" is for continuous batching (model.generate_batch), which has a '
-            'paged cache; model.set_attn_implementation("flashsim") is for other calls'
+            '"paged|flashsim" is only for continuous batching (model.generate_batch), which has '
+            'a paged cache; for other calls, use model.set_attn_implementation("flashsim")'
         )
     where = {name: rest.pop(name) for name in ("read_index", "write_index")}
     packed = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **where)
@@ -505,8 +506,8 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
 def _refuse(dropout: float, rest: dict[str, Any]) -> None:
     if dropout:
         raise UnsupportedError(
-            f"flashsim's attention has no dropout, got {dropout}; set the model's attention "
-            "dropout to 0, or call model.eval()"
+            f"flashsim's attention has no dropout, got dropout={dropout}; set the model's "
+            "attention dropout to 0, or call model.eval()"
         )
     for name, what in (
         ("indices", "only those keys that an indexer chose"),
@@ -517,6 +518,6 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         given = rest.get(name)
         if given is not None and given is not False:
             raise UnsupportedError(
-                f"flashsim's attention does not give a model {what} ({name}); "
-                "model.set_attn_implementation('eager') does"
+                f"flashsim's attention does not give a model {what} ({name}); use "
+                "model.set_attn_implementation('eager'), which does"
             )

@@ -187,7 +187,8 @@ def no_second(ctx: Any, *_: Any) -> NoReturn:
     """Raise UnsupportedError instead of computing a second derivative."""
     raise UnsupportedError(
         "flashsim's attention has no second derivatives, because its backward kernel has no "
-        "gradient of its own; differentiate torch's math attention twice"
+        "gradient; for second derivatives, use torch's math attention "
+        "(torch.nn.attention.SDPBackend.MATH)"
     )
 
 
@@ -199,8 +200,8 @@ def no_forward_mode(*_: Any) -> NoReturn:
     """Raise UnsupportedError for an autograd function's `jvp`: there is no forward mode."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
-        "torch.autograd.forward_ad): its gradient is computed in reverse mode only, by "
-        "backward(), torch.func.grad, vjp or jacrev; use torch's math attention for forward mode"
+        "torch.autograd.forward_ad): use reverse mode (backward(), torch.func.grad, vjp or "
+        "jacrev), or, for forward mode, torch's math attention"
     )
 
 

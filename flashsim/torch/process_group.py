@@ -80,13 +80,16 @@ class Member:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RankError(
-                "there is no process group: call torch.distributed.init_process_group() first, "
-                "under torchrun or the like"
+                "there is no process group: start this program with torchrun or a similar "
+                "launcher, and call torch.distributed.init_process_group() first"
             )
         self.group = dist.group.WORLD if group is None else group
         self.rank, self.ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         if self.rank < 0:
-            raise RankError("this process is not a member of the group that was passed")
+            raise RankError(
+                "this process is not a member of the process group passed as group=; call this "
+                "only on the group's ranks"
+            )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
         """Start to compare this rank's arguments with those of all other ranks.
@@ -167,7 +170,7 @@ class Inquiry:
         told = [x.tolist() for x in self._everyone]
         wrong = [rank for rank, (failed, *_) in enumerate(told) if failed]
         if wrong:
-            raise RankError(f"{_ranks(wrong)} failed; see the error that it printed")
+            raise RankError(f"{_ranks(wrong)} failed; see the error that was printed there")
         if told.count(told[0]) < len(told):
             self._refuse(told)
         self._known.add(self._key)
@@ -193,8 +196,8 @@ def _explaining(what: str) -> Iterator[None]:
     except RuntimeError as error:
         (first, *_) = str(error).splitlines() or [""]
         raise RankError(
-            f"{what} failed: another rank has died, or has not reached this point within the "
-            f"group's timeout ({first})"
+            f"{what} failed: another rank has ended, or has not reached this point within the "
+            f"group's timeout ({first}); see the errors of the other ranks"
         ) from error
 
 

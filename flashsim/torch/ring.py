@@ -84,7 +84,8 @@ def ring_attention(
         plan = _plan(q, k, v, spread, causal=causal, softcap=softcap, scale=scale)
         if algorithm not in functional.ALGORITHMS:
             raise UnsupportedError(
-                f"ring_attention runs {', '.join(functional.ALGORITHMS)}, not {algorithm!r}"
+                f"ring_attention runs {', '.join(functional.ALGORITHMS)}, not {algorithm!r}; "
+                "pass one of these as algorithm="
             )
         backend = functional.default_backend(q) if backend is None else backend
         dispatch.engine(backend)
@@ -133,11 +134,13 @@ def shard(
     if not isinstance(x, Tensor):
         raise DTypeError(f"x must be a torch.Tensor, got {type(x).__name__}")
     if not checks.is_int(dim) or not -x.ndim <= dim < x.ndim:
-        raise ShapeError(f"dim must be an axis of x, {tuple(x.shape)}, got {shown(dim)}")
+        raise ShapeError(
+            f"dim= must be an axis of x, whose shape is {tuple(x.shape)}, got {shown(dim)}"
+        )
     if scheme == "usp" and ulysses is None:
         raise ShapeError(
-            "shard cannot tell the number of heads: give ulysses, the number of ranks that "
-            "exchange heads"
+            "scheme 'usp' needs the number of ranks that exchange heads, which shard cannot "
+            "derive from x; pass it as ulysses="
         )
     heads = link.ranks if scheme == "ulysses" else ulysses or 1
     whole = Group(Problem(x.shape[dim], heads=heads), link.ranks, scheme, ulysses)  # type: ignore[arg-type]
@@ -162,8 +165,9 @@ def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Gr
         )
     if q.is_meta:
         raise DTypeError(
-            "tensors on the meta device have no numbers to send; flashsim.distributed.count "
-            "counts what would be sent, without tensors"
+            "tensors on the meta device have no numbers to send; use "
+            "flashsim.distributed.count, which counts the bytes that would be sent and needs no "
+            "tensors"
         )
     (batch, heads, n, d), (*lead, n_kv, d_k), dv = q.shape, k.shape, v.shape[-1]
     if lead[0] != batch or v.shape[:-1] != k.shape[:-1] or n_kv != n or d_k != d:

@@ -245,8 +245,9 @@ def _flash_forward(
     asked = sorted(name for name, value in rest.items() if value is not None)
     if return_debug_mask or asked:
         raise UnsupportedError(
-            f"flashsim's attention takes no {', '.join(asked or ['return_debug_mask'])}; "
-            "torch.nn.attention.restore_flash_attention_impl() restores torch's own attention"
+            f"flashsim's attention does not support {', '.join(asked or ['return_debug_mask'])}; "
+            "call torch.nn.attention.restore_flash_attention_impl() to use torch's attention "
+            "again"
         )
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
@@ -379,7 +380,9 @@ def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _refuse_dropout(dropout: float) -> None:
     if dropout:
-        raise UnsupportedError(f"flashsim's attention has no dropout, got {dropout}; set it to 0")
+        raise UnsupportedError(
+            f"flashsim's attention has no dropout, got dropout_p={dropout}; pass dropout_p=0"
+        )
 
 
 _CUDA = {

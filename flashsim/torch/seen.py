@@ -96,7 +96,8 @@ class Seen:
             ends = [name]
         if len(ends) > 1:
             raise OptionError(
-                f"{len(ends)} modules have names that end in {name!r}: {', '.join(ends[:4])}, ..."
+                f"{len(ends)} modules have names that end in {name!r}; pass a full name, such as "
+                f"{', '.join(ends[:4])}"
             )
         if not ends:
             where = choices(name, names) if names else NOTHING
@@ -198,7 +199,9 @@ class Seen:
                     for name in sorted(mean, key=mean.__getitem__, reverse=True)
                 ]
         if not table.rows:
-            raise OptionError("nothing was measured: watch with watch(model, measure=True)")
+            raise OptionError(
+                "no times were measured; record the calls by watch(model, measure=True)"
+            )
         return table
 
     def rows(self, **options: Any) -> list[dict[str, report.Cell]]:

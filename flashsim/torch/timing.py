@@ -72,8 +72,8 @@ class Timer(Ranges):
         super().__init__(record_function)
         if torch.autograd._profiler_enabled():
             raise OptionError(
-                "torch's profiler is already running, and watch(measure=True) starts its own; "
-                "stop the first, or leave measure out"
+                "torch's profiler is already running, but watch(measure=True) must start a "
+                "profiler itself; stop the running profiler, or leave out measure=True"
             )
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():

@@ -39,8 +39,8 @@ def counted(traffic: Traffic) -> Trace:
     """
     if any(stage.parts for stage in traffic.stages):
         raise UnsupportedError(
-            f"{traffic.algorithm!r} splits keys into parts, whose events cannot be listed without "
-            "a run; flashsim.run(..., trace=True) records them"
+            f"{traffic.algorithm!r} splits keys into parts, whose events cannot be listed "
+            "without a run; use flashsim.run(..., trace=True), which records them"
         )
     n = sum(_events(stage, traffic.schedule(stage)) for stage in traffic.stages)
     if n > MOST_EVENTS:

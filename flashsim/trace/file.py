@@ -78,7 +78,7 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
     if len(text) > _HEADER_BYTES:
         raise TraceError(
             f"the header of this trace has {len(text):,} B, but a trace file's header is limited "
-            f"to {_HEADER_BYTES:,} B; record fewer packed sequences"
+            f"to {_HEADER_BYTES:,} B; save a trace with fewer packed sequences"
         )
     try:
         with beside(path) as part, part.open("wb") as file:
@@ -267,7 +267,7 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
     said = header.get("members", held)
     if wrong := [name for name in {*said, *held} if said.get(name) != held.get(name)]:
         raise ValueError(
-            f"the header and the file disagree on the shapes of arrays: the header says "
+            "the shapes of arrays in the header and in the file differ: the header says "
             f"{_sizes(wrong, said)}; the file has {_sizes(wrong, held)}"
         )
 
@@ -318,8 +318,8 @@ def _unpack(header: dict[str, Any], archive: Archive) -> Recording:
         )
         if "mask" in masks and tiling not in masks["mask"].tables:
             raise ValueError(
-                f"stage {walk.name!r} has {tiling} tiles, but the file has no table of its mask "
-                "for that tiling"
+                f"stage {walk.name!r} has {tiling} tiles, but the file has no table of the "
+                "mask's tiles for that tiling"
             )
         how = walk.outer, entry["key_order"], walk.dense, validate.split(entry)
         schedule = Schedule(problem, tiling, *how)

@@ -68,7 +68,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     if os.path.isdir(path):  # also False for a name that no file can have
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     if isinstance(heads, bool) or not isinstance(heads, int) or heads < 1:
-        raise OptionError(f"heads must be a positive integer, got {shown(heads)}")
+        raise OptionError(f"heads= must be a positive integer, got {shown(heads)}")
     events = list(_real(trace) if trace.timeline is not None else _simulated(trace, heads))
     document = {
         "traceEvents": events,

@@ -286,9 +286,9 @@ class Trace(Recording):
         """
         heads, visits = self.problem.batch * self.problem.heads, self.n_visits
         if not checks.is_int(step) or not -visits <= step < visits:
-            raise TraceError(f"step must be between 0 and {visits - 1}, got {shown(step)}")
+            raise TraceError(f"step= must be between 0 and {visits - 1}, got {shown(step)}")
         if not checks.is_int(head) or not 0 <= head < heads:
-            raise TraceError(f"head must be between 0 and {heads - 1}, got {shown(head)}")
+            raise TraceError(f"head= must be between 0 and {heads - 1}, got {shown(head)}")
         return self._walk.frame(step % visits, head)
 
     # -- comparisons ----------------------------------------------------------------------------
@@ -306,8 +306,8 @@ class Trace(Recording):
         """
         if self.own is not None:
             raise UnsupportedError(
-                f"{self.algorithm!r} is your own algorithm, so it has no closed form; "
-                "trace.bytes(op, tensor) gives the bytes that it moved"
+                f"{self.algorithm!r} is your own algorithm, so there is no closed form of its "
+                "bytes; use trace.bytes(op, tensor) for the bytes that it moved"
             )
         first = self.stages[0].schedule
         return Traffic(

@@ -136,12 +136,12 @@ def own(value: Any) -> Own | None:
             )
         tensors[name] = axis
     if len(tensors) > MOST_NAMES:
-        raise ValueError(f"own: the limit is {MOST_NAMES} tensors, got {len(tensors)}")
+        raise ValueError(f"own: there must be at most {MOST_NAMES} tensors, got {len(tensors)}")
     sizes = entry["compulsory"], entry["workspace"]
     if not all(0 <= nbytes < 1 << 62 for nbytes in sizes):
         raise ValueError(
-            "own: 'compulsory' and 'workspace' are bytes, and must be from 0 to 2**62 - 1, got "
-            f"{sizes[0]} and {sizes[1]}"
+            "own: 'compulsory' and 'workspace', the numbers of bytes of the algorithm's "
+            f"tensors, must be from 0 to 2**62 - 1, got {sizes[0]} and {sizes[1]}"
         )
     return Own(tensors, *sizes)
 
@@ -170,8 +170,8 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
     """Return the problem in the header, after checking that int32 tables can index its lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
-            f"problem: {', '.join(sorted(own_masks))} must be a field of the header, not of its "
-            "problem"
+            f"problem: {', '.join(sorted(own_masks))} must be in the header itself, not in its "
+            "entry 'problem'"
         )
     checked = Problem(**fields, **masks)
     sizes = {n: getattr(checked, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
@@ -333,8 +333,8 @@ def length_of_mask(
     t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
         raise ValueError(
-            f"a mask's table must list the tiles of {t_r} row tiles, at most {pairs} tiles in all, "
-            f"but lists {col[0]} tiles, with {kind[0]} kinds, of {ptr[0] - 1} row tiles"
+            f"a mask's table must have {t_r} row tiles, at most {pairs} tiles, and one kind per "
+            f"tile, but has {ptr[0] - 1} row tiles, {col[0]} tiles and {kind[0]} kinds"
         )
 
 
@@ -342,8 +342,8 @@ def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
     """Raise for a block mask whose grid reaches past the scores."""
     if shape[0] * rows >= of.n_q + rows or shape[1] * cols >= of.n_kv + cols:
         raise ValueError(
-            f"a block mask of {shape} cells, each of {rows} x {cols} scores, has cells past the "
-            f"last of {of.n_q} queries or {of.n_kv} keys"
+            f"a block mask of {shape[0]} x {shape[1]} blocks, each of {rows} x {cols} scores, "
+            f"reaches past the last of {of.n_q} queries or {of.n_kv} keys"
         )
 
 

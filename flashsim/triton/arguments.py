@@ -143,8 +143,8 @@ class Arguments:
         )
         if inner.start >= REGION // 4 or inner.size >= REGION // 4:
             raise UnsupportedError(
-                f"{name} is in an allocation of {inner.size:,} B, but at most 2^38 B can be "
-                "traced; pass a copy of the part that the kernel needs"
+                f"{name} is part of an allocation of {inner.size:,} B, but at most 2^38 B can be "
+                "traced; pass a copy of only the part that the kernel needs"
             )
         self.pointers.append(made)
         self._kept[code] = given, inner.array
@@ -226,7 +226,7 @@ def _of_numpy(name: str, array: np.ndarray) -> _Layout:
 def _of_torch(name: str, tensor: Any) -> _Layout:
     if str(tensor.device) != "cpu":
         raise DTypeError(
-            f"{name} is on {tensor.device}; kernels are traced on the CPU: pass {name}.cpu()"
+            f"{name} is on {tensor.device}, but kernels are traced on the CPU; pass {name}.cpu()"
         )
     storage = tensor.untyped_storage()
     return _Layout(

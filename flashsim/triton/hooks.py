@@ -85,7 +85,8 @@ def _cas(m: Interpreter, plain: Any) -> Any:
         reached = m.reach(ATOMIC, ptr, None)
         if reached.lost.any():
             raise MemoryModelError(
-                "an atomic compare-and-swap accesses memory outside of its tensor; check the index",
+                "an atomic compare-and-swap accesses memory outside of its tensor; check the "
+                "index, and compare it with the tensor's shape",
                 "outside",
             )
         at = m.at.interpreter
@@ -121,9 +122,9 @@ def _poll(m: Interpreter, plain: Any) -> Any:
             m.atomic = False
         if not now.all():
             raise UnsupportedError(
-                "this program waits for a value that another program writes. The simulation runs "
-                "programs one after another, in the order of the grid, so it would wait forever; "
-                "use two launches"
+                "this program waits for a value that another program writes. The simulation "
+                "runs programs one after another, in the order of the grid, so it would wait "
+                "forever; split the kernel into two launches"
             )
         return m.at.interpreter.TensorHandle(now, m.at.tl.int1)
 
@@ -201,7 +202,7 @@ def _convert_float(m: Interpreter, plain: Any) -> Any:
         if rounding is not None and rounding != modes.RTNE and narrower:
             raise UnsupportedError(
                 f"a conversion to {dst.scalar} that rounds to zero is not supported; leave out "
-                "fp_downcast_rounding to round to nearest even"
+                "fp_downcast_rounding=, so that it rounds to nearest even"
             )
         return floats.cast(src, dst)
 

@@ -226,8 +226,8 @@ class Interpreter:
         if config is not None:
             if not 0 <= config < len(tuner.configs):
                 raise OptionError(
-                    f"{name} has {len(tuner.configs)} configurations, numbered from 0; got "
-                    f"config={config}"
+                    f"{name} has {len(tuner.configs)} configurations, so config= must be from 0 "
+                    f"to {len(tuner.configs) - 1}, got {config}"
                 )
             return tuner.configs[config]
         chosen = possible[0]
@@ -444,7 +444,8 @@ class Interpreter:
             )
             if not fit_int(place) or not fits:
                 raise OptionError(
-                    f"programs: {name} has a grid of {grid}, which has no program {shown(place)}"
+                    f"programs= must name programs of the grid: {name} has a grid of {grid}, "
+                    f"which has no program {shown(place)}"
                 )
             yield place
 

@@ -111,7 +111,7 @@ class Memory:
             raise MemoryModelError(
                 f"{int(strange.sum())} of {strange.size} pointers point to no tensor that was "
                 f"passed ({names}). A pointer must be computed from an argument of the kernel. "
-                "Check for a missing mask, or a number that is used as a pointer",
+                "Check whether a load or store lacks its mask, or uses a number as a pointer",
                 "outside",
             )
         return addresses

@@ -166,5 +166,8 @@ def trace(
     with watch(**options, config=config, programs=programs, check=check) as seen:  # type: ignore[arg-type]
         kernel[grid](*args, **meta)
     if not seen.launches:
-        raise TraceError(f"{shown(kernel)} launched no kernel; pass a @triton.jit function")
+        raise TraceError(
+            f"{shown(kernel)} launched no Triton kernel; pass a function decorated with "
+            "@triton.jit, or a function that launches one"
+        )
     return seen.result()

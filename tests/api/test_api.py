@@ -349,7 +349,7 @@ def test_a_bare_grid_is_one_value_a_tile(x):
     given = run(x, block_mask=grid, tiling=Tiling(20, 25)).out
     cells = BlockMask(grid, 20, 25)
     np.testing.assert_array_equal(given, run(x, block_mask=cells, tiling=Tiling(20, 25)).out)
-    with pytest.raises(MaskError, match="needs an explicit tiling"):
+    with pytest.raises(MaskError, match="the tile size must be known; pass tiling="):
         run(x, block_mask=grid)
 
 

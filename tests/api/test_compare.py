@@ -64,7 +64,7 @@ def test_a_cache_is_laid_out_for_those_that_know_none():
         first, second = compared.results.values()
         np.testing.assert_allclose(first.out, second.out, atol=1e-6)
     with pytest.raises(
-        FlashSimError, match="2 different lengths, which only algorithm 'flash-decode' takes"
+        FlashSimError, match="2 different lengths, which only algorithm 'flash-decode' supports"
     ):
         flashsim.compare(q, *pools, algorithms=algorithms, **given | {"cache_seqlens": (12, 11)})
     wrong = given | {"block_table": np.array([[3, 8, 9], [0, 7, 5]])}
@@ -81,8 +81,12 @@ def test_a_cache_is_laid_out_for_those_that_know_none():
         ({"algorithms": []}, ValueError, r"non-empty list of names, got \[\]; possible: standard"),
         ({"algorithms": "flash2"}, ValueError, "non-empty list of names, got 'flash2'"),
         ({"algorithms": ["flash3"]}, ValueError, "unknown algorithm 'flash3'"),
-        ({"algorithm": "flash2"}, UnknownArgumentError, r"takes a list, algorithms=\[...\]"),
-        ({"trace": False}, ValueError, "always traces"),
+        (
+            {"algorithm": "flash2"},
+            UnknownArgumentError,
+            r"takes a list of algorithms, algorithms=\[...\]",
+        ),
+        ({"trace": False}, ValueError, "always records traces"),
     ],
 )
 def test_what_cannot_be_compared(arguments, kind, text):

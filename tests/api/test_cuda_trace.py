@@ -114,10 +114,17 @@ def test_blocks_that_store_one_element(facts):
         ("divides", r"^ValueError: .*line {x\[i\] = math.log} of .*flashsim.cuda.trace"),
         ("slices", r"^UnsupportedError|.*one element at a time"),
         ("list", r"^DTypeError: argument 0 must be an array or a number, got \[1.0\]"),
-        ("big", r"^OptionError: a block of .* has 2,048 threads"),
-        ("function", r"^DTypeError: .*needs a kernel of numba.cuda.jit.*got <built-in"),
-        ("names", r"^OptionError: names: no tensor 'x'; possible: out"),
-        ("no grid", r"^OptionError: kernel never_launched has no grid: write trace\(kernel\["),
+        ("big", r"^OptionError: a thread block of shape .* has 2,048 threads"),
+        ("function", r"^DTypeError: .*needs a kernel .*@numba.cuda.jit.*got <built-in"),
+        (
+            "names",
+            r"^OptionError: names= contains 'x', which is not a parameter of the kernel; "
+            r"possible: out",
+        ),
+        (
+            "no grid",
+            r"^OptionError: kernel never_launched was passed without its .*; write trace\(kernel\[",
+        ),
     ],
 )
 def test_refusals(facts, case, pattern):

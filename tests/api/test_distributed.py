@@ -207,7 +207,7 @@ def test_tables_of_ranks_and_of_steps():
         account.rows_to_hide(1e12, "NVLink 4")
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
         striped.rank_table(4)
-    with pytest.raises(OptionError, match="no rank sends a tensor 'dK'; possible: K, V"):
+    with pytest.raises(OptionError, match="no rank sends a tensor named 'dK'; possible: K, V"):
         striped.link_bytes("dK")
 
 
@@ -234,7 +234,7 @@ def test_tables_of_ranks_and_of_steps():
         (Problem(32, heads=6), {"ranks": 4, "scheme": "ulysses"}, ShapeError, r"ulysses=2"),
         (Problem(32, heads=4, kv_heads=2), {"ranks": 4, "scheme": "ulysses"}, ShapeError, "usp"),
         (Problem(32), {"ranks": 4, "scheme": "usp", "ulysses": 3}, OptionError, "ulysses=3 and"),
-        (Problem(32), {"ranks": 4, "ulysses": 2}, OptionError, "got 2 for 'zigzag'"),
+        (Problem(32), {"ranks": 4, "ulysses": 2}, OptionError, "ulysses=2 with scheme 'zigzag'"),
         (Problem(32), {"ranks": 4, "scheme": "zag"}, OptionError, "did you mean 'zigzag'"),
         (Problem(32), {"ranks": 0}, ShapeError, "ranks must be at least 1"),
         (Problem(32), {"ranks": 2, "direction": "sideways"}, OptionError, "did you mean|possible"),

@@ -399,7 +399,7 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
         (lambda: flashsim.random_inputs(Problem(2**62, batch=2**40)), "too little memory for q"),
         (
             lambda: flashsim.count(Problem(2**24, mask=lambda q, k: q >= k), tiling=Tiling(64, 64)),
-            "evaluated at every score, and this problem has 2.8e.14 .* the limit is 1.1e.12",
+            "evaluated at 2.8e.14 scores, but the limit is 1.1e.12",
         ),
         (
             lambda: flashsim.quantize(*[np.full((4, 8), 1e300)] * 3),
@@ -411,8 +411,8 @@ PAGES = np.zeros((2, 1, 4, 16), np.float32)
         ),
         (lambda: R.trace.diff("x"), "needs a Trace or a Traffic, got 'x'"),
         (lambda: R.trace.same_events(COUNTED), "other must be a flashsim.Trace"),
-        (lambda: R.trace.frame("x"), "step must be between 0 and 3, got 'x'"),
-        (lambda: R.trace.frame(0, 1), "head must be between 0 and 0, got 1"),
+        (lambda: R.trace.frame("x"), "step= must be between 0 and 3, got 'x'"),
+        (lambda: R.trace.frame(0, 1), "head= must be between 0 and 0, got 1"),
         (lambda: R.trace.to_perfetto("."), "it is a folder; name a file"),
         (lambda: R.trace.to_perfetto(3), "path must be the path of a file, got 3"),
         (

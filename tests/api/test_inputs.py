@@ -70,7 +70,7 @@ BAD = {
         lambda: run(heads(4), heads(3), heads(3)),
         "ShapeError",
         ValueError,
-        ["multiple of key heads", "heads=4, kv_heads=3"],
+        ["multiple of the number of KV heads", "heads=4, kv_heads=3"],
     ),
     "mixed dtype": (
         lambda: run(X, X.astype(np.float64), X),
@@ -113,7 +113,7 @@ BAD = {
         lambda: run(heads(4), heads(4), heads(4), bias=np.zeros((1, 3, 8, 8), np.float32)),
         "ShapeError",
         ValueError,
-        ["leading shape, (1 or 1, 1 or 4), got (1, 3)"],
+        ["sides of the bias's shape, (1 or 1, 1 or 4), got (1, 3)"],
     ),
     "bias dtype": (
         lambda: run(bias=np.zeros((8, 8))),
@@ -125,7 +125,7 @@ BAD = {
         lambda: Problem(8, bias=X),
         "ShapeError",
         ValueError,
-        ["bias must be its leading shape, (1 or 1, 1 or 1)"],
+        ["bias= must be the first two sides of the bias's shape, (1 or 1, 1 or 1)"],
     ),
     "bias number": (lambda: Problem(8, bias=5), "ShapeError", ValueError, ["got 5"]),
     "mask array": (
@@ -159,13 +159,13 @@ BAD = {
         lambda: run(block_mask=np.ones((1, 1), bool)),
         "MaskError",
         ValueError,
-        ["one value per tile, so it needs an explicit tiling", "BlockMask(grid, block_q, block_k)"],
+        ["one value per tile, so the tile size must be known", "BlockMask(grid, block_q, block_k)"],
     ),
     "grid dtype": (
         lambda: BlockMask(np.ones((2, 2)), 4, 4),
         "MaskError",
         ValueError,
-        ["non-empty 2-D boolean grid", "got dtype float64, shape (2, 2)"],
+        ["non-empty 2-D array of booleans", "got dtype float64, shape (2, 2)"],
     ),
     "grid ndim": (
         lambda: BlockMask([True], 4, 4),
@@ -214,7 +214,10 @@ BAD = {
         lambda: run(cu_seqlens_q=[0, 7], cu_seqlens_k=[0, 8]),
         "ShapeError",
         ValueError,
-        ["cu_seqlens_q must start at 0, never fall and end at the packed length 8, got [0, 7]"],
+        [
+            "cu_seqlens_q must start at 0, never decrease, and end at the packed length 8, "
+            "got [0, 7]"
+        ],
     ),
     "cu_seqlens start": (
         lambda: run(cu_seqlens_q=[1, 8], cu_seqlens_k=[0, 8]),
@@ -226,7 +229,7 @@ BAD = {
         lambda: run(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 6, 4, 8]),
         "ShapeError",
         ValueError,
-        ["cu_seqlens_k must start at 0, never fall", "got [0, 6, 4, 8]"],
+        ["cu_seqlens_k must start at 0, never decrease", "got [0, 6, 4, 8]"],
     ),
     "cu_seqlens count": (
         lambda: run(cu_seqlens_q=[0, 8], cu_seqlens_k=[0, 4, 8]),
@@ -290,13 +293,13 @@ BAD = {
         lambda: run(window=4),
         "DTypeError",
         TypeError,
-        ["window must be a pair (left, right)", "-1 for no limit, got 4"],
+        ["window= must be a pair (left, right)", "-1 for no limit, got 4"],
     ),
     "window floats": (
         lambda: run(window=(1.5, 2)),
         "DTypeError",
         TypeError,
-        ["window must be a pair of integers, got (1.5, 2)"],
+        ["window= must be a pair of integers (left, right), got (1.5, 2)"],
     ),
     "window below -1": (
         lambda: run(window=(-2, 0)),
@@ -357,7 +360,10 @@ BAD = {
         lambda: Tiling.preset("fa3-forward", 257),
         "OptionError",
         ValueError,
-        ["preset 'fa3-forward' has no tile for head_dim=257; its largest head_dim is 256"],
+        [
+            "preset 'fa3-forward' has no tile size for head_dim=257; pass "
+            "tiling=flashsim.Tiling(block_q, block_k), or a head_dim of at most 256"
+        ],
     ),
     "schedule problem": (
         lambda: Schedule("problem", Tiling(4, 4)),
@@ -532,7 +538,7 @@ def test_nan_in_bfloat16_and_in_a_bias_is_seen():
         with pytest.raises(flashsim.OptionError, match="x contains 1 NaN"):
             check_finite("x", np.array([[1, x], [-1, 2]], ml_dtypes.bfloat16))
     bias = np.full((8, 8), np.nan, np.float32)
-    with pytest.raises(flashsim.OptionError, match="bias holds 64 NaN"):
+    with pytest.raises(flashsim.OptionError, match="bias contains 64 NaN"):
         prepare(X, X, X, Request(nan_policy="raise"), bias=bias)
 
 
@@ -633,14 +639,16 @@ def test_what_a_cpu_cannot_read_is_refused_in_backward_too(backend):
 @pytest.mark.parametrize("option", ["scale", "softcap"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_factors_fit_the_type_of_the_scores(dtype, option):
-    with pytest.raises(flashsim.OptionError, match=f"{option} must fit float32.*got 1e\\+39"):
+    with pytest.raises(
+        flashsim.OptionError, match=f"{option} must be within the range of float32.*got 1e\\+39"
+    ):
         Problem(8, dtype=dtype, **{option: 1e39})
     assert getattr(Problem(8, dtype="float64", **{option: 1e39}), option) == 1e39
     assert getattr(Problem(8, dtype=dtype, **{option: 3e38}), option) == 3e38
 
 
 def test_a_softcap_that_rounds_to_zero_is_refused():
-    with pytest.raises(flashsim.OptionError, match="softcap must fit float32"):
+    with pytest.raises(flashsim.OptionError, match="softcap must be within the range of float32"):
         Problem(8, softcap=1e-46)
 
 
@@ -667,7 +675,7 @@ def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
 
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_a_timeline_is_a_gpus(backend):
-    message = "backends cupy and numba_cuda take it; use one of them, or trace=True"
+    message = "one of the backends cupy and numba_cuda; pass one as backend=, or pass trace=True"
     with pytest.raises(flashsim.UnsupportedError, match=message):
         run(backend=backend, trace="timeline")
     with pytest.raises(flashsim.UnsupportedError, match=message):
@@ -681,5 +689,5 @@ def test_a_mask_that_cannot_be_hashed_is_refused_at_once():
         def __call__(self, q, k):
             return q >= k
 
-    with pytest.raises(flashsim.MaskError, match=r"mask must be hashable.*got an unhashable Band"):
+    with pytest.raises(flashsim.MaskError, match=r"mask= must be hashable.*got an unhashable Band"):
         run(mask=Band())

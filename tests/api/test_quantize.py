@@ -60,7 +60,9 @@ def test_rotating_both_leaves_products_and_turns_back():
 
 def test_a_width_that_has_no_hadamard_matrix_is_refused():
     q, k, v = inputs(d=24)
-    with pytest.raises(ShapeError, match=r"power of two, got 24; pad q and k with zeros to 32"):
+    with pytest.raises(
+        ShapeError, match=r"power of two, got 24; pad q and k with zeros to head_dim 32"
+    ):
         flashsim.quantize(q, k, v, rotate="hadamard")
 
 
@@ -238,7 +240,7 @@ def test_what_cannot_be_quantised():
         flashsim.quantize(q, k, v, granularity="row")
     with pytest.raises(OptionError, match="unknown FP8 dtype 'float16'"):
         flashsim.quantize(q, k, v, dtype="float16")
-    with pytest.raises(ShapeError, match=r"block must be \(query rows, key rows\), got 64"):
+    with pytest.raises(ShapeError, match=r"block= must be a pair \(query rows, key rows\), got 64"):
         flashsim.quantize(q, k, v, block=64)
     x = flashsim.quantize(q, k, v)
     with pytest.raises(DTypeError, match="are float8_e4m3fn already"):
@@ -249,13 +251,15 @@ def test_scales_that_fit_no_inputs():
     q, k, v = inputs()
     x = flashsim.quantize(q, k, v)
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
-    with pytest.raises(OptionError, match="scales need FP8 inputs"):
+    with pytest.raises(OptionError, match="scales= needs FP8 inputs"):
         flashsim.run(q, k, v, scales=x.scales)
-    with pytest.raises(OptionError, match="'unscaled' is for FP8 inputs only; these are float32"):
+    with pytest.raises(
+        OptionError, match="'unscaled' is for FP8 inputs only, but q, k and v are float32"
+    ):
         flashsim.run(q, k, v, scales="unscaled")
-    with pytest.raises(DTypeError, match="scales must be three arrays"):
+    with pytest.raises(DTypeError, match="scales= must be 'unscaled' or three arrays"):
         run(scales=x.q_scale)
-    with pytest.raises(DTypeError, match="or 'unscaled', got 'none'"):
+    with pytest.raises(DTypeError, match="for q, k and v, got 'none'"):
         run(scales="none")
     with pytest.raises(ShapeError, match=r"must all be \(\)"):
         run(scales=(x.q_scale, x.k_scale, x.v_scale[0]))
@@ -270,10 +274,10 @@ def test_scales_that_fit_no_inputs():
     with pytest.raises(OptionError, match="so it needs scales"):
         run(scale_block=(64, 64))
     blocks = flashsim.quantize(q, k, v, granularity="block", block=(32, 48))
-    with pytest.raises(OptionError, match="need scale_block"):
+    with pytest.raises(OptionError, match="need the size of a block; pass scale_block="):
         flashsim.run(blocks.q, blocks.k, blocks.v, scales=blocks.scales)
     with pytest.raises(
-        TilingError, match=r"crosses the borders of scale blocks of \(32, 48\) query and key rows"
+        TilingError, match=r"tiles would split the scale blocks of \(32, 48\) query and key rows"
     ):
         flashsim.run(blocks.q, blocks.k, blocks.v, **blocks.options, tiling=Tiling(32, 64))
     chosen = flashsim.run(blocks.q, blocks.k, blocks.v, **blocks.options).tiling
@@ -283,7 +287,7 @@ def test_scales_that_fit_no_inputs():
 def test_who_takes_no_fp8():
     q, k, v = inputs()
     x = flashsim.quantize(q, k, v)
-    with pytest.raises(UnsupportedError, match="backend 'numba' takes no float8_e4m3fn"):
+    with pytest.raises(UnsupportedError, match="backend 'numba' does not support float8_e4m3fn"):
         flashsim.run(x.q, x.k, x.v, backend="numba")
     with pytest.raises(UnsupportedError, match="does not support scales of FP8 inputs"):
         flashsim.run(x.q, x.k, x.v, **x.options, algorithm="flash-decode")

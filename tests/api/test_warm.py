@@ -75,7 +75,7 @@ def test_where_nothing_can_be_kept_nothing_is_compiled(folder, tmp_path, monkeyp
     (tmp_path / "a file").write_text("")
     found = None if folder is None else tmp_path / folder
     monkeypatch.setattr(threads, "folder", lambda: found)
-    with pytest.raises(flashsim.BackendUnavailable, match=r"cannot be kept: .*NUMBA_CACHE_DIR"):
+    with pytest.raises(flashsim.BackendUnavailable, match=r"cannot be cached: .*NUMBA_CACHE_DIR"):
         flashsim.warm()
 
 

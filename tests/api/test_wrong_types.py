@@ -223,7 +223,7 @@ def test_values_of_the_right_type_that_cannot_be_are_errors_too():
         OptionError, match="this machine has too little memory for q, k, v and dout of 1 x 4611"
     ):
         flashsim.precision.draw("normal", huge)
-    with pytest.raises(OptionError, match="count must be at most 10,000"):
+    with pytest.raises(OptionError, match="count= must be at most 10,000"):
         flashsim.verify.draw(huge, kernels=["portable"])
     with pytest.raises(OptionError, match="size of L2 must be at least 0 B, got nan"):
         CURVE.reads(float("nan"))

@@ -263,9 +263,9 @@ def test_a_timeline_has_every_visit_and_the_merge(name, launches):
 def test_what_has_no_timeline():
     case, _ = CASCADES["one query"]
     one = job(case, case.make(), shared_prefix=case.prefix)
-    with pytest.raises(UnsupportedError, match="works neither with shared_prefix"):
+    with pytest.raises(UnsupportedError, match="does not support shared_prefix="):
         decode.forward(replace(one, trace="timeline"), H200, Space())
-    with pytest.raises(UnsupportedError, match="cannot trace a shared prefix"):
+    with pytest.raises(UnsupportedError, match="run with shared_prefix= cannot be traced"):
         decode.forward(replace(one, trace=True), H200, Space())
 
 
@@ -288,7 +288,7 @@ P = Problem(1, 64, 64, batch=2, heads=4, kv_heads=2, dtype="float16")
 @pytest.mark.parametrize(
     ("lengths", "error", "message"),
     [
-        ([1, 2, 3], ShapeError, "must be 2 integers, one for each entry .* got"),
+        ([1, 2, 3], ShapeError, "must be 2 integers, one per batch entry, got"),
         (
             [1, 65],
             OptionError,
@@ -321,7 +321,7 @@ def test_a_table_names_its_wrong_entry():
     with pytest.raises(OptionError, match=r"block_table\[0, 2\] must be .* 0 to 5, got 9"):
         checked(table, [33, 48])
     with pytest.raises(
-        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got 4"
+        OptionError, match=r"block_table\[1, 0\] must be page 0, .* first 16 keys, got page 4"
     ):
         checked(table, [20, 48], 16)
     with pytest.raises(DTypeError, match="block_table must be int32, got int64"):
@@ -331,7 +331,7 @@ def test_a_table_names_its_wrong_entry():
 @pytest.mark.promise("refuses bad input")
 @pytest.mark.parametrize("splits", [0, -3, 1.5, "many", True])
 def test_splits_that_cannot_be(splits):
-    with pytest.raises(OptionError, match='splits must be "auto" or an integer of at least 1'):
+    with pytest.raises(OptionError, match="splits= must be 'auto' or an integer of at least 1"):
         decode._splits(splits)
 
 
@@ -343,10 +343,10 @@ def test_what_a_decode_does_not_take():
 
     refused(UnsupportedError, "takes neither tiling", tiling=Tiling(16, 16))
     refused(UnsupportedError, "in ascending order", key_order="descending")
-    refused(UnsupportedError, "leave kernel out", options={"kernel": "hopper"})
-    refused(DTypeError, "workspace must be a .*Workspace, got 3", options={"workspace": 3})
+    refused(UnsupportedError, "leave out kernel=", options={"kernel": "hopper"})
+    refused(DTypeError, "workspace= must be a .*Workspace, got 3", options={"workspace": 3})
     refused(DTypeError, "pack_gqa must be True or False, got 1", options={"pack_gqa": 1})
-    text = "always share a tile, .*; leave pack_gqa out, or use backend='simulator'"
+    text = "always share a tile, .*; leave out pack_gqa=, or use backend='simulator'"
     refused(UnsupportedError, text, options={"pack_gqa": False})
 
 
@@ -373,13 +373,17 @@ def test_pages_as_one_array():
     assert (made.problem.n_kv, made.problem.head_dim_v) == (80, 32)
     assert made.k is k
     for error, said, given in (
-        (ShapeError, r"k and v are \(pages, .* got k \(2, 16, 64\)", (q, k[0], v, table)),
-        (ShapeError, "with the same pages, got", (q, k, v[:8], table)),
-        (ShapeError, r"integers \(batch, max_pages\) for a q", (q, k, v, OnGpu((2, 5)))),
-        (DTypeError, "must be integers.* got float32", (q, k, v, OnGpu((3, 5), "torch.float32"))),
+        (ShapeError, r"k and v must be \(pages, .* got k \(2, 16, 64\)", (q, k[0], v, table)),
+        (ShapeError, "with the same number of pages, got", (q, k, v[:8], table)),
+        (ShapeError, r"must have shape \(batch, max_pages\) for q", (q, k, v, OnGpu((2, 5)))),
+        (
+            DTypeError,
+            "must be an array of integers.* got float32",
+            (q, k, v, OnGpu((3, 5), "torch.float32")),
+        ),
         (DTypeError, "block_table must be an array, got list", (q, k, v, [[0] * 5] * 3)),
     ):
         with pytest.raises(error, match=said):
             inputs.prepare(*given[:3], block_table=given[3])
-    with pytest.raises(OptionError, match="nan_policy='raise' cannot be used with block_table"):
+    with pytest.raises(OptionError, match="nan_policy='raise' cannot be combined with block_table"):
         inputs.prepare(q, k, v, inputs.Request(nan_policy="raise"), block_table=table)

@@ -131,7 +131,7 @@ def test_what_is_refused():
         ShapeError, match=r"sequence 1 has . queries, but only . keys after the shared prefix"
     ):
         decode_plan.plan(p, (600, 401), H200, prefix=400)
-    with pytest.raises(ShapeError, match="whole pages of 16 keys, got 401"):
+    with pytest.raises(ShapeError, match="multiple of page_size=16, got 401"):
         decode_plan.plan(p, (600, 600), H200, page=16, prefix=401)
     with pytest.raises(UnsupportedError, match="shared_prefix cannot be combined with window"):
         decode_plan.plan(replace(p, window=(9, 0)), (600, 600), H200, prefix=400)

@@ -68,7 +68,7 @@ def test_minutes_of_replaying_are_said_before_they_pass(command, monkeypatch):
     monkeypatch.setattr(cost, "memory", lambda: 1_000_000)
     refused = invoke(*words)
     assert refused.exit_code == 2
-    assert "GB of memory, and this machine has 0.001 GB; larger tiles" in refused.stderr
+    assert "GB of memory, but this machine has 0.001 GB; larger tiles" in refused.stderr
 
 
 def test_a_sweep_that_simulates_for_minutes_says_so(monkeypatch):
@@ -86,7 +86,7 @@ def test_a_point_of_a_sweep_beyond_the_machines_memory_is_not_begun(monkeypatch)
     monkeypatch.setattr(cost, "memory", lambda: 50_000_000)
     monkeypatch.setattr(sweep_point.execution, "run", None)
     given = flashsim.sweep([4096], head_dim=8, tiling=flashsim.Tiling(16, 16), method="run")
-    assert "GB of memory, and this machine has 0.05 GB" in given.rows[0]["status"]
+    assert "GB of memory, but this machine has 0.05 GB" in given.rows[0]["status"]
 
 
 def test_the_estimate_grows_with_visits_and_products():
@@ -119,7 +119,7 @@ def test_what_memory_does_not_hold_is_refused(words, monkeypatch, began):
     monkeypatch.setattr(cost, "memory", lambda: 50_000_000)
     result = invoke(*words)
     assert result.exit_code == 2
-    assert "GB of memory, and this machine has 0.05 GB" in result.stderr
+    assert "GB of memory, but this machine has 0.05 GB" in result.stderr
 
 
 def test_a_rung_refuses_before_it_builds_what_judges_it():

@@ -293,7 +293,7 @@ def test_a_plot_for_slides_is_two_files(tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"x.png", "x.svg"}
     done = invoke(*words, "--dpi", 200)
     assert done.exit_code == 2
-    assert "--slides sets --dpi" in done.stderr
+    assert "--slides chooses the size and resolution itself; leave out --dpi" in done.stderr
 
 
 def test_an_animation_names_the_gpu():

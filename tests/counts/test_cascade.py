@@ -137,7 +137,10 @@ def test_what_cannot_be_shared_says_why():
     other = x.k.copy()
     other[2, 1, 15, 3] += 1
     for said, change in (
-        (r"not shared: k\[2\] differs from k\[0\]", {"k": other, "shared_prefix": 16}),
+        (
+            r"not shared: those of k\[2\] differ from those of k\[0\]",
+            {"k": other, "shared_prefix": 16},
+        ),
         (r"shared_prefix must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),
         ("shared_prefix must be at least 1", {"shared_prefix": -1}),
         ("cannot be combined with window", {"shared_prefix": 16, "window": (9, -1)}),
@@ -151,10 +154,10 @@ def test_what_cannot_be_shared_says_why():
         OptionError, match=r"block_table\[1, 1\] must be page 1, .* first 20 keys, got 3"
     ):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=20)
-    with pytest.raises(ShapeError, match="whole pages of 10 keys, got 15; use 10"):
+    with pytest.raises(ShapeError, match="multiple of page_size=10, got 15; use 10"):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=15)
     bias = np.zeros((1, 1, 1, 30), np.float32)
-    with pytest.raises(UnsupportedError, match="shared_prefix takes no bias"):
+    with pytest.raises(UnsupportedError, match="shared_prefix cannot be combined with bias="):
         flashsim.run(x.q, x.k, x.v, bias=bias, algorithm=DECODE, shared_prefix=16)
     packed = {"cu_seqlens_q": (0, 3), "cu_seqlens_k": (16, 17), "shared_prefix": 16}
     with pytest.raises(

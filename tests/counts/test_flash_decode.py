@@ -160,11 +160,11 @@ def test_parts_of_bounded_length_by_hand():
     assert str(Split(1, True, 2)) == "parts of 2 key tiles, heads packed"
     assert str(Split(part_tiles=2)) == "parts of 2 key tiles"
     with pytest.raises(
-        OptionError, match="splits or part_tiles, not both: got splits=3 and part_tiles=2"
+        OptionError, match="either splits= or part_tiles=, not both; got splits=3 and part_tiles=2"
     ):
         Split(3, part_tiles=2)
     for wrong in (0, 2.0):
-        with pytest.raises(OptionError, match="part_tiles must be an integer of at least 1, got"):
+        with pytest.raises(OptionError, match="part_tiles= must be an integer of at least 1, got"):
             Split(part_tiles=wrong)
 
 
@@ -184,7 +184,7 @@ def test_a_trace_is_saved_with_its_split(tmp_path, pack_gqa):
 def test_what_is_refused_says_why():
     p = Problem(1, 64, heads=2)
     for wrong in (0, -3, 2.0, True, None):
-        with pytest.raises(OptionError, match=r"splits must be an integer of at least 1, or one"):
+        with pytest.raises(OptionError, match=r"splits= must be an integer of at least 1, or one"):
             run(p, None, splits=wrong)
     with pytest.raises(OptionError, match=r"unknown splits 'atuo'; .*did you mean 'auto'"):
         flashsim.count(p, algorithm=DECODE, splits="atuo")
@@ -196,7 +196,7 @@ def test_what_is_refused_says_why():
         run(p, None).backward(np.zeros((1, 2, 1, 64), np.float32))
     with pytest.raises(UnsupportedError, match="no backward pass"):
         flashsim.count(p, algorithm=DECODE, direction="backward")
-    with pytest.raises(OptionError, match=r"a KV-outer loop cannot split keys .*, got 2 splits"):
+    with pytest.raises(OptionError, match=r"a KV-outer loop .*cannot split keys .*, got 2 splits"):
         Schedule(p, Tiling(4, 4), "keys", split=Split(2))
 
 
@@ -238,8 +238,8 @@ def test_cache_lengths_that_cannot_be():
     for wrong, said in (
         ([1, 51, 2], r"cache_seqlens\[1\] must be from 0 to 50, .*, got 51"),
         ([1, 2, -1], r"cache_seqlens\[2\] must be from 0 to 50, .*, got -1"),
-        ([1, 2], "must be 3 integers, one for each entry"),
-        ([1.0, 2, 3], "must be 3 integers, one for each entry"),
+        ([1, 2], "must be 3 integers, one per batch entry"),
+        ([1.0, 2, 3], "must be 3 integers, one per batch entry"),
     ):
         with pytest.raises((OptionError, flashsim.ShapeError), match=said):
             flashsim.run(x.q, x.k, x.v, algorithm=DECODE, cache_seqlens=wrong)
@@ -333,12 +333,12 @@ def test_tables_that_cannot_be():
             [32, 33],
             r"cache_seqlens\[1\] must be from 0 to 32, .* keys in its row .*, got 33",
         ),
-        ([[0, 1]], None, r"integers \(batch, max_pages\)"),
-        ([[0.5, 1], [0, 2]], None, r"integers \(batch, max_pages\)"),
+        ([[0, 1]], None, r"must have shape \(batch, max_pages\) for q of .*, got shape \(1, 2\)"),
+        ([[0.5, 1], [0, 2]], None, r"integers of shape \(batch, max_pages\)"),
     ):
         with pytest.raises(flashsim.FlashSimError, match=said):
             flashsim.run(x.q, k, k, algorithm=DECODE, block_table=table, cache_seqlens=lengths)
-    with pytest.raises(flashsim.ShapeError, match="with the same pages"):
+    with pytest.raises(flashsim.ShapeError, match="with the same number of pages"):
         flashsim.run(x.q, k, k[:2], algorithm=DECODE, block_table=[[0, 1], [0, 2]])
     with pytest.raises(UnsupportedError, match="'flash2' cannot read a paged cache"):
         flashsim.count(Problem(1, 32, page_size=4))

@@ -87,7 +87,7 @@ def test_a_trace_keeps_it(tmp_path):
 def test_what_it_is_not():
     x = tensors(1, 40, 12, heads=4, kv_heads=1)
     with pytest.raises(
-        OptionError, match="head_dim_v=8 says that V is the first columns of k, but v"
+        OptionError, match="head_dim_v=8 means that V is the first columns of k, but v"
     ):
         flashsim.run(x.q, x.k, x.v, head_dim_v=8, algorithm=DECODE)
     with pytest.raises(ShapeError, match="must be at most 12, got 13"):

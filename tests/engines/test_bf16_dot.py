@@ -545,7 +545,7 @@ def test_the_engine_on_this_cpu(micro_kernel, algorithm, case):
 def test_amx_is_refused_where_there_is_none():
     x = tensors(5, 5, 4, dtype="bfloat16")
     with pytest.raises(
-        BackendUnavailable, match=r"'amx' cannot run on this machine: .*leave micro_kernel out"
+        BackendUnavailable, match=r"'amx' cannot run on this machine: .*leave out micro_kernel="
     ):
         flashsim.run(x.q, x.k, x.v, backend="numba", micro_kernel="amx")
 

@@ -73,7 +73,7 @@ def test_a_flipped_byte_is_not_run(folder, capsys):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
         hits(fresh())  # refused, or the byte is none of the function's
         assert hits(fresh()) == 1
-    assert "its checksum does not match its content" in capsys.readouterr().err
+    assert "checksum of this cache file does not match its content" in capsys.readouterr().err
 
 
 def test_an_older_entry_under_the_same_name_is_not_taken(folder):

@@ -162,7 +162,7 @@ def test_fp8():
 
 def test_what_is_wrong_is_refused_all_the_same():
     q, k, v = arrays("no keys")
-    with pytest.raises(ShapeError, match="multiple of key heads"):
+    with pytest.raises(ShapeError, match="multiple of the number of KV heads"):
         flashsim.run(q[:, :3], k, v)
     with pytest.raises(ShapeError, match="same batch size"):
         flashsim.run(q[:0], k, v)
@@ -175,9 +175,9 @@ def test_what_is_wrong_is_refused_all_the_same():
     with pytest.raises(UnsupportedError, match="backend 'numba' runs flash2"):
         flashsim.run(q, k, v, backend="numba", algorithm="standard")
     r = flashsim.run(q, k, v, trace=True)
-    with pytest.raises(TraceError, match="on arrays with a batch, queries"):
+    with pytest.raises(TraceError, match="with arrays in which no axis has length 0"):
         _ = r.trace
-    with pytest.raises(UnsupportedError, match="has no flashsim"):
+    with pytest.raises(UnsupportedError, match=r"no flashsim\.Problem describes them"):
         _ = r.problem
     with pytest.raises(ShapeError, match="dout must have out's shape"):
         r.backward(np.ones((2, 4, 5, 8), np.float32))

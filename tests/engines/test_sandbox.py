@@ -448,13 +448,13 @@ def nested(sram, machine, work):
 @pytest.mark.parametrize(
     ("work", "text"),
     [
-        (lambda s, m: s.step(0).__enter__(), "a step cannot contain another step"),
+        (lambda s, m: s.step(0).__enter__(), r"a step \(sram\.step\) cannot contain another step"),
         (
             lambda s, m: s.visit(slice(16, 32), ROWS).__enter__(),
             "visit to query tile 1 within the step",
         ),
         (lambda s, m: s.visit(ROWS).__enter__(), "a visit works on a tile of scores"),
-        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "cross the borders of tiles of 16"),
+        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "lie in more than one tile of 16"),
         (lambda s, m: s.visit(slice(40, 50), ROWS).__enter__(), "are none of the 32"),
         (lambda s, m: s.load(m.hbm.Q, slice(40, 50)), "Q has 32 rows; 40:50 are none"),
         (lambda s, m: s.load(m.hbm.Q, slice(0, 8, 2)), "side by side"),
@@ -467,11 +467,11 @@ def nested(sram, machine, work):
         (lambda s, m: s.alloc("S", (10**9, 10**9)), "holds 4,000,000,000,000,000,000 B on chip"),
         (
             lambda s, m: m.hbm.new("W", 10**12, 10**6),
-            "this machine has too little memory for a workspace 'W'",
+            "this computer has too little memory for a workspace 'W'",
         ),
         (
             lambda s, m: s.store(m.hbm.O, slice(0, 1), slice(0, 4), s.alloc("t", (1, 4))),
-            r"the tile comes before the columns: store\(tensor, rows, tile, cols\)",
+            r"the tile must come before the columns: sram.store\(tensor, rows, tile, cols\)",
         ),
         (lambda s, m: s.load(m.hbm.O, ROWS), "O, rows 0:16, was never stored"),
         (lambda s, m: s.reduce(m.hbm.O, ROWS, s.load(m.hbm.Q, ROWS)), "was never stored"),
@@ -479,7 +479,7 @@ def nested(sram, machine, work):
             lambda s, m: s.store(m.hbm.O, ROWS, s.load(m.hbm.Q, slice(0, 8))),
             r"but the tile has \(8, 8\)",
         ),
-        (lambda s, m: visit_in_visit(s), "a visit cannot contain another visit"),
+        (lambda s, m: visit_in_visit(s), r"a visit \(sram\.visit\) cannot contain another visit"),
         (lambda s, m: s.alloc("S", (0, 3)), "sides of a tile must be at least 1"),
         (
             lambda s, m: product(*[s.alloc("S", (2, 2), 0.0)] * 2, out=s.alloc("S", (2, 3))),
@@ -520,7 +520,7 @@ def test_what_a_machine_refuses(work, text):
 @pytest.mark.parametrize(
     ("outer", "text"),
     [
-        (2, "there are 2 tiles of queries, got tile number 2"),
+        (2, "there are 2 tiles of queries, numbered from 0, got tile number 2"),
         ("0:16", "must be a slice of integers, got '0:16'"),
     ],
 )
@@ -665,7 +665,7 @@ def written(value):
 
 
 def test_what_is_no_argument_or_too_long_is_refused(monkeypatch):
-    with pytest.raises(MemoryModelError, match="do not take"):
+    with pytest.raises(MemoryModelError, match="do not support the argument"):
         written(object())
     monkeypatch.setattr(tape, "MOST", 100)
     with pytest.raises(MemoryModelError, match="more than 100 characters; use larger tiles"):

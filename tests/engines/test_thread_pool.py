@@ -174,7 +174,7 @@ def test_callers_at_a_time_have_threads_of_their_own(walks):
 
 def test_a_thread_without_memory_is_an_error_of_the_call(walks):
     counter = np.array([0, 2, 0])
-    with pytest.raises(MemoryError, match="not enough memory for the tiles of a thread"):
+    with pytest.raises(MemoryError, match="not enough memory for the threads' tiles"):
         threads.run("huge", 2, 0, counter, counter=counter)
     meet(2)
 

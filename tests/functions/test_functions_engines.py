@@ -306,7 +306,7 @@ def test_what_is_refused():
     with pytest.raises(ShapeError, match=r"one per query head, got object"):
         run(q, k, v, sinks=np.full(len(SINKS), None))
     p = Problem(*(q.shape[2], k.shape[2], q.shape[3]), score_mod=functions.alibi(1))
-    with pytest.raises(ShapeError, match=r"captured must be a sequence .*\(slopes\), got \(\)"):
+    with pytest.raises(ShapeError, match=r"captured= must be a sequence .*\(slopes\), got \(\)"):
         oracle.attention(q[:1, :1], k[:1, :1], v[:1, :1], p)
     with pytest.raises(UnsupportedError, match="'flash-decode' does not support score_mod"):
         run(q, k, v, score_mod=score, algorithm="flash-decode")

@@ -125,7 +125,7 @@ def test_what_gpus_cannot_do_is_refused():
     with pytest.raises(UnsupportedError, match="not 'standard'"):
         flashsim.run(*given, backend="cupy", kernel="portable", algorithm="standard")
     mask = BlockMask(np.ones((2, 2), bool), 48, 48)
-    with pytest.raises(UnsupportedError, match="tiles must divide"):
+    with pytest.raises(UnsupportedError, match="tile sides must divide"):
         flashsim.run(
             *given, backend="cupy", kernel="portable", block_mask=mask, tiling=Tiling(32, 32)
         )

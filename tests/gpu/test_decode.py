@@ -156,7 +156,7 @@ def test_what_a_shared_prefix_must_be():
     whole = shared(3, 160, 100)
     with pytest.raises(OptionError, match="entry 1 of the batch has only 227"):
         run(whole, whole.make(), shared_prefix=240)
-    with pytest.raises(ShapeError, match="whole pages of 16 keys, got 100"):
+    with pytest.raises(ShapeError, match="multiple of page_size=16, got 100"):
         run(case, x, shared_prefix=100)
     x["table"][1, 2] = x["table"][1, 3]
     with pytest.raises(OptionError, match=r"block_table\[1, 2\] is .* but the first 160 keys"):

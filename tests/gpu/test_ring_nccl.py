@@ -90,5 +90,5 @@ def test_a_rank_that_is_gone_ends_every_other_with_an_error_in_time(tmp_path, ca
             continue
         text, seconds = found[rank]
         assert text.startswith(f"RankError: rank {rank} of {RANKS}: "), text
-        assert "another rank has died, or has not reached this point" in text
+        assert "another rank has ended, or has not reached this point" in text
         assert seconds < 3 * ring_nccl.PATIENCE

@@ -578,7 +578,7 @@ def test_masks_of_blocks_and_gaps_between_elements():
     ]  # 5 elements, 8 B apart, reach into a second one
     with pytest.raises(TraceError, match="offsets outside of the tensor"):
         r.access(LOAD, code, np.array([1]))
-    with pytest.raises(TraceError, match="pass the view with the smaller elements to the first"):
+    with pytest.raises(TraceError, match="pass a view with the smaller elements to the earlier"):
         r.tensor("narrow", (4,), (1,), "int8", 1, buffer=-1)
 
 

@@ -56,7 +56,7 @@ def test_batch_n_heads_d_is_seen_from_the_names_of_the_axes(answer):
     text = text.replace("nheads", "r")
     assert "O right" in answer(text, "attention", *words, "--layout", "bnhd")
     assert "O right" not in answer(text, "attention", *words, "-n", 64, "--n-kv", 64, code=2)
-    assert "no layout 'nbhd'" in answer(text, "attention", "--layout", "nbhd", code=2)
+    assert "unknown --layout 'nbhd'" in answer(text, "attention", "--layout", "nbhd", code=2)
 
 
 def test_heads_that_are_stacked_in_one_matrix(answer):

@@ -546,7 +546,7 @@ def test_autotuned_kernels_run_one_configuration():
         assert trace(cases.tuned, grid, x, y, z, 100, config=config).record.launches[0].grid == (4,)
     with pytest.raises(OptionError, match=r"add has no configuration with \{'BLOCK': 8\}"):
         trace(cases.tuned, grid, x, y, z, 100, config={"BLOCK": 8})
-    with pytest.raises(OptionError, match="has 2 configurations, numbered from 0"):
+    with pytest.raises(OptionError, match="has 2 configurations, so config= must be from 0 to 1"):
         trace(cases.tuned, grid, x, y, z, 100, config=2)
     traced = trace(cases.with_heuristics, grid, x, y, z, 100)
     assert traced.record.launches[0].grid == (2,)

@@ -162,9 +162,9 @@ def test_what_is_no_precision():
         OptionError, match="'flash2' has no rounding point 'm_hbm'; its rounding points are inputs"
     ):
         run(precision=Precision(m_hbm="float16"))
-    with pytest.raises(UnsupportedError, match="changes results but not the traced bytes"):
+    with pytest.raises(UnsupportedError, match="changes the results, but not the traced bytes"):
         run(precision=Precision(m="float16"), trace=True)
-    with pytest.raises(UnsupportedError, match="precision works with backend='simulator'"):
+    with pytest.raises(UnsupportedError, match="takes no precision=; use backend='simulator'"):
         run(precision=Precision(m="float16"), backend="numba")
     with pytest.raises(TypeError, match=r"precision must be a flashsim\.Precision"):
         run(precision="float16")

@@ -483,7 +483,7 @@ def test_what_tables_cannot_hold_is_refused_before_it_is_allocated():
     finally:
         tracemalloc.stop()
     assert peak < 1 << 20
-    with pytest.raises(flashsim.TilingError, match="4,294,967,296 visits"):
+    with pytest.raises(flashsim.TilingError, match="visits 4,294,967,296 tile pairs"):
         _ = Schedule(Problem(2**16), Tiling(1, 1)).row_csr
 
 

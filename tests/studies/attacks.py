@@ -112,7 +112,7 @@ FILES = {
     "a division by zero": ("1 / 0\n", "error", "the file ends with ZeroDivisionError"),
     "SystemExit": ("raise SystemExit\n", "error", "the file ends with SystemExit"),
     "SystemExit later": ("def solution(machine): raise SystemExit(3)\n", "error", "SystemExit: 3"),
-    "no argument": ("def solution(): pass\n", "machine", "called with one argument, the machine"),
+    "no argument": ("def solution(): pass\n", "machine", "call with one argument, the machine"),
     "no such tensor": ("def solution(machine):\n    machine.hbm.W\n", "machine", "no tensor 'W'"),
 }  # fmt: skip
 

@@ -68,7 +68,7 @@ def test_no_layout_puts_two_elements_in_one_place():
         ({"pattern": "row", "columns": 16}, "use more columns"),
         ({"pattern": "ldmatrix", "layout": "padded", "pad": 1}, "multiple of 8 elements"),
         ({"layout": "swizzle", "columns": 40}, "a multiple of 32"),
-        ({"pattern": "row-16B", "layout": "xor"}, "use swizzle"),
+        ({"pattern": "row-16B", "layout": "xor"}, "use the layout 'swizzle'"),
     ],
 )
 def test_what_cannot_be_is_said(options, message):

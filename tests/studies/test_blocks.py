@@ -44,7 +44,7 @@ def test_what_fits_nowhere_has_no_blocks_and_no_best():
     assert "no tile fits" in huge.table().note
     with pytest.raises(OptionError, match="no tile of stage 'forward' fits"):
         huge.best("forward")
-    with pytest.raises(OptionError, match="at least one size"):
+    with pytest.raises(OptionError, match="at least one tile size"):
         blocks.sizes(LAYER, ())
 
 
@@ -65,7 +65,7 @@ def test_backward_stages_with_tiles_of_their_own_move_what_two_runs_move():
     for name in ("dq", "dk", "dv"):  # whichever run they come from
         ours = [getattr(one, name) for one in gradients.values()]
         np.testing.assert_allclose(*ours, atol=1e-5)
-    with pytest.raises(OptionError, match="must name the stages dkdv, dq, got dq"):
+    with pytest.raises(OptionError, match="must have exactly the stages dkdv, dq as keys, got dq"):
         blocks.mixed(problem, {"dq": Tiling(16, 16)})
 
 
@@ -135,7 +135,7 @@ def test_flash_wins_from_the_length_on_that_is_faster_and_stays_so():
     assert second["standard ms"] == pytest.approx(1e3 * standard.seconds)
     assert second["flash ms"] == pytest.approx(1e3 * flash.seconds)
     assert second["flash, ideal ms"] == pytest.approx(1e3 * predict.least(flash.traffic).seconds)
-    with pytest.raises(OptionError, match="lengths must contain at least one"):
+    with pytest.raises(OptionError, match="lengths= must contain at least one"):
         predict.when(LAYER, ())
 
 

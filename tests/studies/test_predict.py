@@ -260,15 +260,19 @@ def test_a_device_with_little_bandwidth_is_bound_by_it():
     ("options", "error", "message"),
     [
         ({"kernels": "hoper"}, OptionError, "did you mean 'hopper'"),
-        ({"algorithm": "flash1"}, OptionError, "not for 'flash1'"),
+        ({"algorithm": "flash1"}, OptionError, "time of 'flash1' cannot be predicted"),
         (
             {"algorithm": "standard", "kernels": "hopper"},
             OptionError,
-            "kernels applies only to FlashAtt",
+            "kernels= applies only to FlashAtt",
         ),
         ({"direction": "sideways"}, OptionError, "unknown direction"),
         ({"device": "A100", "kernels": "hopper"}, UnsupportedError, "compute capability 9.0"),
-        ({"heads_in_group": {"forward": 0}}, OptionError, "at least 1, got 0 for 'forward'"),
+        (
+            {"heads_in_group": {"forward": 0}},
+            OptionError,
+            "at least 1 for every stage, got 0 for 'forward'",
+        ),
     ],
 )
 def test_what_cannot_be_predicted_is_refused(options, error, message):
@@ -425,9 +429,9 @@ def test_many_queries_of_a_cache_take_the_tensor_cores_time():
 
 def test_what_the_decode_kernel_does_not_do_is_refused():
     for said, problem, how in (
-        ("leave tiling out", CACHE, {"tiling": Tiling(16, 16)}),
-        ("leave kernels out", CACHE, {"kernels": "hopper"}),
-        ("choose splits by their own rule", CACHE, {"splits": "fa3"}),
+        ("leave out tiling=", CACHE, {"tiling": Tiling(16, 16)}),
+        ("leave out kernels=", CACHE, {"kernels": "hopper"}),
+        ("chooses the number of splits by a rule of its own", CACHE, {"splits": "fa3"}),
         ("with shared_prefix cannot be predicted", Problem(2, 9, dtype="bfloat16",
             cu_seqlens_q=(0, 1, 2), cu_seqlens_k=(4, 6, 9), shared_prefix=4), {}),
         ("same number of queries for every", Problem(3, 9, dtype="bfloat16", cu_seqlens_q=(0, 1, 3),

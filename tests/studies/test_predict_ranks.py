@@ -87,7 +87,7 @@ def test_its_table_says_what_shows():
 
 def test_a_device_without_a_link_asks_for_one():
     mine = Device(**{**Device.get("H200").to_dict(), "link": ""})
-    with pytest.raises(OptionError, match="has no link in its preset; give link="):
+    with pytest.raises(OptionError, match="has no preset link between GPUs; pass link="):
         predict.spread(CAUSAL, ranks=2, device=mine)
     assert predict.spread(CAUSAL, ranks=2, device=mine, link="NVLink 4").link is LINKS["NVLink 4"]
 
@@ -96,7 +96,7 @@ def test_a_device_without_a_link_asks_for_one():
 
 
 def test_ranks_that_decode_are_refused():
-    with pytest.raises(UnsupportedError, match=r"only for a few queries.*algorithm='flash2'"):
+    with pytest.raises(UnsupportedError, match=r"only with a few queries.*algorithm='flash2'"):
         predict.spread(Problem(4096, dtype="bfloat16"), ranks=4, algorithm="flash-decode")
 
 

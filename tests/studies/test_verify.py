@@ -173,7 +173,7 @@ def test_other_kernels_are_left_alone():
     assert verify(assign([forward], launches), "title").launches == 1
     with pytest.raises(TraceError, match="none of the measured kernels"):
         assign([forward], launches[1:])
-    with pytest.raises(TraceError, match="no kernel has a predicted"):
+    with pytest.raises(TraceError, match="no kernel has both a predicted"):
         verify(assign([forward], launches), "title").worst("DRAM read")
 
 
@@ -639,7 +639,8 @@ def test_a_case_survives_json(case):
 )
 def test_what_a_case_cannot_carry_is_refused(more, name):
     with pytest.raises(
-        UnsupportedError, match=rf"^{name} cannot be verified.*a case supports only n_q, .*softcap"
+        UnsupportedError,
+        match=rf"^the problem sets {name}, which a case cannot have; set only n_q, .*softcap",
     ):
         Case(Problem(32, head_dim=8, **more))
 
@@ -730,7 +731,8 @@ def test_a_gpu_is_known_by_its_name_and_figures(name):
 @pytest.mark.parametrize("gpu", OTHERS, ids=lambda gpu: gpu[0])
 def test_a_gpu_that_no_preset_describes_is_named(gpu):
     with pytest.raises(
-        OptionError, match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*choose the dev"
+        OptionError,
+        match=rf"'{gpu[0]}' \(compute .* {gpu[2]} SMs, .*pass the GPU to predict for as dev",
     ):
         reported(*gpu)
 
@@ -764,7 +766,7 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         named = CliRunner().invoke(app, ["verify", "-n", "64", "--device", "A100", "--heads", "1"])
         assert "on A100" in " ".join(named.output.split())
     with pytest.raises(
-        OptionError, match="backend 'simulator' does not run on a GPU; choose the device"
+        OptionError, match="backend 'simulator' does not run on a GPU; pass the GPU to predict for"
     ):
         record([replace(unnamed, backend="simulator")])
 

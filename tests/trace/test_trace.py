@@ -215,7 +215,7 @@ def test_frames_by_hand():
 def test_frame_out_of_range(step):
     x = tensors(4, 6, 2)
     trace = flashsim.run(x.q, x.k, x.v, tiling=Tiling(4, 3), trace=True).trace
-    with pytest.raises(TraceError, match=f"step must be between 0 and 1, got {step}"):
+    with pytest.raises(TraceError, match=f"step= must be between 0 and 1, got {step}"):
         trace.frame(step)
 
 

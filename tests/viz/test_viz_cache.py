@@ -27,7 +27,7 @@ def test_l2_curve_ends_at_first_reads_and_marks_devices():
     assert line.get_ydata()[-1] == curve.cold < curve.reads(curve.enough() - 1)
     assert any(list(x.get_xdata()) == [50 * 2**20] * 2 for x in ax.lines)
     assert "H100" in {text.get_text() for text in ax.texts}
-    with pytest.raises(OptionError, match="nothing to draw: expected one or more results"):
+    with pytest.raises(OptionError, match="nothing to draw: pass one or more results"):
         viz.l2_curve({})
 
 

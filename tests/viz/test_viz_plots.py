@@ -139,7 +139,7 @@ def test_save_sizes_and_errors(tmp_path):
         with pytest.raises(OptionError, match=r"pixels at .* dpi; a picture needs at least 10"):
             viz.save_figure(ax, tmp_path / "b.png", **wrong)
     for wrong in ({"dpi": 0}, {"size": (4, -1)}, {"size": (4,)}):
-        with pytest.raises(OptionError, match="dpi and size must be positive"):
+        with pytest.raises(OptionError, match="dpi= and size= must be positive"):
             viz.save_figure(ax, tmp_path / "a.png", **wrong)
 
 
@@ -524,7 +524,7 @@ def test_sram_timeline_draws_the_limit_when_it_is_near():
     run = flashsim.run(*cases.arrays(), tiling=cases.TILING, device=device, trace=True)
     ax = viz.sram_timeline(run, stage="forward", steps=(0, 4))
     assert ax.lines[0].get_ydata()[0] == 4096
-    with pytest.raises(OptionError, match="steps must be a range within"):
+    with pytest.raises(OptionError, match=r"steps= must be a range \(first, last\) within"):
         viz.sram_timeline(run, steps=(9, 9))
     with pytest.raises(OptionError, match="no stage 'dq'"):
         viz.sram_timeline(run, stage="dq")
@@ -636,7 +636,7 @@ def test_io_curve_needs_something_that_varies():
 def test_failed_points_are_left_out():
     sweep = flashsim.sweep([512, 1024], tiling=[Tiling(32, 32), Tiling(512, 512)], sram_bytes=65536)
     assert len(line(viz.io_curve(sweep), "FlashAttention-2").get_xdata()) == 2
-    with pytest.raises(OptionError, match="no point of this sweep succeeded"):
+    with pytest.raises(OptionError, match="every point of this sweep failed"):
         viz.io_curve([row for row in sweep.rows if row["status"] != "ok"])
 
 
@@ -664,7 +664,10 @@ def test_roofline_places_points_on_the_roof():
         at = end.get_xdata()[0]
         assert tops[at] == min(at * device.hbm_bandwidth, device.peak("bfloat16"))
     for wrong, text in (
-        ({"seconds": {"flash1": 1.0}}, "seconds has 'flash1', which is not drawn; possible: "),
+        (
+            {"seconds": {"flash1": 1.0}},
+            "seconds has a value for 'flash1', which is not drawn; possible: ",
+        ),
         ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
         ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),
         ({"dram_bytes": {"flash2": "x"}}, "must be a number, got 'x'"),
@@ -852,7 +855,7 @@ def test_words_lie_in_their_banks_and_panels_say_how_many_wavefronts():
         *("row-major: 32 wavefronts", "padded: 1 wavefront")
     ]
     for data, message in (
-        ([], "expected one or more"),
+        ([], "pass one or more"),
         ([banks.access("column", columns=512)], "fewer columns"),
     ):
         with pytest.raises(OptionError, match=message):

@@ -28,7 +28,7 @@ def test_the_timeline_shows_work_and_waiting():
     assert f"ring: idle {100 * ring.idle_share:.0f} %" in texts
     assert "zigzag: idle 0 %" in texts
     assert len(ax.get_yticks()) == 8
-    with pytest.raises(OptionError, match="nothing to draw: expected one or more results"):
+    with pytest.raises(OptionError, match="nothing to draw: pass one or more results"):
         viz.rank_timeline([])
     assert (
         viz.rank_timeline(ring).get_title(loc="left")
@@ -87,7 +87,7 @@ def test_what_cannot_be_watched_says_why(tmp_path):
         viz.animate_ranks(account(), tmp_path / "a.png")
     with pytest.raises(OptionError, match=r"frames_a_step must be at most 64, got 65"):
         viz.animate_ranks(account(), tmp_path / "a.gif", frames_a_step=65)
-    with pytest.raises(OptionError, match=r"fps must be from 0.01 to 1,000, got 0"):
+    with pytest.raises(OptionError, match=r"fps= must be from 0.01 to 1,000, got 0"):
         viz.animate_ranks(account(), tmp_path / "a.gif", fps=0)
-    with pytest.raises(OptionError, match=r"fps must be from 0.01 to 1,000, got 0.001"):
+    with pytest.raises(OptionError, match=r"fps= must be from 0.01 to 1,000, got 0.001"):
         viz.animate_ranks(account(), tmp_path / "a.gif", fps=0.001)

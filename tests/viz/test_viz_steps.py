@@ -113,7 +113,7 @@ def test_statistics_refuse_what_they_cannot_follow():
     with pytest.raises(OptionError, match="row must be from 0 to 95, got 96"):
         viz.row_statistics(cases.trace(), q, k, row=96)
     with pytest.raises(
-        ShapeError, match=r"q must be the array of the traced run, of shape \(.., 96, 8\)"
+        ShapeError, match=r"q must be the array of the traced run, of shape \(\.\.\., 96, 8\)"
     ):
         viz.row_statistics(cases.trace(), q[:, :5], k)
 

@@ -150,6 +150,7 @@ def one_grid(trace: Trace) -> tuple[int, int]:
     if len(shapes) > 1:
         raise UnsupportedError(
             f"the stages of this trace have grids of different sizes ({sorted(shapes)} tiles); "
-            "they cannot be drawn on one grid; draw one stage, or use the same tiling"
+            "they cannot be drawn on one grid; pass one stage as stage=, or use the same tiling "
+            "for all stages"
         )
     return shapes.pop()

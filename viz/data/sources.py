@@ -81,7 +81,7 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
         sources = _flatten(data)
         labels = dict(zip(_labels(sources), sources, strict=True)) if sources else {}
     if not labels:
-        raise OptionError("nothing to plot: the argument contains no trace")
+        raise OptionError("nothing to plot: the argument contains no trace; pass at least one")
     return labels
 
 
@@ -97,8 +97,8 @@ def writable(what: str, text: Any) -> str:
     text = str(text)
     if len(text) > MOST_CHARACTERS:
         raise OptionError(
-            f"the {what} {shown(text)} has {len(text):,} characters; a {what} may have at most "
-            f"{MOST_CHARACTERS}"
+            f"the {what} {shown(text)} has {len(text):,} characters, but a {what} may have at "
+            f"most {MOST_CHARACTERS}"
         )
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise OptionError(
@@ -119,7 +119,8 @@ def panes(
     chosen = labelled(data)
     if len(chosen) > 2:
         raise OptionError(
-            f"{what} shows at most two traces, got {len(chosen)}: {', '.join(chosen)}"
+            f"{what} shows at most two traces, got {len(chosen)}: {', '.join(chosen)}; pass one "
+            "or two"
         )
     if isinstance(statistics, RowStatistics):
         statistics = dict.fromkeys(list(chosen)[:1], statistics)
@@ -257,7 +258,10 @@ def rows(data: Any) -> list[dict[str, Any]]:
     for row in kept:  # pandas reads a missing window from a file as NaN
         row["window"] = row["window"] if isinstance(row.get("window"), str) else None
     if not kept:
-        raise OptionError("nothing to plot: no point of this sweep succeeded")
+        raise OptionError(
+            "nothing to plot: every point of this sweep failed; see the errors in the column "
+            "'status'"
+        )
     return kept
 
 

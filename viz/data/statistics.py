@@ -158,7 +158,7 @@ def _rows(name: str, array: np.ndarray, heads: int, n: int, d: int) -> np.ndarra
     array = array.astype(np.float64)
     if array.size != heads * n * d or array.shape[-2:] != (n, d):
         raise ShapeError(
-            f"{name} must be the array of the traced run, of shape (.., {n}, {d}) with {heads} "
-            f"heads over the batch, got {array.shape}"
+            f"{name} must be the array of the traced run, of shape (..., {n}, {d}) with {heads} "
+            f"heads in total, got shape {array.shape}"
         )
     return array.reshape(heads, n, d)

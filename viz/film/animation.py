@@ -90,7 +90,9 @@ def animate(
     """
     path = check_format(path)
     if not fps > 0 or max_frames < 1:
-        raise OptionError(f"fps and max_frames must be positive, got {fps!r} and {max_frames!r}")
+        raise OptionError(
+            f"fps= and max_frames= must be positive, got fps={fps!r} and max_frames={max_frames!r}"
+        )
     check_fps(fps)
     film = Film(data, statistics=statistics, clock=clock, theme=theme, max_frames=max_frames)
     return written(film, path, fps)
@@ -122,7 +124,7 @@ def check_fps(fps: float) -> None:
     For example, a GIF cannot show a frame for longer than 655 s.
     """
     if not SLOWEST <= fps <= FASTEST:
-        raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
+        raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
 def written(film: Any, path: Path, fps: float) -> Animation:

@@ -42,14 +42,14 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
         sources.made_by("flashsim.banks.access", request, "fronts")
     if not requests:
         raise OptionError(
-            "nothing to draw: expected one or more results of flashsim.banks.access, got none"
+            "nothing to draw: pass one or more results of flashsim.banks.access, got none"
         )
     words_of = [np.unique(request.fronts()[:, [0, 2]], axis=0) for request in requests]
     rows = 1 + max(int(words[:, 0].max()) // _BANKS for words in words_of)
     if rows > _MOST_ROWS:
         raise OptionError(
-            f"these words span {rows} rows of 128 bytes, but at most {_MOST_ROWS} can be drawn; "
-            "use fewer columns"
+            f"these accesses span {rows} rows of 128 bytes in shared memory, but at most "
+            f"{_MOST_ROWS} rows can be drawn; use fewer columns"
         )
     shades = ramp(theme)
     for n, (request, words) in enumerate(zip(requests, words_of, strict=True)):

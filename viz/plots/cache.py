@@ -41,7 +41,7 @@ def l2_curve(
     """
     if not curves:
         raise OptionError(
-            "nothing to draw: expected one or more results of flashsim.l2.curves, got none"
+            "nothing to draw: pass one or more results of flashsim.l2.curves, got none"
         )
     curves = {sources.writable("label", label): curve for label, curve in curves.items()}
     machines = [Device.get(device) for device in devices]

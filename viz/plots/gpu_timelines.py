@@ -71,14 +71,16 @@ def gpu_timeline(
     trace = sources.one_trace(data)
     if trace.timeline is None:
         raise TraceError(
-            'this trace has no timeline; run on a GPU backend with trace="timeline", or draw '
-            "viz.sram_timeline, which needs no timeline"
+            'this trace has no timeline; run on a GPU backend with trace="timeline", or use '
+            "viz.sram_timeline, which needs only a trace"
         )
     part = trace.main_stage if stage is None else trace.stage(stage)
     number = [s.name for s in trace.stages].index(part.name)
     spans = trace.timeline[trace.timeline["stage"] == number]
     if not len(spans):
-        raise OptionError(f"the timeline has no span of stage {part.name!r}; choose another stage")
+        raise OptionError(
+            f"the timeline has no span of stage {part.name!r}; pass another stage as stage="
+        )
     placed = timeline.rows(trace, spans)
     start, end = ((spans[f] - spans["start_ns"].min()) / 1000 for f in ("start_ns", "end_ns"))
     shown = np.ones(len(spans), bool)

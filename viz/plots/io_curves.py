@@ -105,8 +105,8 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
         if len({row[name] for row in rows}) > 1:
             return name
     raise OptionError(
-        f"an IO curve needs points that differ in one of {', '.join(AXES)}, but all these "
-        "points are equal; sweep one of them"
+        f"an IO curve needs points that differ in one of {', '.join(AXES)}, but these points are "
+        "equal in all of them; sweep one of them"
     )
 
 

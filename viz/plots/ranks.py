@@ -38,7 +38,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
     if not shown:
         raise OptionError(
-            "nothing to draw: expected one or more results of flashsim.distributed.count, got none"
+            "nothing to draw: pass one or more results of flashsim.distributed.count, got none"
         )
     for account in shown:
         sources.made_by("flashsim.distributed.count", account, "idle_share")
@@ -103,7 +103,7 @@ def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> No
     """
     if not times or not all(times.values()):
         raise OptionError(
-            "nothing to draw: expected results for every label, as in {label: "
+            "nothing to draw: every label must have at least one result, as in {label: "
             "[flashsim.predict.spread(...), ...]}"
         )
     for each in chain.from_iterable(times.values()):

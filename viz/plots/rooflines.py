@@ -198,7 +198,9 @@ def _given(
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
         if name not in known:
-            raise OptionError(f"{what} has {name!r}, which is not drawn; {choices(name, known)}")
+            raise OptionError(
+                f"{what} has a value for {name!r}, which is not drawn; {choices(name, known)}"
+            )
         checks.number(f"{what} of {name!r}", value, least)
     return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]
 

@@ -157,7 +157,7 @@ def mask(
     if shape[0] * shape[1] > _MOST_SCORES:
         raise OptionError(
             f"a mask plot shows at most {_MOST_SCORES:,} single scores; got {shape[0]:,} x "
-            f"{shape[1]:,}, so draw a smaller problem with the same mask"
+            f"{shape[1]:,}; draw a smaller problem with the same mask"
         )
     schedule = Schedule(problem, Tiling(32, 32) if tiling is None else tiling)
     scores = np.full(shape, _SKIPPED, np.uint8)

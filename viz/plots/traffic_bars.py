@@ -313,8 +313,8 @@ def sram_timeline(
     first, last = max(steps[0], 0), min(steps[1], len(ends))
     if not first < last:
         raise OptionError(
-            f"steps must be a range within 0 .. {len(ends)}, because stage {part.name!r} has "
-            f"{len(ends)} steps; got {steps}"
+            f"steps= must be a range (first, last) within 0 to {len(ends)}, because stage "
+            f"{part.name!r} has {len(ends)} steps, got {steps}"
         )
     where = np.interp(np.arange(len(held)), np.concatenate([[-1], ends]), np.arange(len(ends) + 1))
     # Buffers that live longest are at the bottom, so that they form a level base.

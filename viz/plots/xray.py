@@ -27,7 +27,9 @@ def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) 
         If no kernel has a tile.
     """
     if not data:
-        raise OptionError("nothing to draw: no tile size explains the counters of any kernel")
+        raise OptionError(
+            "nothing to draw: no tile size matches the measured counters of any kernel"
+        )
     drawn: list[Mapping[str, Any]] = []
     for e in data:
         if all(e["curve"] != other["curve"] or e["name"] != other["name"] for other in drawn):

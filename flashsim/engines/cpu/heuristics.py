@@ -58,11 +58,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
         scores = p.batch * p.heads * p.n_q * p.n_kv
         return 1 if scores * (p.head_dim + p.head_dim_v) <= threads.SHORT else threads.available()
     if not checks.is_int(requested) or requested < 1:
-        raise OptionError(f"threads must be a positive integer, got {shown(requested)}")
+        raise OptionError(f"threads= must be a positive integer, got {shown(requested)}")
     if requested > threads.ALWAYS and requested > threads.most():
         raise OptionError(
-            f"threads must be at most {threads.most()}, got {requested}: this process may use "
-            f"{threads.available()} CPUs, and more threads than CPUs would not be faster"
+            f"threads= must be at most {threads.most()}, got {requested}; this process may use "
+            f"{threads.available()} CPUs, and more threads than CPUs are no faster"
         )
     return int(requested)
 
@@ -87,9 +87,9 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
     best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
-            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, which Numba "
-            "must be allowed to use (see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES); use "
-            "micro_kernel='plain', which runs on any CPU"
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, and Numba "
+            "must be allowed to use these instructions (see NUMBA_CPU_NAME and "
+            "NUMBA_CPU_FEATURES); use micro_kernel='plain', which runs on any CPU"
         )
     return best
 
@@ -124,13 +124,13 @@ def arithmetic_limits(problem: Problem, most: int) -> bool:
 def _paired(micro_kernel: str, dtype: str) -> registers.Cpu:
     if dtype != "bfloat16":
         raise OptionError(
-            f"micro_kernel={micro_kernel!r} needs bfloat16 inputs, got {dtype}: convert them, or "
-            "leave micro_kernel out"
+            f"micro_kernel={micro_kernel!r} needs bfloat16 inputs, got {dtype}; convert the "
+            "inputs to bfloat16, or leave out micro_kernel="
         )
     missing = registers.without(micro_kernel)
     if missing is not None:
         raise BackendUnavailable(
-            f"micro_kernel={micro_kernel!r} cannot run on this machine: {missing}; leave "
-            "micro_kernel out to use the fastest one for this CPU"
+            f"micro_kernel={micro_kernel!r} cannot run on this machine: {missing}; leave out "
+            "micro_kernel= to use the fastest one for this CPU"
         )
     return registers.paired(micro_kernel)

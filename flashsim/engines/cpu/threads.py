@@ -128,8 +128,8 @@ def _call(kernel: Any, *args: Any) -> None:
         kernel(*args)
     except MemoryError:  # Numba's own message is only "Allocation failed"
         raise MemoryError(
-            "there is not enough memory for the tiles of a thread; use fewer threads or smaller "
-            "tiles"
+            "there is not enough memory for the threads' tiles; use fewer threads= or smaller "
+            "tiles (tiling=)"
         ) from None
 
 

@@ -42,8 +42,8 @@ class Remote:
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise MemoryModelError(
-            f"{self.name} lies in HBM: load a tile of it into SRAM before you compute with it, "
-            f"sram.load(hbm.{self.name}, rows)",
+            f"{self.name} lies in HBM: load a tile of it into SRAM by sram.load(hbm.{self.name}, "
+            "rows), and compute with that tile",
             "unloaded",
         )
 
@@ -54,7 +54,8 @@ class Remote:
 
     def __setitem__(self, *_: object) -> NoReturn:
         raise MemoryModelError(
-            f"{self.name} lies in HBM: sram.store(hbm.{self.name}, rows, tile) writes to it"
+            f"{self.name} lies in HBM and cannot be assigned to: write to it by "
+            f"sram.store(hbm.{self.name}, rows, tile)"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -138,7 +139,7 @@ class OpenHbm:
             array = np.full((batch, heads, *sides), np.nan, numpy_dtype(kind))
         except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
             raise OptionError(
-                f"this machine has too little memory for a workspace {name!r} of "
+                f"this computer has too little memory for a workspace {name!r} of "
                 f"{(p.batch, heads, *sides)} elements"
             ) from None
         self._code(name, SIDES[along])
@@ -169,7 +170,10 @@ class OpenHbm:
                     f"O_split, got {shown(name)}"
                 )
             if len(self._codes) >= MOST_NAMES:
-                raise OptionError(f"an algorithm may name at most {MOST_NAMES} tensors of its own")
+                raise OptionError(
+                    f"an algorithm may use at most {MOST_NAMES} different names for its tiles "
+                    "and workspaces; use the same name for several of them"
+                )
             self._codes[name] = len(TENSORS) + len(self._codes)
             self._own[name] = axis
         return self._codes[name]
@@ -180,7 +184,8 @@ class OpenHbm:
         """Return the tensor with the numbers of a handle; raise for a handle of another HBM."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(
-                f"{tensor!r} belongs to another machine; use the tensors of machine.hbm"
+                f"{tensor!r} belongs to another machine; use the tensors in machine.hbm of this "
+                "machine"
             )
         return self._inside[tensor.name]
 
@@ -190,8 +195,8 @@ class OpenHbm:
         if tensor.name not in self._written:
             outputs = ", ".join(self._written)
             raise MemoryModelError(
-                f"{tensor.name} is an input; an algorithm writes to {outputs}, or to a workspace: "
-                "machine.hbm.new(name, rows, width)",
+                f"{tensor.name} is an input, which cannot be written; write to {outputs}, or to "
+                "a workspace made by machine.hbm.new(name, rows, width)",
                 "operation",
             )
 
@@ -202,8 +207,9 @@ class OpenHbm:
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
-                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
-                f"numbers to read or to add to; sram.store(hbm.{tensor.name}, rows, 0.0) clears it",
+                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so it holds no "
+                "numbers to read or to add to; store it first, or clear it by "
+                f"sram.store(hbm.{tensor.name}, rows, 0.0)",
                 "unstored",
             )
 
@@ -249,8 +255,8 @@ def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
     """Return the slices of rows and columns that were asked for, cut to the tensor's size."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
-            "load, store and reduce take a tensor in HBM, such as machine.hbm.K, got "
-            f"{type(tensor).__name__}"
+            "sram.load, sram.store and sram.reduce take a tensor in HBM, such as machine.hbm.K, "
+            f"got {type(tensor).__name__}"
         )
     slices = []
     for which, size, what in ((rows, tensor.shape[0], "rows"), (cols, tensor.width, "columns")):

@@ -98,17 +98,19 @@ class OpenMachine:
         checks.one_of("per", per, ("head", "group"))
         if self._open:
             raise MemoryModelError(
-                f"stage {name!r} begins before {self._open!r} has ended: stages run one after "
-                "another, and share only HBM",
+                f"stage {name!r} begins before {self._open!r} has ended; stages run one after "
+                "another, so close each `with machine.stage(...)` block before you open the next",
                 "scope",
             )
         checks.instance("a stage's name", name, str, "a word")
         if name in (stage.name for stage in self._stages) or not 0 < len(name) <= 60:
             raise MemoryModelError(
-                f"stage {name!r} ran already; give each stage its own (short) name"
+                f"stage {name!r} ran already; give each stage a different, short name"
             )
         if len(self._stages) >= MOST_STAGES:
-            raise MemoryModelError(f"more than {MOST_STAGES} stages; loop inside one stage instead")
+            raise MemoryModelError(
+                f"more than {MOST_STAGES} stages; move the loop inside a single stage instead"
+            )
         plan = plans.Stage(name, outer, per=per)
         schedule = Schedule(self._problem, tiling or self._tiling, outer)
         sram = OpenSram(self._hbm, schedule, plan, self._device, self._most)

@@ -87,7 +87,10 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
     how: dict[str, Any] = {}
     if where is not True:
         if out is None:
-            raise MemoryModelError("where= without out= leaves numbers undefined; use np.where")
+            raise MemoryModelError(
+                "where= without out= leaves some numbers of the result undefined; use "
+                "np.where(condition, a, b)"
+            )
         how["where"] = _operand("where=", where, room, ndim)
     if out is not None:
         held(out, room)
@@ -118,14 +121,20 @@ def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -
     for x in (a, b):
         if not isinstance(x, TileBase):
             outsider("@", x)
-            raise ShapeError("@ multiplies two tiles; a number scales a tile with *")
+            raise ShapeError(
+                "@ multiplies two tiles, but one operand is a number; use * to scale a tile by "
+                "a number"
+            )
     room = a._alive()
     left, right = held(a, room)._view, held(b, room)._view
     row, col = a.ndim == 1, b.ndim == 1
     left = left[..., None, :] if row else left
     right = right[..., :, None] if col else right
     if left.shape[-1] != right.shape[-2]:
-        raise ShapeError(f"{a.shape} @ {b.shape}: the inner dimensions differ")
+        raise ShapeError(
+            f"{a.shape} @ {b.shape}: the inner dimensions differ, so the tiles cannot be "
+            "multiplied; transpose or slice one of them"
+        )
     if left.shape[-2] * right.shape[-1] > room.sram._most // 4:
         room.sram._require_room("temp", 4 * left.shape[-2] * right.shape[-1])
     view = np.matmul(left, right)
@@ -164,7 +173,9 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
     if outs:
         result = outs[0]
         if not isinstance(result, TileBase):
-            raise MemoryModelError(f"{name}(..., out=...) takes a tile: sram.alloc(name, shape)")
+            raise MemoryModelError(
+                f"{name}(..., out=...) must get a tile; allocate one by sram.alloc(name, shape)"
+            )
         result[...] = room.sram._made(_own_type(view, room))  # type: ignore[index]
     else:
         result = room.sram._made(_own_type(view, room))
@@ -185,7 +196,7 @@ def chosen(condition: Any, value: Any, other: Any) -> Any:
         view = np.where(*operands)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in inputs if hasattr(x, "shape"))
-        raise ShapeError(f"np.where: {shapes} do not broadcast") from None
+        raise ShapeError(f"np.where: the shapes {shapes} do not broadcast") from None
     result = room.sram._made(_own_type(view, room))
     room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
     return result
@@ -222,8 +233,8 @@ def held(tile: TileBase, room: Room) -> TileBase:
     """Return the tile, after checking that it lies in the same stage's SRAM as `room`."""
     if tile._alive().sram is not room.sram:
         raise MemoryModelError(
-            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it to HBM in "
-            "that stage and load it in this one",
+            f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it to HBM "
+            "in that stage, and load it from HBM in this stage",
             "freed",
         )
     return tile
@@ -239,9 +250,9 @@ def outsider(what: str, x: Any) -> Any:
         return x
     kind = f"an array of {x.dtype}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
     raise MemoryModelError(
-        f"{what} cannot be combined with {kind} from outside the machine: only tiles, numbers and "
-        "boolean masks can; load tensors with sram.load(hbm.Q, rows), and get row positions with "
-        "sram.positions(rows)",
+        f"{what} cannot be combined with {kind} from outside the machine: a tile can be combined "
+        "only with tiles, numbers and boolean masks; load tensors with sram.load(hbm.Q, rows), "
+        "and get row positions with sram.positions(rows)",
         "outside",
     )
 
@@ -275,7 +286,8 @@ def unknown(name: str, method: str, how: Any) -> str:
 def _full(tile: TileBase, value: float, **how: Any) -> Any:
     if how:
         raise MemoryModelError(
-            "np.zeros_like and its kin copy the tile's type and shape: leave out dtype= and shape="
+            "np.zeros_like, ones_like, empty_like and full_like use the tile's type and shape; "
+            "leave out dtype= and shape="
         )
     return tile._alive().sram._made(np.full_like(tile._view, value))
 

@@ -110,10 +110,16 @@ def replay(
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             for text in program:
                 if time.monotonic() > until:
-                    raise ProgramError("its program takes too long to replay")
+                    raise ProgramError(
+                        "the recorded program takes too long to replay; load and store fewer, "
+                        "larger tiles"
+                    )
                 player.perform(text)
         if player.open:
-            raise ProgramError("its program ends inside a scope")
+            raise ProgramError(
+                "the recorded program ends inside a step, a visit or another scope that was not "
+                "closed"
+            )
     except ProgramError:
         raise
     except FlashSimError as error:
@@ -121,7 +127,7 @@ def replay(
         text = source[line - 1] if 0 < line <= len(source) else ""
         raise located(error, name, line, text) from None
     except Exception as error:  # any other error means that no tape wrote the text
-        raise ProgramError(f"its program is malformed ({type(error).__name__})") from None
+        raise ProgramError(f"the recorded program is malformed ({type(error).__name__})") from None
     finally:
         REPLAYED.reset(before)
 

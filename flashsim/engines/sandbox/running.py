@@ -51,8 +51,8 @@ def one_argument(algorithm: Callable[..., None], name: str) -> None:
         inspect.signature(algorithm).bind("machine")
     except TypeError as error:
         raise DTypeError(
-            f"{name} is called with one argument, the machine, but: {error}; pass its other "
-            "arguments with functools.partial or as defaults"
+            f"{name} must accept a call with one argument, the machine, but: {error}; pass its "
+            "other arguments with functools.partial or as defaults"
         ) from None
     except ValueError:  # a function written in C without a signature
         pass
@@ -90,16 +90,18 @@ def require_stored(name: str, machine: OpenMachine, asked: Iterable[str]) -> Non
     """Raise `MemoryModelError` unless the algorithm stored all of its results."""
     if not machine.stages:
         raise MemoryModelError(
-            f"{name} ran no stage; open one with machine.stage(name)", "unstored"
+            f"{name} ran no stage; open one by `with machine.stage(name) as sram:`", "unstored"
         )
     for output in asked:
         state = machine.hbm._stored(output)
         if state != "all":
             what = "nothing of it was stored" if state == "none" else f"{state} were never stored"
             raise MemoryModelError(
-                f"{name} ended without storing all of {output}: {what}; sram.store(hbm.{output}, "
-                "rows, tile)",
+                f"{name} ended without storing all of {output}: {what}; store these rows by "
+                f"sram.store(hbm.{output}, rows, tile)",
                 "unstored",
             )
     if not any((stage.events["bytes"] > 0).any() for stage in machine.stages):
-        raise MemoryModelError(f"{name} loaded and stored nothing; use sram.load and sram.store")
+        raise MemoryModelError(
+            f"{name} loaded and stored nothing; move data with sram.load and sram.store"
+        )

@@ -50,8 +50,8 @@ class Scopes:
         """
         if self._scopes:
             raise MemoryModelError(
-                "a step cannot contain another step, because a step is the work of one "
-                "thread block; use sram.strip() for a scope within it",
+                "a step (sram.step) cannot contain another step, because a step is the work of "
+                "one thread block; use sram.strip() to open a scope within a step",
                 "scope",
             )
         n = self._tile(outer, self._stage.outer)
@@ -87,16 +87,16 @@ class Scopes:
         _, i, j, at = self._here()
         if at >= 0:
             raise MemoryModelError(
-                "a visit cannot contain another visit; use sram.strip() for a scope within "
-                "it, for smaller tiles",
+                "a visit (sram.visit) cannot contain another visit; use sram.strip() to open a "
+                "scope for smaller tiles within a visit",
                 "scope",
             )
         if isinstance(visit, Visit):
             own = self._tile(visit.i, "queries"), self._tile(visit.j, "keys")
         elif cols is None:
             raise MemoryModelError(
-                "a visit works on a tile of scores and needs rows and columns: sram.visit(rows, "
-                "cols)"
+                "a visit works on a tile of scores, so it needs both its rows and its columns: "
+                "sram.visit(rows, cols)"
             )
         else:
             own = self._tile(visit, "queries"), self._tile(cols, "keys")
@@ -145,7 +145,8 @@ class Scopes:
     def _check_open(self) -> None:
         if self._over:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} has ended, and its SRAM was freed; open another stage",
+                f"stage {self._stage.name!r} has ended, and its SRAM was freed; do this work "
+                "before the stage ends, or open another stage",
                 "freed",
             )
 

@@ -25,19 +25,22 @@ def tile_number(which: int | slice, side: str, schedule: Schedule, stage: str) -
     block = schedule.tiling.block_q if side == "queries" else schedule.tiling.block_k
     if isinstance(which, (int, np.integer)):
         if not 0 <= which < len(table):
-            raise ShapeError(f"there are {len(table)} tiles of {side}, got tile number {which}")
+            raise ShapeError(
+                f"there are {len(table)} tiles of {side}, numbered from 0, got tile number {which}"
+            )
         return int(which)
     part = span(which, int(table[-1, 1]), f"{side} of a tile, such as slice(0, 64),")
     if not len(part) or part.step != 1:
         raise ShapeError(
-            f"{side} {which.start}:{which.stop} lie outside the {int(table[-1, 1])} {side}"
+            f"the slice {which.start}:{which.stop} must select at least one of the "
+            f"{int(table[-1, 1])} {side}, in steps of 1"
         )
     first, last = part[0] // block, part[-1] // block
     if first != last:
         name = "block_q" if side == "queries" else "block_k"
         raise ShapeError(
-            f"{side} {part.start}:{part.stop} cross the borders of tiles of {block}; loop in "
-            f"tiles of machine.tiling.{name}, or give the stage its own: machine.stage({stage!r}, "
-            "tiling=flashsim.Tiling(block_q, block_k))"
+            f"{side} {part.start}:{part.stop} lie in more than one tile of {block} {side}; loop "
+            f"over tiles of machine.tiling.{name} {side}, or set another tile size for the stage "
+            f"by machine.stage({stage!r}, tiling=flashsim.Tiling(block_q, block_k))"
         )
     return first

@@ -251,8 +251,8 @@ class OpenSram(Scopes):
         inside = self._hbm._behind(tensor)
         if inside.data.shape[1] < self._lead[1]:
             raise MemoryModelError(
-                f"each query head of a group would store its own {tensor.name}, but there is only "
-                f"one per KV head: use machine.stage({self._stage.name!r}, per='group')"
+                f"each query head of a group would store {tensor.name}, but there is only one "
+                f"{tensor.name} per KV head; use machine.stage({self._stage.name!r}, per='group')"
             )
         inside.view(rows, cols, member)[...] = value
         self._hbm._mark_written(tensor, rows, cols, member)
@@ -283,15 +283,17 @@ class OpenSram(Scopes):
     ) -> tuple[slice, slice, Any]:
         self._here()
         if isinstance(cols, SramTile):
-            raise ShapeError("the tile comes before the columns: store(tensor, rows, tile, cols)")
+            raise ShapeError(
+                "the tile must come before the columns: sram.store(tensor, rows, tile, cols)"
+            )
         rows, cols = part_of(tensor, rows, cols)
         self._hbm._require_writable(tensor)
         self._check_heads(tensor, member)
         if isinstance(tile, SramTile):
             if tile._alive().sram is not self:
                 raise MemoryModelError(
-                    f"{tile!r} lies in another stage's SRAM; store it to HBM there and load it "
-                    "here",
+                    f"{tile!r} lies in another stage's SRAM; store it to HBM in that stage, and "
+                    "load it from HBM in this stage",
                     "freed",
                 )
             shape = self._hbm._behind(tensor).view(rows, cols, member).shape
@@ -304,8 +306,9 @@ class OpenSram(Scopes):
         if isinstance(tile, (int, float, np.integer, np.floating)):
             return rows, cols, float(tile)
         raise MemoryModelError(
-            f"{tensor.name} takes a tile that was computed on chip, or a number, got "
-            f"{type(tile).__name__}: arrays from outside the machine cannot be stored",
+            "only a tile that was computed on chip, or a number, can be stored in "
+            f"{tensor.name}, got {type(tile).__name__}; compute the values from tiles that "
+            "sram.load returned",
             "outside",
         )
 
@@ -323,7 +326,10 @@ class OpenSram(Scopes):
                 "range(machine.problem.group)"
             )
         if member is not None and not 0 <= member < group:
-            raise ShapeError(f"a group has {group} query heads, got member={member}")
+            raise ShapeError(
+                f"member= must be from 0 to {group - 1}, one of the group's query heads, got "
+                f"member={member}"
+            )
 
     def _done(self) -> StageTrace:
         """Return the stage's events after its loop has ended."""

@@ -149,4 +149,7 @@ def _plain(value: Any) -> Any:
         return {"tiling": [value.block_q, value.block_k]}
     if isinstance(value, (np.dtype, type)):
         return {"type": np.dtype(value).name}
-    raise MemoryModelError(f"the machine's operations do not take {shown(value)} as an argument")
+    raise MemoryModelError(
+        f"the machine's operations do not support the argument {shown(value)}; pass tiles, "
+        "tensors of machine.hbm, numbers or slices"
+    )

@@ -100,7 +100,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         if parts and isinstance(parts[-1], SramTile):  # S[keep] = 0 with a tile of booleans
             if parts[:-1] not in ((), (Ellipsis,)):
                 raise MemoryModelError(
-                    "a boolean index must be the only index: tile[condition] = number"
+                    "a boolean index must be the only index, as in tile[condition] = number"
                 )
             where = aligned(held(parts[-1], room), self.ndim)
             np.copyto(self._view, source, where=where)
@@ -109,7 +109,9 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
                 self._view[(*_LEAD, *parts)] = source
             except (ValueError, IndexError) as error:
                 shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
-                raise ShapeError(f"tile[...] = ...: {shapes} do not broadcast ({error})") from None
+                raise ShapeError(
+                    f"tile[...] = value: the shapes {shapes} do not broadcast ({error})"
+                ) from None
         self._rounded()
         read = value.nbytes if isinstance(value, SramTile) else 0
         room.sram._note(priced("", 0, read, self.nbytes))
@@ -129,8 +131,8 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         for out in outs:
             if not isinstance(out, SramTile):
                 raise MemoryModelError(
-                    f"np.{ufunc.__name__}(..., out=...) would write a tile outside the chip; give "
-                    "a tile: sram.alloc(name, shape)",
+                    f"np.{ufunc.__name__}(..., out=...) would write a tile to an array outside "
+                    "the chip; pass a tile from sram.alloc(name, shape) as out=",
                     "off chip",
                 )
         out = outs[0] if outs else None
@@ -194,7 +196,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         raise MemoryModelError(
             f"the numbers of the tile {self._lease.room.name!r} stay on chip: they cannot become "
             "a Python number, a list or a NumPy array; compute with tiles, write results with "
-            "sram.store, and look at numbers with sram.show(tile)",
+            "sram.store, and print numbers with sram.show(tile)",
             "off chip",
         )
 

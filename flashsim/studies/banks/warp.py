@@ -149,8 +149,8 @@ def access(
     width = PATTERNS[pattern][1] or item
     if pattern == "ldmatrix" and item != 2:
         raise OptionError(
-            f"ldmatrix moves elements of 2 bytes, but {dtype} elements have {item}; use a 16-bit "
-            "type"
+            f"ldmatrix moves elements of 2 bytes, but {dtype} elements have {item} bytes; use a "
+            "16-bit type"
         )
     columns = FRONT // item if columns is None else checks.positive_int("columns", columns)
     if pad is None:
@@ -163,8 +163,8 @@ def access(
     rows, at = _where(pattern, item)
     if at.max() + width > row_bytes:
         raise OptionError(
-            f"{pattern} reads {at.max() + width} bytes of a row, but {columns} elements of {dtype} "
-            f"have {row_bytes}; use more columns"
+            f"{pattern} reads {at.max() + width} bytes of a row, but a row of {columns} {dtype} "
+            f"elements has only {row_bytes} bytes; use more columns"
         )
     if pitch % min(width, PIECE):
         raise OptionError(
@@ -175,13 +175,15 @@ def access(
     if layout in ("xor", "swizzle"):
         if row_bytes % FRONT:
             raise OptionError(
-                f"{layout} permutes parts of 128 bytes, but a row has {row_bytes} bytes; use a "
-                f"number of columns that is a multiple of {FRONT // item}"
+                f"{layout} permutes parts of 128 bytes, but a row has {row_bytes} bytes, which "
+                "is not a multiple of 128; use a number of columns that is a multiple of "
+                f"{FRONT // item}"
             )
         part, times = (WORD, BANKS) if layout == "xor" else (PIECE, FRONT // PIECE)
         if width > part:
             raise OptionError(
-                f"an xor of 4-byte words would split reads of {width} bytes; use swizzle"
+                f"an xor of 4-byte words would split reads of {width} bytes; use the layout "
+                "'swizzle'"
             )
         addresses = rows * pitch + (at // part ^ rows % times) * part + at % part
     return Access(pattern, layout, addresses, width, rows * row_bytes + at)

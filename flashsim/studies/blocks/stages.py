@@ -70,7 +70,9 @@ class BlockSizes:
         """Return a stage's fastest tile or, without times, the tile with the fewest bytes."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
-            raise OptionError(f"no tile of stage {shown(stage)} fits; use smaller sides")
+            raise OptionError(
+                f"no tile of stage {shown(stage)} fits on chip; pass smaller tile sizes as sides="
+            )
         timed = [b for b in rows if b.seconds is not None]
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 
@@ -137,7 +139,7 @@ def sizes(
     if tilings is None:
         tilings = [Tiling(q, k) for q, k in product(sides, sides)]
     if not tilings:
-        raise OptionError(f"sides must contain at least one size, got {shown(sides)}")
+        raise OptionError(f"sides= must contain at least one tile size, got {shown(sides)}")
     blocks = [b for t in tilings for b in _blocks(problem, t, algorithm, direction, device)]
     order = [stage.name for stage in plans.stages(problem, algorithm, direction)]
     blocks.sort(key=lambda b: order.index(b.stage))
@@ -168,7 +170,8 @@ def mixed(
     checks.instance("tilings", tilings, Mapping, "a mapping from stage to flashsim.Tiling")
     if set(tilings) != set(stages):
         raise OptionError(
-            f"tilings must name the stages {', '.join(stages)}, got {', '.join(tilings) or 'none'}"
+            f"tilings= must have exactly the stages {', '.join(stages)} as keys, got "
+            f"{', '.join(tilings) or 'none'}"
         )
     device = Device.get(device)
     blocks = [

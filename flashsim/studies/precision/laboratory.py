@@ -88,7 +88,9 @@ class Laboratory:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):
                 return f
         known = dict.fromkeys(f.point for f in self.findings)
-        raise OptionError(f"there are no results for {point!r}; {choices(point, known)}")
+        raise OptionError(
+            f"there are no results for the rounding point {point!r}; {choices(point, known)}"
+        )
 
     @property
     def kinds(self) -> list[str]:

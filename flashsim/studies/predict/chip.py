@@ -43,8 +43,8 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
         found = [value for unit, value in units.items() if unit.startswith(prefixes)]
         if not found:
             raise TraceError(
-                f"the table of units has no name that begins with {prefixes[0]!r}; measure the "
-                "units again with flashsim study calibrate"
+                f"the table of units has no row whose name begins with {prefixes[0]!r}; measure "
+                "the units again with `flashsim study calibrate`"
             )
         best[name] = max(found)
     hertz = best.pop("clock")

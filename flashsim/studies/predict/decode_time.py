@@ -43,13 +43,14 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
     """
     if splits == "fa3":
         raise OptionError(
-            "the GPU kernels choose splits by their own rule; use splits='auto' or an integer"
+            "the GPU's decode kernel chooses the number of splits by a rule of its own; use "
+            "splits='auto' or an integer"
         )
     p, lengths = problem, (problem.n_kv,) * problem.batch
     for name in ("shared_prefix", "latent"):
         if getattr(p, name):
             raise UnsupportedError(
-                f"the time of decoding with {name} cannot be predicted; leave {name} out"
+                f"the time of decoding with {name} cannot be predicted; leave out {name}="
             )
     if p.cu_seqlens_q is not None:
         queries = {s.q_stop - s.q_start for s in p.sequences}

@@ -66,7 +66,7 @@ def when(
     """
     lengths = [*lengths]
     if not lengths:
-        raise OptionError("lengths must contain at least one length, got none")
+        raise OptionError("lengths= must contain at least one length, got none")
     device, wins = Device.get(device), None
     table = Table(
         f"When does FlashAttention win? {direction}, {problem.batch} x {problem.heads} heads, "

@@ -128,16 +128,16 @@ def predict(
     if deterministic is not None:
         if direction != "backward":
             raise OptionError(
-                "deterministic chooses between backward passes; use direction='backward', or leave "
-                "deterministic out"
+                "deterministic= chooses between backward passes; use direction='backward', or "
+                "leave out deterministic="
             )
         algorithm = _form(problem, algorithm, deterministic, tiling, kernels, device)
     others = algorithm in ("standard", decode_time.ALGORITHM) or kernels not in (None, "hopper")
     if problem.fp8 and others:
         raise UnsupportedError(
-            f"for {problem.dtype}, only the time of Hopper's FP8 forward can be predicted, not "
-            f"{algorithm!r} or other kernels; use float16 or bfloat16, or `flashsim.count` for "
-            "bytes"
+            f"for {problem.dtype} inputs, only the time of the forward pass of Hopper's FP8 "
+            "kernel can be predicted; pass float16 or bfloat16 inputs, or use `flashsim.count`, "
+            "which counts bytes"
         )
     if problem.score_mod is not None:
         raise UnsupportedError(
@@ -154,8 +154,9 @@ def predict(
         for name, value in own.items():
             if value is not None:
                 raise OptionError(
-                    f"{name} applies only to FlashAttention, because standard attention is timed "
-                    f"with a library's kernels; leave {name} out, got {name}={shown(value)}"
+                    f"{name}= applies only to FlashAttention, because the time of standard "
+                    f"attention is that of a library's kernels; leave out {name}=, got "
+                    f"{name}={shown(value)}"
                 )
         return predict_standard(problem, direction, device)
     if algorithm == decode_time.ALGORITHM:
@@ -164,10 +165,15 @@ def predict(
             *(("tiling", tiling), ("constants", constants), ("heads_in_group", heads_in_group)),
         ):
             if given is not None:
-                raise OptionError(f"there is only one decode kernel, 'portable': leave {name} out")
+                raise OptionError(
+                    f"there is only one decode kernel, 'portable', so {name}= cannot be chosen; "
+                    f"leave out {name}="
+                )
         return decoding(problem, direction, splits, device)
     if splits != "auto":
-        raise OptionError(f"{algorithm!r} cannot split keys; use algorithm='flash-decode'")
+        raise OptionError(
+            f"{algorithm!r} cannot split keys; use algorithm='flash-decode', or leave out splits="
+        )
     kernels = _named(kernels, device)
     inputs.check_tiling(tiling)
     for what, mapping, kind in (
@@ -179,12 +185,14 @@ def predict(
         if not isinstance(mapping, Mapping) or not all(
             isinstance(value, kind) and not isinstance(value, bool) for value in mapping.values()
         ):
-            raise DTypeError(f"{what} must be a mapping by stage, got {shown(mapping)}")
+            raise DTypeError(f"{what}= must be a dict whose keys are stages, got {shown(mapping)}")
     passes, traffic = _prepare(problem, direction, algorithm, kernels, tiling, device)
     known = CALIBRATED[kernels] if constants is None else constants
     for name, heads in (heads_in_group or {}).items():
         if heads < 1:
-            raise OptionError(f"heads_in_group must be at least 1, got {heads!r} for {name!r}")
+            raise OptionError(
+                f"heads_in_group= must be at least 1 for every stage, got {heads!r} for {name!r}"
+            )
         passes = tuple(replace(x, clump=heads) if x.stage.name == name else x for x in passes)
     found = tuple(_stage(one, traffic, known) for one in passes)
     if kernels == "hopper" and found[-1].name == "dq":
@@ -257,9 +265,9 @@ def _form(
     )
     if ordered:
         raise UnsupportedError(
-            "for this problem, the kernels run the fused backward pass that adds to dQ in a fixed "
-            "order, whose time cannot be predicted; use algorithm='flash2' without deterministic "
-            "for the time of three passes"
+            "for this problem, the kernels run the fused backward pass that adds to dQ in a "
+            "fixed order, whose time cannot be predicted; for the time of the three passes, use "
+            "algorithm='flash2' and leave out deterministic="
         )
     return form
 
@@ -277,8 +285,8 @@ def _decoded(
     fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
     if "pack_gqa" in fields:
         raise UnsupportedError(
-            "the GPU's decode kernel always packs the query heads of a KV head into one tile, so "
-            "only pack_gqa=True has a prediction; leave pack_gqa out"
+            "the GPU's decode kernel always packs the query heads of a KV head into one tile, "
+            "so only the time of pack_gqa=True can be predicted; leave out pack_gqa="
         )
     splits = fields.pop("splits", "auto")
     return splits, live_problem(problem, fields)[0] if fields else problem
@@ -306,8 +314,8 @@ def _prepare(
     """Return the kernel passes that `run` would launch, and their counted traffic."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
-            "times can be predicted for flash2, flash2-fused, flash2-once, flash-decode and "
-            f"standard, not for {algorithm!r}"
+            f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
+            "'flash2-once', 'flash-decode' or 'standard' as algorithm="
         )
     # FP8 kernels use the constants of the 16-bit forward.
     family = HOPPER_FP8 if problem.fp8 else _family(kernels, direction)
@@ -466,7 +474,7 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
         if name in constants:
             return constants[name]
     raise OptionError(
-        f"constants must have an entry for {named!r}, got entries for {', '.join(constants)}"
+        f"constants= must have an entry for {named!r}, got entries for {', '.join(constants)}"
     )
 
 

@@ -161,12 +161,12 @@ def spread(
     device = Device.get(device)
     if algorithm == DECODES:
         raise UnsupportedError(
-            f"the time of {DECODES!r} can be predicted only for a few queries, but each rank has "
-            "many; use algorithm='flash2'"
+            f"{DECODES!r} can be timed only with a few queries, but each rank has many; use "
+            "algorithm='flash2'"
         )
     if link is None and not device.link:
         raise OptionError(
-            f"{device.name} has no link in its preset; give link=, a name or a "
+            f"{device.name} has no preset link between GPUs; pass link= with a link's name or a "
             "flashsim.predict.Link"
         )
     inside, between = Link.get(device.link if link is None else link), Link.get(network)

@@ -60,7 +60,7 @@ def read(text: str) -> list[Difference]:
     if missing:
         raise TraceError(
             "the file is not a table that benchmarks/verify.py wrote: it has no column "
-            f"{missing[0]!r}; to read Nsight Compute's output, use --from"
+            f"{missing[0]!r}; to read Nsight Compute's output, use --from instead of --summary"
         )
     found = []
     for row in rows:

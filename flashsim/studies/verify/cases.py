@@ -87,7 +87,7 @@ class Case:
         for name in (one.name for one in fields(Problem)):
             if getattr(self.problem, name) != getattr(carried, name):
                 raise UnsupportedError(
-                    f"{name} cannot be verified, but the problem sets it; a case supports only "
+                    f"the problem sets {name}, which a case cannot have; set only "
                     f"{', '.join(_SHAPE)}"
                 )
 
@@ -106,8 +106,8 @@ class Case:
             return self
         if self.backend in ON_CPU:
             raise OptionError(
-                f"backend {self.backend!r} does not run on a GPU; choose the device to predict "
-                f"for: {', '.join(PRESETS)}"
+                f"backend {self.backend!r} does not run on a GPU; pass the GPU to predict for as "
+                f"device=, one of: {', '.join(PRESETS)}"
             )
         return replace(self, device=here())
 

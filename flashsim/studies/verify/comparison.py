@@ -62,7 +62,7 @@ class Verification:
         ratios = [row.ratio for row in self.rows if row.quantity == quantity]
         known = [abs(ratio - 1) for ratio in ratios if ratio is not None]
         if not known:
-            raise TraceError(f"no kernel has a predicted and a measured {quantity!r}")
+            raise TraceError(f"no kernel has both a predicted and a measured value of {quantity!r}")
         return max(known)
 
     __repr__ = report.titled
@@ -102,13 +102,13 @@ def verify(
         wait for each other.
     """
     if not isinstance(passes, (list, tuple)):
-        raise DTypeError(f"passes must be a list of MeasuredPass, got {shown(passes)}")
+        raise DTypeError(f"passes= must be a list of MeasuredPass, got {shown(passes)}")
     passes = [
         checks.instance("each of passes", one, MeasuredPass, "verify.MeasuredPass")
         for one in passes
     ]
     if not isinstance(title, str):
-        raise DTypeError(f"title must be a string, got {shown(title)}")
+        raise DTypeError(f"title= must be a string, got {shown(title)}")
     if l2 is not None:
         checks.instance("l2", l2, L2Model, "flashsim.l2.L2Model")
     rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]

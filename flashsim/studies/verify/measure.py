@@ -131,7 +131,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     if left is not None:
         raise TraceError(
             f"launch {left.number} ({left.kernel}) is one more than these cases launch; pass the "
-            "options of the run that was measured"
+            "same options as for the run that was measured"
         )
     return found
 
@@ -158,9 +158,9 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
             by_stage.setdefault(stage, []).append(launch)
     if not by_stage:
         raise TraceError(
-            f"none of the measured kernels ({', '.join({x.kernel for x in launches})}) belongs to "
-            f"a predicted stage ({', '.join(sorted(known))}); pass the options of the run that was "
-            "measured"
+            f"none of the measured kernels ({', '.join({x.kernel for x in launches})}) belongs "
+            f"to a predicted stage ({', '.join(sorted(known))}); pass the same options as for "
+            "the run that was measured"
         )
     return [MeasuredPass(traffic, by_stage) for traffic in traffics]
 
@@ -200,7 +200,8 @@ def _pass(
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
                 f"the table has {'no launch' if launch is None else launch.kernel} where stage "
-                f"{stage.name!r} of {case} is expected; pass the table of the run with these cases"
+                f"{stage.name!r} of {case} is expected; pass the table that was measured with "
+                "these cases"
             )
         taken[stage.name] = [launch]
     return MeasuredPass(

@@ -186,7 +186,7 @@ def _product(text: str) -> int:
 def _number(text: str) -> int:
     if not text.isdecimal():
         raise TraceError(
-            f"a launch's ID must be a whole number, got {text!r}; save the output of ncu unedited"
+            f"a launch's ID must be a whole number, got {text!r}; pass ncu's output without edits"
         )
     return int(text)
 
@@ -197,13 +197,16 @@ def _value(counter: str, text: str, unit: str) -> float:
         value = float(text.replace(",", ""))
     except ValueError:
         raise TraceError(
-            f"the value of {counter} must be a number, got {text!r}; either the device does not "
-            "have this counter, or reading it needs permission (ERR_NVGPUCTRPERM)"
+            f"the value of {counter} must be a number, got {text!r}; either the GPU does not "
+            "have this counter, or you have no permission to read it (ERR_NVGPUCTRPERM, see "
+            "docs/guides/truth.md)"
         ) from None
     for prefix, thousands in PREFIXES.items():
         if unit.startswith(prefix) and unit[len(prefix) :] in UNITS:
             return value * thousands * UNITS[unit[len(prefix) :]]
-    raise TraceError(f"{counter} has the unknown unit {unit!r}; run ncu with --print-units base")
+    raise TraceError(
+        f"{counter} has the unknown unit {unit!r}; run ncu again with --print-units base"
+    )
 
 
 @own_errors
@@ -234,9 +237,9 @@ def command(
     found = shutil.which("ncu")
     if found is None:
         raise BackendUnavailable(
-            "this command needs NVIDIA's Nsight Compute, but `ncu` is not on the path; install it, "
-            "or measure on another machine and read the result with --from FILE (see "
-            "docs/guides/truth.md)"
+            "this command needs NVIDIA's Nsight Compute, but the command `ncu` was not found on "
+            "PATH; install it, or measure on another machine and read the result with --from "
+            "FILE (see docs/guides/truth.md)"
         )
     options = [
         "--csv",

@@ -57,8 +57,8 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
     kernels = [checks.one_of("kernels", name, ("hopper", "portable")) for name in kernels]
     if checks.positive_int("count", count) > MOST_CASES or not kernels:
         raise OptionError(
-            f"count must be at most {MOST_CASES:,}, and kernels not empty; got {shown(count)} and "
-            f"{shown(kernels)}"
+            f"count= must be at most {MOST_CASES:,}, and kernels= must not be empty, got "
+            f"count={shown(count)} and kernels={shown(kernels)}"
         )
     while len(cases) < count:
         shape: dict[str, Any] = {"n_q": pick(_LENGTHS), "head_dim": pick(_WIDTHS)}

@@ -168,9 +168,9 @@ def measure(
             found.append(ProfiledLaunch.of(launch, *told["ranges"][label]))
     if not found:
         raise TraceError(
-            f"{program.name} ran no kernel of an attention call that `watch` records: torch's "
-            "attention functions and those of some libraries (docs/guides/watch.md); for any "
-            "other kernel, pass its name with --kernel, and its shape"
+            f"{program.name} ran no kernel in an attention call that flashsim can watch "
+            "(docs/guides/watch.md lists these calls); for any other kernel, pass its name as "
+            "--kernel, and its shape as -n, -d, --heads, ..."
         )
     gpu = told["gpu"]
     try:
@@ -272,8 +272,9 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
     for launch in parse(text):
         if "bytes into SMs" not in launch.counters:
             raise TraceError(
-                f"launch {launch.number} ({launch.kernel}) lacks {METRICS['bytes into SMs']}, from "
-                "which tiles are inferred; pass that counter to ncu with --metrics"
+                f"launch {launch.number} ({launch.kernel}) lacks the counter "
+                f"{METRICS['bytes into SMs']}, from which tile sizes are inferred; pass this "
+                "counter to ncu by --metrics"
             )
         range_ = _RANGE.search(launch.ranges)
         found.append((launch, range_[0] if range_ else ""))

@@ -320,13 +320,13 @@ def test_what_is_refused_says_so():
         (ShapeError, "q must be a tensor", lambda: flash_attn.flash_attn_func(q[0], k, v)),
         (ShapeError, "alibi_slopes must be", lambda: flash_attn.flash_attn_func(
             q, k, v, alibi_slopes=torch.rand(3))),
-        (UnsupportedError, "no alibi_slopes with packed", lambda: flash_attn.flash_attn_varlen_func(
+        (UnsupportedError, "alibi_slopes= with packed", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2))),
         (ShapeError, "same number of sequences", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], cuts[0], torch.tensor([0, 4, 8]), 5, 8)),
         (ShapeError, "must begin at 0", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], cuts[0], torch.tensor([1, 8]), 5, 8)),
-        (ShapeError, "each at most that of", lambda: flash_attn_interface.flash_attn_varlen_func(
+        (ShapeError, "at most the length of", lambda: flash_attn_interface.flash_attn_varlen_func(
             q[0], k[0], v[0], *cuts, 5, 8, torch.tensor([6]))),
         (ShapeError, "qkv must be", lambda: flash_attn.flash_attn_qkvpacked_func(q)),
         (ShapeError, "heads_k", lambda: flash_attn_interface.flash_attn_qkvpacked_func(
@@ -335,7 +335,8 @@ def test_what_is_refused_says_so():
             q, k, v, alibi_slopes=torch.rand(2))),
         (OptionError, "need cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(
             q, k, v, k, v)),
-        (OptionError, "both k and v", lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k)),
+        (OptionError, "only one of them was passed; pass both",
+         lambda: flash_attn.flash_attn_with_kvcache(q, k, v, k)),
         (OptionError, "needs rotary_sin", lambda: flash_attn.flash_attn_with_kvcache(
             q, k, v, rotary_cos=torch.rand(9, 4))),
         (ShapeError, "contiguous last", lambda: flash_attn.flash_attn_with_kvcache(
@@ -368,8 +369,8 @@ def test_decode_checks_and_has_no_gradient():
         close(lse[b], wanted[1])
     table = torch.zeros(2, 1, dtype=torch.int32)
     cases = [
-        (ShapeError, "2 integers, one for each", {"cache_seqlens": [1]}),
-        (ShapeError, "2 integers, one for each", {"cache_seqlens": torch.ones(2)}),
+        (ShapeError, "2 integers, one per sequence", {"cache_seqlens": [1]}),
+        (ShapeError, "2 integers, one per sequence", {"cache_seqlens": torch.ones(2)}),
         (ShapeError, "block_table must be int32", {"block_table": table.long()}),
         (
             UnsupportedError,
@@ -383,7 +384,7 @@ def test_decode_checks_and_has_no_gradient():
             decode(q, k, v, **told)
     with pytest.raises(ShapeError, match="same entries"):
         decode(q, k, v[:, :, :4])
-    with pytest.raises(ShapeError, match="at least one entry per sequence"):
+    with pytest.raises(ShapeError, match="an entry for each of the"):
         decode(q, k[:1], v[:1])
     with pytest.raises(DTypeError, match="the same dtype"):
         decode(q.double(), k, v)

@@ -380,7 +380,7 @@ def test_a_paged_cache_of_older_versions(sliding):
 
 def test_a_version_of_transformers_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr(transformers.masking_utils, "sdpa_mask", lambda cache_position: None)
-    with pytest.warns(UserWarning, match="needs transformers 5.4 or later, got"):
+    with pytest.warns(UserWarning, match="needs transformers 5.4 or later, but found"):
         assert flashsim.torch.install() == ("torch",)
 
 

@@ -111,10 +111,10 @@ REFUSED = {
     "types": "the same dtype, got float32 on ranks 0, 2, 3, float16 on rank 1",
     "scheme": "the same scheme, got ring on ranks 0, 2, 3, striped on rank 1",
     "mask": "the same causal, got no on ranks 0, 2, 3, yes on rank 1",
-    "one alone": "RankError: rank 1 failed; see the error that it printed",
+    "one alone": "RankError: rank 1 failed; see the error that was printed there",
     "not divisible": "ShapeError: scheme 'zigzag' over 4 ranks needs a sequence length divisible",
     "heads": "ShapeError: 4 ranks that exchange heads must divide the heads, got heads=3",
-    "engine": "RankError: rank 1 failed; see the error that it printed",
+    "engine": "RankError: rank 1 failed; see the error that was printed there",
     "meta": "DTypeError: tensors on the meta device have no numbers to send",
     "no tensor": "DTypeError: q must be a torch.Tensor, got int",
 }
@@ -137,7 +137,7 @@ def test_a_rank_that_is_gone_is_an_error_on_every_other_in_time(ranks, what):
     for rank in ranks[:3]:
         text, took = rank[what]
         assert text.startswith("RankError: rank "), text
-        assert "another rank has died, or has not reached this point" in text
+        assert "another rank has ended, or has not reached this point" in text
         assert took < 4 * ring_ranks.PATIENCE
 
 
@@ -171,7 +171,7 @@ def test_one_rank_is_plain_attention():
             question = Member().ask({"something": 7})
             assert question.familiar == familiar
             question.settle()
-        with pytest.raises(ShapeError, match="give ulysses"):
+        with pytest.raises(ShapeError, match="pass it as ulysses="):
             flashsim.torch.shard(q, scheme="usp")
         with pytest.raises(ShapeError, match=r"dim must be an axis of x, .*, got 7"):
             flashsim.torch.shard(q, dim=7)

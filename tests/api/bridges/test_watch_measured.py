@@ -129,7 +129,7 @@ def test_what_was_not_run_or_not_asked_has_no_time():
         assert len(calls) > 0
         assert {row["measured ms"] for row in calls.rows()} == {None}
         assert "measured ms" not in calls.table().columns
-        with pytest.raises(OptionError, match="nothing was measured: watch"):
+        with pytest.raises(OptionError, match="no times were measured; record"):
             calls.kernels()
 
 

@@ -79,7 +79,9 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
         arrays = [a for a, slot in zip(args, slots, strict=True) if slot == "a"]
         widths = {a.dtype.bitwidth for a in arrays if isinstance(a, types.Array)}
         if len(widths - {16}) != 1 or not all(isinstance(a, types.Array) for a in arrays):
-            raise TypingError(f"expected arrays of equally wide elements, got {arrays}")
+            raise TypingError(
+                f"expected arrays whose elements all have the same number of bytes, got {arrays}"
+            )
         kinds = [a if slot == "a" else types.int64 for a, slot in zip(args, slots, strict=True)]
         block, itemsize = BLOCKING[cpu.instance_class], arrays[0].dtype.bitwidth // 8
 
