@@ -169,7 +169,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return which blocks are listed, and which as full: booleans (batch, heads, rows, columns)."""
+    """Return which blocks a mask lists, and which as full: bool (batch, heads, rows, columns)."""
     listed = block_mask.to_dense().bool()
     full = torch.zeros_like(listed)
     if block_mask.full_kv_num_blocks is not None:
