@@ -1,1 +1,1 @@
-"""The backends for real NVIDIA GPUs, imported as `flashsim.backends`; each loads at first use."""
+"""The backends for NVIDIA GPUs, imported as `flashsim.backends`; each is imported at first use."""

@@ -1,7 +1,7 @@
-"""Translates failures of the GPU, its driver or its compilers into errors for the caller.
+"""Translate failures of the GPU, its driver or its compilers into `BackendUnavailable` errors.
 
-Errors of CuPy, torch, numba-cuda and cuda.core are recognised by their class names, so that no such
-library is imported only for the check.
+Errors of CuPy, torch, numba-cuda and cuda.core are recognised by the names of their classes, so
+that none of these libraries is imported only for this check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNLOADED = frozenset({"CudaSupportError", "NvvmSupportError", "NvrtcSupportErro
 
 
 def require_cupy(backend: str) -> None:
-    """Raise `BackendUnavailable`, naming the requested backend, unless CuPy imports."""
+    """Raise `BackendUnavailable`, which names the requested backend, if CuPy cannot be imported."""
     try:
         import cupy  # noqa: F401
     except ImportError as error:
@@ -45,7 +45,7 @@ def require_cupy(backend: str) -> None:
 class Explaining:
     """A context manager that turns GPU failures into `BackendUnavailable`.
 
-    Other errors pass through.
+    Errors of other kinds pass through unchanged.
     """
 
     def __enter__(self) -> None:
@@ -81,9 +81,9 @@ def _meaning(error: Exception) -> str | None:
 
 
 def _first_error(log: str) -> str:
-    """Return the line of a compiler's log that states the error.
+    """Return the first line of a compiler's log that mentions an error.
 
-    The exception's cause keeps the whole log.
+    The whole log stays available as the exception's cause (``__cause__``).
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else log)

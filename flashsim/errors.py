@@ -127,6 +127,8 @@ def printable(text: str) -> str:
 def choices(value: object, possible: Iterable[object]) -> str:
     """Return a text that lists the possible names, and suggests the name that `value` resembles."""
     names = [str(name) for name in possible]
+    if not names:
+        return "there are none"
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
     return f"possible: {', '.join(names)}{hint}"

@@ -1,8 +1,9 @@
 """Plots, animations and HTML pages of traces and counts.
 
-`data` turns a trace into drawable data. `plots` and `film` draw it with Matplotlib. `player` writes
-an HTML player of a trace, and `laboratory` an HTML page that counts bytes; neither needs
-Matplotlib. Modules are imported when first used, so that `page` and `lab` do not load Matplotlib.
+`data` turns a trace into drawable data. `plots` and `film` draw this data with Matplotlib. `player`
+writes an HTML player of a trace, and `laboratory` writes an HTML page that counts bytes; these two
+do not need Matplotlib. Each module is imported when first used, so calling `page` or `lab` does not
+load Matplotlib.
 """
 
 from __future__ import annotations

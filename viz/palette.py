@@ -1,10 +1,11 @@
 """One colour per tensor, in every plot, animation and page; a light and a dark theme.
 
-The colours come from a search in Oklab for a large smallest distance between any two of them. The
-distance counts for normal sight and for protanopia, deuteranopia and tritanopia, simulated with the
-matrices of Machado, Oliveira and Fernandes (2009); `test_viz_palette.py` measures it. Seventeen
-colours cannot all be far apart, so nothing depends on colour only: tensors have labels, gradients
-are hatched, and line styles differ.
+A search in the colour space Oklab chose the colours: it maximised the smallest distance between any
+two colours. Distances were compared for normal sight and for protanopia, deuteranopia and
+tritanopia, which are simulated with the matrices of Machado, Oliveira and Fernandes (2009).
+`tests/viz/test_viz_palette.py` measures these distances. Seventeen colours cannot all be far apart,
+so nothing depends on colour only: tensors have labels, gradients are hatched, and line styles
+differ.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flashsim.problem import checks
 
 @dataclass(frozen=True)
 class Theme:
-    """Colours of one theme, as ``#rrggbb``.
+    """The colours of the light or the dark theme, as ``#rrggbb``.
 
     Attributes
     ----------
@@ -102,7 +103,7 @@ THEMES: Mapping[str, Theme] = MappingProxyType(
 
 
 def contrast(first: str, other: str) -> float:
-    """Return the contrast of two colours by WCAG 2.1, from 1 to 21; small text needs 4.5."""
+    """Return the contrast ratio of two colours (WCAG 2.1), 1 to 21; small text needs 4.5."""
     high, low = sorted((_luminance(first), _luminance(other)), reverse=True)
     return (high + 0.05) / (low + 0.05)
 
@@ -114,7 +115,7 @@ def _luminance(color: str) -> float:
 
 
 def ink(color: str, look: Theme) -> str:
-    """Return the text colour for a series' name: the series' colour if it is readable."""
+    """Return the colour for a series' name: its own colour if readable, else the text colour."""
     return color if contrast(color, look.background) >= 4.5 else look.text
 
 
@@ -131,9 +132,9 @@ def theme(name: str) -> Theme:
 
 @own_errors
 def color(tensor: str, name: str = "light") -> str:
-    """Return the colour of a tensor.
+    """Return the colour in which a theme draws a tensor.
 
-    An accumulator (``dQ_acc``) and scales (``Q_scale``) have their tensor's colour.
+    An accumulator (``dQ_acc``) and scales (``Q_scale``) have the colour of dQ and of Q.
 
     Raises
     ------
@@ -150,9 +151,9 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """Return the colour of any tensor, including one that your own algorithm made (`OWN`).
+    """Return the colour of any tensor; those that your own algorithm adds have the colour `OWN`.
 
-    Unnamed results of arithmetic are grey.
+    Intermediate results of arithmetic, which have no name, are grey.
     """
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
@@ -171,5 +172,5 @@ def rgb(shade: str) -> np.ndarray:
 
 
 def mix(first: str, other: str, share: float) -> np.ndarray:
-    """Mix two colours, with `share` of the second; the result has the format of `rgb`."""
+    """Mix two colours, with `share` (0 to 1) of the second; return it in the format of `rgb`."""
     return rgb(first) + (rgb(other) - rgb(first)) * share

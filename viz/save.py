@@ -1,4 +1,4 @@
-"""Save figures as files, in any format of Matplotlib; an incomplete file is never left."""
+"""Save figures in any format of Matplotlib; a failed write leaves no partial file."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save_figure(
     size: tuple[float, float] | None = None,
     slides: bool = False,
 ) -> Path:
-    """Write a figure to a file, and return its path; an old file is replaced by a complete one.
+    """Write a figure to a file and return the path; an old file is replaced only on success.
 
     Parameters
     ----------

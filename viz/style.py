@@ -29,7 +29,7 @@ SLIDE = (9.6, 5.4)
 
 
 def rc(theme: Theme) -> Any:
-    """Return the Matplotlib settings of a theme: large text, thin frames."""
+    """Return a theme's Matplotlib settings (rcParams), with large text and thin frames."""
     return {
         "figure.facecolor": theme.background,
         "axes.facecolor": theme.background,
@@ -65,15 +65,15 @@ def rc(theme: Theme) -> Any:
 
 
 def theme_of(ax: Axes) -> Theme:
-    """Return the theme that fits an Axes' background: dark on dark, light on light."""
+    """Return the theme that fits an Axes' background: the dark theme on a dark background."""
     return palette.theme("light" if _is_light(ax.get_facecolor()) else "dark")
 
 
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
-    """Decorate a drawing function: the axes-level plot takes `ax` and `theme`, and returns `ax`.
+    """Turn a drawing function into a plot that takes optional `ax` and `theme` and returns `ax`.
 
-    The function's docstring describes its other parameters; those two are described here for all
-    plots.
+    The drawing function's docstring describes its other parameters. The description of `ax` and
+    `theme` is the same for all plots and is added here.
     """
 
     @functools.wraps(draw)
@@ -168,7 +168,7 @@ _BESIDE = (
 
 
 def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
-    """Write a name beside each mark, where it covers no line and no other name.
+    """Write a name beside each mark, at a position where it covers no line and no other name.
 
     The axes must have their final limits and scales.
 
@@ -205,9 +205,9 @@ def series_style(theme: Theme, n: int) -> dict[str, Any]:
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """Return a ramp of one hue, from near the background to near the text colour.
+    """Return a ramp of one hue from near the background to near the text colour.
 
-    It is readable in print and with colour blindness.
+    The ramp is readable in print and with colour blindness.
     """
     light = ("#d5e3fb", "#0953dc", "#06204f")
     dark = ("#1c3357", "#659eff", "#e4eeff")
@@ -217,7 +217,7 @@ def ramp(theme: Theme) -> LinearSegmentedColormap:
 
 
 def ink_on(shade: Any) -> str:
-    """Return black or white, whichever is readable on a colour."""
+    """Return black or white, whichever is easier to read on a colour."""
     return "#000000" if _is_light(shade) else "#ffffff"
 
 

@@ -1,13 +1,15 @@
-"""The arrays of a GPU call, behind one interface for NumPy, CuPy and torch.
+"""One interface to the arrays of a GPU call, be they NumPy, CuPy or torch arrays.
 
-NumPy, CuPy and torch arrays yield results of the same library. Arrays of any other library yield
-CuPy arrays, which that library can take through DLPack without a copy.
+If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
+any other library, results are CuPy arrays, which that library can import through DLPack without a
+copy.
 
 Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
-read it: its last axis is not contiguous, its rows or base are not 16-byte aligned, or its head_dim
-is no multiple of 8. NumPy arrays go to the GPU and back through CuPy.
+read it: its last axis is not contiguous, its rows or its first byte are not 16-byte aligned, or its
+head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and results back.
 
-Work runs on the current stream of the array's own library; for other libraries, on CuPy's.
+Kernels run on the current CUDA stream of the arrays' library (CuPy or torch), and for arrays of any
+other library on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ Place = tuple[int, int, int, int]
 
 
 class View(NamedTuple):
-    """A (batch, heads, n, d) array in HBM as kernels see it."""
+    """A (batch, heads, n, d) array in HBM as kernels read it: address and strides."""
 
     place: Place  # address; strides of the first three axes, in elements
     array: Any  # keeps the memory alive
@@ -41,19 +43,19 @@ class View(NamedTuple):
 
 
 class Space:
-    """The library, device and stream of a call's arrays.
+    """The space of a call's arrays: their library, their device and its stream.
 
-    Besides the methods below, a space has these:
+    Besides the methods below, every space has these methods:
 
-    - `view`: an array for a kernel; a copy only if the kernel cannot read it as it is.
-    - `vector`: the same for an array of one float32 per row.
-    - `empty`: a new array of `like`'s type, or of float32 without `like`.
-    - `duplicate`: a contiguous copy.
+    - `view`: an array as a kernel reads it; a copy only if the kernel cannot read the array itself.
+    - `vector`: as `view`, for an array of one float32 per row.
+    - `empty`: a new uninitialised array of `like`'s type, or of float32 without `like`.
+    - `duplicate`: a contiguous copy of an array.
     - `full`: an array for the caller, filled with one value, of a type given by name.
     - `prototype`: an empty array of a type given by name.
-    - `pointer`: the address of one of its arrays.
-    - `stream`: the address of the current stream.
-    - `active`: a context manager that makes its device and stream CuPy's current ones.
+    - `pointer`: the GPU address of an array in this space.
+    - `stream`: the handle of the current CUDA stream.
+    - `active`: a context manager that makes this space's device and stream CuPy's current ones.
     """
 
     device: int
@@ -68,22 +70,22 @@ class Space:
     active: Callable[[], AbstractContextManager[Any]]
 
     def on_device(self) -> AbstractContextManager[Any]:
-        """A context manager that makes the space's device the thread's current one."""
+        """Return a context manager that makes the space's device the thread's current device."""
         if cupy.cuda.runtime.getDevice() == self.device:
             return _AS_IT_IS
         return cupy.cuda.Device(self.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
-        """A new CuPy array of zeros, for a kernel's reports."""
+        """Return a new CuPy array of zeros, to which a kernel writes its reports."""
         return cupy.zeros(shape, dtype)
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """A new array of 32-bit zeros in the space's own memory."""
+        """Return a new array of 32-bit zeros, allocated by the space's library."""
         with self.active():
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Convert an array of this space for the caller: the first `keep` of `width` columns."""
+        """Return the first `keep` of an array's `width` columns, as an array for the caller."""
         return array if keep == width else _copy(array[..., :keep])
 
 
@@ -94,7 +96,7 @@ class CupySpace(Space):
         self.device = device
 
     def view(self, array: Any) -> View:
-        """See `Space`; takes any array with ``__cuda_array_interface__``."""
+        """Implement `Space.view` for any array with ``__cuda_array_interface__``."""
         if type(array) is not cupy.ndarray:
             array = cupy.asarray(array)
         size = array.itemsize
@@ -106,42 +108,42 @@ class CupySpace(Space):
         return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.vector`."""
         return cupy.ascontiguousarray(cupy.asarray(array))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """See `Space`."""
+        """Implement `Space.empty`."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
 
     def duplicate(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.duplicate`."""
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """See `Space`."""
+        """Implement `Space.full`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
-        """See `Space`."""
+        """Implement `Space.prototype`."""
         return _empty((0,), numpy_dtype(dtype))
 
     def pointer(self, array: Any) -> int:
-        """See `Space`."""
+        """Implement `Space.pointer`."""
         return array.data.ptr
 
     def stream(self) -> int:
-        """See `Space`."""
+        """Implement `Space.stream`."""
         return cupy.cuda.get_current_stream().ptr
 
     def active(self) -> AbstractContextManager[Any]:
-        """See `Space`."""
+        """Implement `Space.active`."""
         return cupy.cuda.Device(self.device)
 
 
 class NumpySpace(CupySpace):
-    """A space of NumPy arrays: inputs are uploaded, and results downloaded.
+    """A space of NumPy arrays: inputs are copied to the GPU, and results back to the CPU.
 
-    Types narrower than float32 travel as raw bits.
+    Types narrower than float32 are copied as raw bits.
     """
 
     def __init__(self, device: int, dtype: str) -> None:
@@ -149,7 +151,7 @@ class NumpySpace(CupySpace):
         self.dtype = numpy_dtype(dtype)
 
     def view(self, array: Any) -> View:
-        """See `Space`; NumPy arrays are uploaded."""
+        """Implement `Space.view`: copy the NumPy array to the GPU."""
         if isinstance(array, np.ndarray):
             raw = _RAW.get(array.itemsize)
             bits = array if raw is None else array.view(raw)
@@ -157,16 +159,16 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """See `Space`."""
+        """Implement `Space.full`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """See `Space`."""
+        """Implement `Space.prototype`."""
         size = numpy_dtype(dtype).itemsize
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """See `Space`."""
+        """Implement `Space.result`."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
@@ -187,7 +189,7 @@ class TorchSpace(Space):
         )
 
     def view(self, array: Any) -> View:
-        """See `Space`."""
+        """Implement `Space.view`."""
         batch, head, row, last = array.stride()
         pointer, size = array.data_ptr(), array.element_size()
         if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
@@ -195,48 +197,51 @@ class TorchSpace(Space):
         return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.vector`."""
         return array.contiguous()
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """See `Space`."""
+        """Implement `Space.empty`."""
         # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
 
     def duplicate(self, array: Any) -> Any:
-        """See `Space`."""
+        """Implement `Space.duplicate`."""
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """See `Space`."""
+        """Implement `Space.full`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """See `Space`."""
+        """Implement `Space.prototype`."""
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """See `Space`; torch's memory may be allocated while a CUDA graph is captured."""
+        """Implement `Space.counters` with torch's memory.
+
+        torch may allocate memory while a CUDA graph is captured.
+        """
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:
-        """See `Space`."""
+        """Implement `Space.pointer`."""
         return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
 
     def stream(self) -> int:
-        """See `Space`."""
+        """Implement `Space.stream`."""
         return self._stream(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
-        """See `Space`."""
+        """Implement `Space.active`."""
         return ForeignStream(self.device, self.stream())
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return address and strides of a tensor that kernels can read, and the owner of its memory.
+    """Return address and strides of a tensor for kernels, and the tensor that owns the memory.
 
-    The tensor is copied only if it is broadcast or the kernels cannot read it as it is.
+    The tensor is copied only if it is broadcast or the kernels cannot read it in place.
     """
     batch, head, row, last = x.stride()
     at = x.data_ptr()
@@ -254,9 +259,9 @@ def place(space: Space, x: Any) -> tuple[Place, Any]:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """A new CuPy array, also of an FP8 type.
+    """Return a new uninitialised CuPy array, which may have an FP8 type.
 
-    CuPy does not allocate FP8 arrays, but a view of a uint8 array can have the type.
+    CuPy does not allocate FP8 arrays, but a view of a uint8 array can have an FP8 type.
     """
     if dtype.itemsize == 1:
         return cupy.empty(shape, np.uint8).view(dtype)
@@ -264,7 +269,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
 
 
 class ForeignStream:
-    """A context manager that makes a device and a foreign stream on it CuPy's current ones."""
+    """A context manager that makes another library's stream and device CuPy's current ones."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._pointer = cupy.cuda.Device(device), stream
@@ -288,7 +293,7 @@ class ForeignStream:
 def adopt(name: str, array: Any) -> cupy.ndarray:
     """Return a CuPy array over the memory of an array that only supports DLPack.
 
-    The array's library makes CuPy's current stream wait for its pending work on the array.
+    CuPy's current stream waits for the pending work on the array; the array's library ensures this.
 
     Raises
     ------
@@ -313,19 +318,19 @@ def adopt(name: str, array: Any) -> cupy.ndarray:
 
 
 def download(array: Any) -> np.ndarray:
-    """Return a copy of a CuPy array, of any type, in the CPU's memory."""
+    """Return a NumPy copy of a CuPy array of any type, including FP8."""
     raw = _RAW.get(array.itemsize)
     return cupy.asnumpy(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def upload(array: np.ndarray) -> cupy.ndarray:
-    """Return a copy of a NumPy array, of any type, on CuPy's current device."""
+    """Return a copy of a NumPy array of any type, including FP8, on CuPy's current device."""
     raw = _RAW.get(array.itemsize)
     return cupy.asarray(array if raw is None else array.view(raw)).view(array.dtype)
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` is in `space`, where the forward pass ran."""
+    """Raise `DTypeError` unless `array` is in `space`, the space of the forward pass."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}; the forward "
@@ -366,7 +371,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return the only object for a space, so that equal spaces are identical objects."""
+    """Return the one object that stands for this space, so that `is` compares spaces."""
     return space(*where)
 
 
@@ -395,22 +400,22 @@ def _space(name: str, array: Any, dtype: str) -> Any:
 
 
 def is_torch(array: Any) -> bool:
-    """Whether an array is a torch tensor; does not import torch."""
+    """Return whether an array is a torch tensor, without importing torch."""
     return _library(array) == "torch"
 
 
 def dtype_name(array: Any) -> str:
-    """Return the name of an array's type in any library, such as "bfloat16"."""
+    """Return the name of the element type of any library's array, such as "bfloat16"."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """Return a CuPy array over the same memory; for a NumPy array, a copy on the GPU."""
+    """Return a CuPy array over the array's memory; a NumPy array is copied to the GPU."""
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 
 def as_library_of(like: Any, array: cupy.ndarray) -> Any:
-    """Return a CuPy array, converted to the library of `like`."""
+    """Convert a CuPy array to an array of the library of `like`."""
     if isinstance(like, np.ndarray):
         return array.get()
     if is_torch(like):
@@ -433,10 +438,12 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Whether 16-byte accesses can read an array: rows are contiguous, aligned and of whole pieces.
+    """Return whether a kernel's 16-byte accesses can read an array.
 
-    `steps` is the bitwise OR of the address and all strides in bytes: a multiple of 16 iff each of
-    them is. `last` is the last axis' stride and `width` its length, in elements.
+    Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
+    long. `steps` is the bitwise OR of the address and all strides in bytes; it is a multiple of 16
+    if and only if each of these is. `last` is the last axis' stride and `width` its length, in
+    elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -1,4 +1,4 @@
-"""An additive bias as a score function, the form in which the kernels support it."""
+"""Turn an additive bias into a score function, the only form of bias that the kernels support."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """Return the job with its bias, if any, as a captured array of its score function.
+    """Return the job with its bias, if any, turned into an array that its score function captures.
 
-    With `gradient`, the bias gets a gradient.
+    With `gradient`, the backward pass also computes the bias's gradient.
     """
     p = job.problem
     if p.bias is None:
@@ -38,7 +38,10 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """A score function that adds a bias, captured last, after `score` if there is one."""
+    """Return a score function that adds a bias, then applies the score function `score`, if any.
+
+    The bias is the last captured array.
+    """
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [
@@ -57,6 +60,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Rename the bias's gradient to the name of the bias."""
+    """Give the bias's gradient the name that the caller expects."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

@@ -1,8 +1,8 @@
-"""The launches of a job: the part that is prepared once, and the part that each call fills in.
+"""The launches of a job: a part that is prepared once, and a part that each call fills in.
 
-A `Plan` holds the common part of repeated calls: passes, compiled functions, tables in GPU memory.
-A `ReadyPass` is one pass of a plan with its parameter buffer. A call writes addresses and strides
-into this buffer and hands it to the driver.
+A `Plan` holds what repeated calls share: passes, compiled functions, and tables in GPU memory. A
+`ReadyPass` is one pass of a plan with its parameter buffer. A call writes the addresses and strides
+of its arrays into this buffer and passes the buffer to the driver.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return the tables on CuPy's current device; they are uploaded only once, inside `aside`."""
+    """Return the tables in GPU memory; they are copied there once per device."""
     return Uploaded(tables)
 
 
 class NewArray(NamedTuple):
-    """The layout of a contiguous (batch, heads, n, width) array: its shape and its strides.
+    """Shape and strides of a contiguous (batch, heads, n, width) array.
 
-    The strides are those of the first three axes, in elements.
+    `strides` are those of the first three axes, in elements.
     """
 
     shape: tuple[int, int, int, int]
@@ -77,14 +77,14 @@ class NewArray(NamedTuple):
     width: int
 
     def at(self, address: int) -> tuple[int, int, int, int]:
-        """Return the address and strides of an array with this layout, as in ``struct Args``."""
+        """Return the fields of ``struct Args`` for this array: its address and strides."""
         return address, *self.strides
 
 
 class NewArrays(NamedTuple):
-    """The layouts of the arrays that a call creates: out, lse and the gradients.
+    """Shapes and strides of the arrays that a call creates: out, lse, dQ, dK and dV.
 
-    `rows` is the number of query rows over all heads and the batch.
+    `rows` is the number of query rows, summed over batch and heads.
     """
 
     out: NewArray
@@ -96,7 +96,7 @@ class NewArrays(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem) -> NewArrays:
-        """Return the layouts of the arrays that calls of a problem create."""
+        """Return the shapes and strides of the arrays that calls for this problem create."""
 
         def made(heads: int, n: int, head_dim: int) -> NewArray:
             width = launch.row_elements(head_dim)
@@ -115,7 +115,7 @@ class NewArrays(NamedTuple):
 
 
 class Call:
-    """The arrays of one call, in the form that its launches take.
+    """The arrays of one call, as the addresses and strides that its launches take.
 
     Parameters
     ----------
@@ -148,7 +148,7 @@ class Call:
 
 
 class ReadyPass:
-    """A compiled pass with its tables uploaded: a whole launch except the call's arrays."""
+    """A compiled pass with its tables in GPU memory, ready to launch on any call's arrays."""
 
     def __init__(self, one: KernelPass, device: int, load: Load) -> None:
         self.one = one
@@ -183,9 +183,10 @@ class ReadyPass:
         args: Argument | None = None,
         counter: ctypes.c_uint64 | None = None,
     ) -> Parameters:
-        """Return the launch parameters for tensors with these addresses and strides, in box order.
+        """Return a launch's parameters, with tensor maps for these addresses and strides.
 
-        `args` and `counter` default to those that all launches of the pass share.
+        `made_of` has address and strides per tensor, in the order of the kernel's boxes. By
+        default, `args` and `counter` are the buffers that all launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args = self._args if args is None else args
@@ -208,7 +209,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """Return a launch with this call's stream and arrays, which can be repeated."""
+        """Return a repeatable launch with this call's stream and arrays."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer
@@ -232,7 +233,7 @@ class ReadyPass:
             record[name] = values[name] if name in values else getattr(p, name)
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
-        """Launch on the call's stream; the call's device must be CuPy's current one."""
+        """Launch the pass on the call's stream; the call's device must be CuPy's current device."""
         made_of = self._made_of(call.head)
         if self._tiled:
             made_of = *made_of, call.captured.tile
@@ -249,7 +250,7 @@ class ReadyPass:
             self._launch(call.stream, parameters)
 
     def _pack_captured(self, captured: ReadByFunctions) -> None:
-        """Write the captured arrays and the address of sinks after ``struct Args``."""
+        """Write the fields for captured arrays and sinks, which follow ``struct Args``."""
         kernel, at = self.one.kernel, launch.ARGS.itemsize
         if kernel.functions is not None:
             packed = captured.summing if kernel.functions.sums else captured.plain
@@ -258,10 +259,10 @@ class ReadyPass:
             self._args.values["sinks"] = captured.sinks
 
     def _counter_of(self, call: Call) -> tuple[int, Any]:
-        """Return the address of a work counter that is 0, and the owner of its memory.
+        """Return the address of a work counter with value 0, and the object that owns its memory.
 
-        No other launch uses the counter while this one runs. The caller must hold the object until
-        the launch is in the stream.
+        No other launch uses the counter while this launch runs. The caller must hold the owning
+        object until the launch is in the stream.
         """
         stream = call.stream
         if _makes_its_counter(stream):
@@ -276,10 +277,10 @@ class ReadyPass:
 
 
 class Repeated:
-    """Prepared launches for calls at recurring addresses.
+    """Cached launches for calls whose arrays have the same addresses as an earlier call.
 
-    Allocators return the same addresses repeatedly. A call is prepared when its addresses occur for
-    the second time.
+    Memory allocators often return the same addresses again. A launch is prepared and cached when
+    its addresses occur for the second time.
     """
 
     def __init__(self, launches: Sequence[ReadyPass]) -> None:
@@ -288,7 +289,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Launch the call that `note` kept under a key; return False if there is none.
+        """Repeat the launches that `note` cached for this key; return False if there are none.
 
         Parameters
         ----------
@@ -303,7 +304,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Keep a call for `launch`; its arrays must all have been read and written in place."""
+        """Remember a call for `launch`; kernels must have used all its arrays in place."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -316,19 +317,20 @@ _MOST_REPEATED = 256
 
 
 def _makes_its_counter(stream: int) -> bool:
-    """Whether each launch on a stream has a work counter of its own.
+    """Return whether every launch on this stream needs a separate work counter.
 
-    True if the handle stands for several streams (the per-thread stream), or if a CUDA graph is
-    captured, which may later run in any stream and beside any other.
+    A separate counter is needed if the stream's handle stands for several streams (the per-thread
+    stream). It is also needed while a CUDA graph is captured, since the graph may later run in any
+    stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
-    """Return the positions of a tensor's address and strides in a call's head, for its tensor map.
+    """Return where `Call.head` holds the address and strides that a box's tensor map needs.
 
-    For dQ's accumulator this is the address alone, since its strides never change. Captured arrays
-    are not in the head.
+    For dQ's accumulator this is the address alone, since its strides never change. For a captured
+    array the range is empty, since `Call.head` does not hold captured arrays.
     """
     if box.tensor == launch.TILE:
         return range(0)
@@ -340,7 +342,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the size of a backward's float32 accumulator of dQ; None without delta."""
+    """Return the elements of a backward's float32 dQ accumulator; None if delta is unused too."""
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"
@@ -348,7 +350,7 @@ def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
 
 
 class Plan:
-    """The launches of one direction of one job on one GPU.
+    """All launches of a job's forward pass, or of its backward pass, on one GPU.
 
     Attributes
     ----------
@@ -389,7 +391,7 @@ class Plan:
     def gradients(
         self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
     ) -> tuple[Call, Any, Any, Any]:
-        """Return the call of a backward pass, and the arrays that it fills: dQ, dK and dV.
+        """Return a backward pass's `Call`, and the arrays that it will fill: dQ, dK and dV.
 
         Parameters
         ----------
@@ -405,7 +407,7 @@ class Plan:
         return Call(space, head, keeps=made), *made[:3]
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Return a backward's arrays: dQ, dK, dV, scratch memory, and `turns` or None."""
+        """Allocate a backward's dQ, dK, dV, scratch memory and semaphores (`turns`, or None)."""
         sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
@@ -426,7 +428,7 @@ class Plan:
         dlse: int,
         made: tuple[Any, ...],
     ) -> tuple[int, ...]:
-        """Return a backward's leading fields of ``struct Args``, into arrays of `new_arrays`."""
+        """Return a backward's `Call.head`; results go to `made`, the arrays of `new_arrays`."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (
@@ -437,9 +439,9 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch every pass in order; return the stages' events and the timeline.
+        """Launch every pass in order; return each stage's events and the timeline.
 
-        The events and the timeline are None unless `trace` requests them.
+        Events and timeline are None unless `trace` requests them.
         """
         if not trace:
             for launch_one in self.launches:
@@ -481,7 +483,7 @@ class Plan:
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
-        """Return the SM and time span of each visit, counted from the first block's start."""
+        """Return each visit's SM and time span, in ns since the first block started."""
         parts = [
             timeline.spans(
                 number,

@@ -1,4 +1,4 @@
-"""The captured arrays of mask and score functions, and sinks, in GPU memory for one call."""
+"""The arrays that mask and score functions capture, and attention sinks, in GPU memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """The captured arrays and sinks, which kernels read besides the call's tensors.
+    """The captured arrays and sinks of one call, which kernels read besides q, k and v.
 
     Attributes
     ----------
@@ -45,9 +45,9 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """Return the captured arrays of a job, uploaded if they are not on the GPU.
+    """Return a job's captured arrays and sinks; arrays on the CPU are copied to the GPU.
 
-    With `problem.score_grads`, in a backward pass, arrays for the gradients are created too.
+    In a backward pass, arrays for the gradients named in `problem.score_grads` are created too.
     """
     p = job.problem
     if not p.has_functions:
@@ -100,7 +100,7 @@ def gradients(
 
 
 def _rounded(array: Any, dtype: str) -> Any:
-    """An array converted to a type given by name."""
+    """Return an array converted to a type that is given by name."""
     if arrays.dtype_name(array) == dtype:
         return array
     if arrays.is_torch(array):
@@ -111,7 +111,7 @@ def _rounded(array: Any, dtype: str) -> Any:
 
 
 def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:
-    """A float32 array over memory that is kept alive elsewhere."""
+    """Return a float32 array over the memory at an address; the caller keeps the memory alive."""
     size = 4 * int(np.prod(shape))
     memory = cupy.cuda.UnownedMemory(address, size, None, space.device)
     return cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0))
@@ -119,7 +119,7 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
-    """A mask's captured arrays on CuPy's current device; each is uploaded only once."""
+    """Return a mask's captured arrays on CuPy's current device; each is copied there only once."""
     pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
     made = [_typed(x, spec) for x, spec in pairs]
     cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
@@ -127,7 +127,7 @@ def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
 
 
 def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
-    """A contiguous array on the GPU whose elements have the type that the kernels read."""
+    """Return a contiguous copy or view of a GPU array with the element type that kernels read."""
     if spec.dtype == "bfloat16":
         # float32 values, converted to the type that kernels read
         if isinstance(array, np.ndarray) and array.dtype == np.float32:
@@ -137,7 +137,7 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """Return an array of any library on CuPy's current device; without a copy if it is there."""
+    """Return any library's array as a CuPy array on the current device, without a needless copy."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):
@@ -149,7 +149,7 @@ def _on_gpu(array: Any) -> cupy.ndarray:
 
 
 def _of_torch(tensor: Any) -> cupy.ndarray:
-    """A CUDA tensor as a CuPy array; a bfloat16 tensor as raw bits."""
+    """Return a CUDA tensor as a CuPy array; bfloat16 is passed as raw bits."""
     import torch
 
     if tensor.dtype == torch.bfloat16:

@@ -1,4 +1,4 @@
-"""`algorithm="flash-decode"` on a GPU: one or two launches, in memory that calls may share."""
+"""Run `algorithm="flash-decode"` on a GPU: one or two launches, with reusable memory."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ _TABLE_AT, _ITEMS_AT, _CAPACITY_AT = (
 
 
 class Workspace:
-    """Memory that calls of ``algorithm="flash-decode"`` share, passed as ``workspace=``.
+    """Memory that calls with ``algorithm="flash-decode"`` reuse, passed as ``workspace=``.
 
-    The memory holds the splits' partial results, their arrival counters, and `out` and `lse`. A
-    call overwrites the results of the call before. Each array grows at the first call that needs
-    more memory. A call that needs no more memory allocates nothing, so a CUDA graph can capture it.
-    Two calls that may run at the same time, on two streams, need a workspace each.
+    A workspace holds the splits' partial results, their arrival counters, and the results `out` and
+    `lse`. Each call overwrites the results of the previous call. An array is reallocated when a
+    call needs more memory than it has. A call that needs no more memory allocates nothing, so a
+    CUDA graph can capture it. Two calls that may run at the same time, on two streams, need two
+    workspaces.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """Return the arrays for `out`, with padded rows, and `lse`, which hold old values."""
+        """Return the (uncleared) arrays for `out`, whose rows are padded, and for `lse`."""
         p, width = problem, launch.row_elements(problem.head_dim_v)
         shape = (p.batch, p.heads, p.n_q)
         key, held = (space, p.dtype, shape, width), self._held.get("results")
@@ -86,10 +87,11 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """Return the result of `Workspace.partial`, and an object that keeps the memory alive.
+    """Return the addresses of `Workspace.partial`, and an object that keeps the memory alive.
 
-    While a CUDA graph is captured, a call without a workspace allocates in the graph's own memory:
-    the graph may run in any stream, beside others. The call's arrival counters are never freed.
+    While a CUDA graph is captured, a call without a workspace allocates from the graph's private
+    memory, because the graph may later run in any stream, beside other work. The arrival counters
+    of such a call are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -111,7 +113,7 @@ _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
     """Return the address of `n` counters that are 0 at every replay of the captured graph.
 
-    Launches leave them at 0, so a graph need not clear them.
+    Every launch resets its counters to 0 at its end, so a graph need not clear them.
     """
     held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
     if not held or held[-1].size < n:
@@ -121,7 +123,7 @@ def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
 
 
 class _Ready:
-    """A compiled decode launch with its table of work tiles uploaded."""
+    """A compiled decode launch whose table of work tiles is in GPU memory."""
 
     def __init__(self, made: decode_plan.Decode, device: int) -> None:
         self._items = cupy.asarray(made.items)
@@ -150,7 +152,7 @@ class _Ready:
         capacity: int = 0,
         given: ReadByFunctions = NOTHING,
     ) -> None:
-        """Launch; the call's device must be CuPy's current one.
+        """Launch the decode kernel; the arrays' device must be CuPy's current device.
 
         Parameters
         ----------
@@ -187,7 +189,7 @@ def _ready(made: decode_plan.Decode, device: int) -> _Ready:
 
 
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
-    """Run decoding: attention of q over a KV cache, which is contiguous or paged (`block_table`).
+    """Run decoding: attention of q over a contiguous or paged (`block_table`) KV cache.
 
     Parameters
     ----------
@@ -199,9 +201,9 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
 
 
 class Decoder:
-    """Decoding of torch tensors; the kernel reads the live lengths as it runs.
+    """Decodes torch tensors; the kernel reads the sequences' lengths from GPU memory as it runs.
 
-    Every call is one launch, without a wait for the GPU; a CUDA graph can capture it.
+    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it.
 
     Parameters
     ----------
@@ -272,7 +274,7 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode memory at these addresses: all `keys` rows of each sequence; write out and LSE."""
+        """Decode arrays given by address, with `keys` live keys per sequence; write out and LSE."""
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
@@ -283,9 +285,9 @@ _EXPLAINING = failures.Explaining()
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
-    """Return the bytes that the kernel's threads moved, per tensor.
+    """Run decoding once and return the bytes that the kernel's threads report, per tensor.
 
-    "O_part read" are the bytes of partial O that the merging threads read.
+    The entry "O_part read" holds the bytes of partial O that the merging threads read.
     """
     return _forward(job, gpu, space, counts=True)[1]
 
@@ -384,11 +386,12 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 
 
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
-    """Return the length of each sequence, and the number of keys that all sequences share.
+    """Return each sequence's number of keys, and the length of the prefix that all share.
 
-    A table on the GPU is not read back, since the call would have to wait for it. Instead, the
-    kernel reads no page that the pool lacks, and a sequence whose table names such a page gets NaN.
-    The caller's statement that a prefix is shared is not checked.
+    A block table on the GPU is not copied to the CPU to check it, since the call would have to wait
+    for the GPU. Instead, the kernel skips pages that the pool lacks, and a sequence whose table
+    names such a page gets NaN. If the caller says that sequences share a prefix, this is not
+    checked.
 
     Raises
     ------
@@ -409,7 +412,7 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """Return the address and row length of a block table on the GPU, and its owner."""
+    """Return the address and row length of a block table on the GPU, and the array that owns it."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):
@@ -441,7 +444,7 @@ def _splits(given: Any) -> int | None:
 
 
 def check(job: Job) -> None:
-    """Raise an error unless decoding supports the job's options."""
+    """Raise an error if a job has options that decoding does not support."""
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
             "on a GPU algorithm='flash-decode' takes neither tiling nor key_order: its kernel "

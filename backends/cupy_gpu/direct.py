@@ -1,7 +1,8 @@
-"""Passes on torch tensors with an already checked request: from the tensors directly to launches.
+"""Launch the passes of an already checked request directly on torch tensors.
 
-`flashsim.torch` keeps one `Direct` per shapes, types and options, and calls it eagerly and inside
-its operators. A call reads addresses and strides, allocates the results and launches.
+`flashsim.torch` keeps one `Direct` per combination of shapes, types and options, and calls it both
+in eager mode and inside its operators. A call of `Direct` reads the tensors' addresses and strides,
+allocates the results and launches the kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays of another library, given by their addresses.
+    """A forward pass on another library's contiguous arrays, which are given by address.
 
     Parameters
     ----------
@@ -37,7 +38,7 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch the forward pass on a stream; all other arguments are addresses."""
+        """Launch the forward pass on `stream`; the other arguments are the arrays' addresses."""
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
@@ -54,7 +55,7 @@ class Placed:
 
 
 class Direct:
-    """The forward and backward pass of one checked job on torch tensors of one device.
+    """The forward and backward pass of a checked job, for torch tensors on one device.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
 
-The kernels loop over the tiles that `Schedule` lists. On request they report what they moved and
-when.
+The kernels loop over the tiles that `Schedule` lists. On request they report which bytes they moved
+and when.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa
 def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays.
 
-    For NumPy arrays this is the current GPU.
+    If the arrays are NumPy arrays, they are copied to the current GPU.
     """
     if job.algorithm == DECODE:
         require_gpu()
@@ -64,7 +64,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Return the state that the backward pass needs, rebuilt from a forward pass's results."""
+    """Rebuild the state that the backward pass needs from a forward pass's `out` and `lse`."""
     job = bias.as_function(job)
     _check(job)
     _no_fp8_gradients(job)
@@ -72,7 +72,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: three deterministic passes, or one that accumulates dQ in memory."""
+    """Run the backward pass: as three passes, or fused with dQ accumulated in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
     job = bias.as_function(job, gradient=True)
@@ -83,9 +83,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array of one value, in the library and on the device of the job's arrays.
+    """Return an array filled with `value`, in the library and on the device of the job's arrays.
 
-    No kernel runs.
+    No kernel of this package runs.
     """
     require_gpu()
     decode.check(job) if job.algorithm == DECODE else _check(job)
@@ -93,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return the array of `constant` for a job that has been checked."""
+    """Return an array filled with `value`, as `constant` does, for an already checked job."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -102,10 +102,10 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """Return the passes of a checked job on torch tensors, which do not repeat the checks.
+    """Return a checked job's passes as functions of torch tensors, which repeat no checks.
 
-    Returns None if the job's arrays are no torch tensors, or if it needs more than addresses and
-    strides.
+    The result is None if the job's arrays are not torch tensors, or if its launches need more than
+    the tensors' addresses and strides.
 
     Parameters
     ----------
@@ -131,10 +131,10 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 
 
 def placed(job: Job, *, few: bool) -> Placed | None:
-    """Return the forward pass of a checked job on contiguous memory, given by its addresses.
+    """Return a checked job's forward pass as a function of contiguous arrays' addresses.
 
-    Returns None if the kernels cannot read contiguous memory in place: a head_dim is no multiple of
-    8.
+    The result is None if the kernels cannot read contiguous arrays in place, because a head_dim is
+    not a multiple of 8.
 
     Parameters
     ----------
@@ -157,7 +157,7 @@ def placed(job: Job, *, few: bool) -> Placed | None:
 def decoder(
     problem: Problem, like: Any, page: int = 0, splits: int | None = None
 ) -> decode.Decoder:
-    """Return the decoder of a problem, for torch tensors on the device of `like`.
+    """Return a function that decodes torch tensors on the device of `like`.
 
     Raises
     ------
@@ -170,15 +170,16 @@ def decoder(
 
 
 def adopt(name: str, array: Any) -> Any:
-    """Return an array that a job can hold, over the memory of a DLPack array."""
+    """Return a CuPy array over the memory of an array that supports only DLPack."""
     require_gpu()
     return arrays.adopt(name, array)
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fused backward with ordered dQ is the fastest deterministic one here.
+    """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
 
-    Blocks then add to dQ in a fixed order.
+    With ordered dQ, thread blocks add their parts of dQ in a fixed order. The answer is for the GPU
+    on which the forward pass ran.
 
     Parameters
     ----------
@@ -191,7 +192,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether "flash2-once", which is deterministic, is the fastest backward here.
+    """Return whether "flash2-once" (deterministic) is the fastest backward on this GPU.
 
     Parameters
     ----------
@@ -205,7 +206,7 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fused backward is the fastest one here, if dQ may be added in any order."""
+    """Return whether the fused backward is the fastest, if dQ may be added in any order."""
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     return _family(job, gpu, "backward").fuses(job.problem, gpu)
 
@@ -243,7 +244,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
 
 
 def recall_of(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Return the state that `backward_with` needs, rebuilt from a forward pass's results."""
+    """Rebuild the state that `backward_with` needs from a forward pass's `out` and `lse`."""
     p = job.problem
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v, "out": out}
@@ -312,7 +313,7 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """Return the job's launches, which are prepared at its first call and kept in its memo.
+    """Return the job's launches, prepared at its first call and then cached (`Job.memo`).
 
     The launches depend on everything in the job except its arrays.
     """
@@ -358,7 +359,7 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """Return the properties of a device that launch arithmetic uses.
+    """Return the properties of a GPU that determine launches, such as its number of SMs.
 
     Raises
     ------
@@ -393,7 +394,7 @@ def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tu
 
 
 def preset() -> Device:
-    """Return the preset that describes the current GPU.
+    """Return the device preset, such as "H100", that describes the current GPU.
 
     Raises
     ------
@@ -414,7 +415,7 @@ def preset() -> Device:
 
 
 def _hbm_bandwidth(device: int) -> float:
-    """Return HBM's bytes per second: bus width times two transfers per memory clock cycle."""
+    """Return HBM's bandwidth in bytes per second: bus width times twice the memory clock."""
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
@@ -423,7 +424,7 @@ def _hbm_bandwidth(device: int) -> float:
 
 @cache
 def require_gpu() -> None:
-    """Raise `BackendUnavailable` with the cause, unless CuPy sees a GPU."""
+    """Raise `BackendUnavailable`, with the cause, if CuPy finds no GPU."""
     try:
         found = cupy.cuda.runtime.getDeviceCount()
     except cupy.cuda.runtime.CUDARuntimeError as error:
@@ -479,7 +480,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the requested kernel family; "auto" selects Hopper's if its kernels run the job."""
+    """Return the requested kernel family; "auto" means Hopper's family if it supports the job."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

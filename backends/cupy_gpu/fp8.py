@@ -1,4 +1,4 @@
-"""FP8 inputs for the Hopper forward: the transposed V, and the scales in GPU memory."""
+"""Prepare FP8 inputs for the Hopper forward: a transposed V, and the scales in GPU memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """Return V^T with its keys permuted for the kernel: the quantiser's copy, or a new one.
+    """Return V^T with its keys permuted for the kernel: `v_transposed`, or else a new copy.
 
     Raises
     ------
@@ -45,7 +45,7 @@ def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
 
 
 def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
-    """Return the contiguous arrays of scales on the GPU, by their names in `launch.SCRATCH`.
+    """Return the scales of q, k and v as contiguous GPU arrays, named as in `launch.SCRATCH`.
 
     Raises
     ------
@@ -72,7 +72,7 @@ def launch(
     q: Any,
     k: Any,
 ) -> None:
-    """Launch kernels of kernels/hopper/quantize.cu, one after the other, on the space's stream.
+    """Launch the given kernels of kernels/hopper/quantize.cu in order, on the space's stream.
 
     Parameters
     ----------

@@ -1,7 +1,8 @@
-"""Launches kernels: an argument in memory, and a launcher that passes it to the driver.
+"""Launch kernels through the CUDA driver: the argument's memory, and the launch call.
 
-CuPy's launcher takes no attributes. Two features need them: clusters of blocks, and launches that
-may begin before the kernel ahead of them ends. For these the driver's library is called directly.
+CuPy cannot set launch attributes. Two features need them: thread-block clusters, and launches that
+may begin before the previous kernel ends (programmatic dependent launch). So this module launches
+kernels through the CUDA driver's library directly.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CAPTURING = 1
 
 
 class _Attribute(ctypes.Structure):
-    """The driver's ``CUlaunchAttribute``: its id, and a value of 64 bytes."""
+    """The driver's ``CUlaunchAttribute``: an id, and a value of 64 bytes."""
 
     _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_uint32 * 16))
 
@@ -47,7 +48,7 @@ class _Config(ctypes.Structure):
 
 
 class Argument:
-    """A kernel's ``struct`` argument, at an address that never changes.
+    """The memory of a kernel's ``struct`` argument, at an address that never changes.
 
     Attributes
     ----------
@@ -64,7 +65,7 @@ class Argument:
 
 
 class Parameters:
-    """The array that the driver reads at a launch: the addresses of the kernel's arguments."""
+    """The array that a launch passes to the driver: the addresses of the kernel's arguments."""
 
     def __init__(self, *addresses: int, keeps: Any = None) -> None:
         self._keeps = keeps  # keeps the argument alive
@@ -73,7 +74,7 @@ class Parameters:
 
 
 class Launcher:
-    """A launcher that starts one kernel any number of times.
+    """Launches one kernel, any number of times.
 
     Parameters
     ----------
@@ -120,7 +121,7 @@ class Launcher:
         self._at = ctypes.addressof(self._config)
 
     def fixed(self, stream: int, parameters: Parameters) -> tuple[Any, tuple[Any, ...]]:
-        """Return the driver's function and its arguments for a launch that is made many times."""
+        """Return the driver's launch function and its arguments, to call them repeatedly."""
         if self._config is None:
             plain = *self._plain, stream, parameters.address, 0
             return cupy.cuda.driver.launchKernel, plain
@@ -129,7 +130,7 @@ class Launcher:
         return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
-        """Launch on a stream; no other thread may do so at the same time.
+        """Launch the kernel on a stream; two threads must not call this at the same time.
 
         Raises
         ------
@@ -146,14 +147,14 @@ class Launcher:
 
 
 class FixedLaunch:
-    """A repeatable launch with a fixed kernel, stream and parameters."""
+    """A launch whose kernel, stream and parameters are fixed, so that it can be repeated."""
 
     def __init__(self, launcher: Launcher, stream: int, parameters: Parameters) -> None:
         self._keeps = launcher, parameters
         self._run, self._args = launcher.fixed(stream, parameters)
 
     def __call__(self) -> None:
-        """Launch; several threads may do so at the same time.
+        """Launch the kernel; several threads may call this at the same time.
 
         Raises
         ------
@@ -167,16 +168,16 @@ class FixedLaunch:
 
 @cache
 def _own_stream(device: int) -> Any:
-    """Return the stream of CuPy's current device in which plans are uploaded."""
+    """Return the stream, on CuPy's current device, in which tables are copied to the GPU."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Run a plan's uploads and compilations in a separate stream, and wait for them at the end.
+    """Run a plan's uploads and compilations in a separate stream, and wait until they are done.
 
-    So a call does not wait for the caller's other work, and can prepare a plan while a CUDA graph
-    is captured.
+    So the call that prepares a plan does not wait for the caller's other work, and works even while
+    a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -191,7 +192,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """Return the number of the graph capture that a stream takes part in; 0 if none."""
+    """Return the driver's number of the graph capture that a stream takes part in, or 0."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -202,7 +203,7 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return how many clusters of each size run at once on the current device, a block per SM.
+    """Return, per cluster size, how many clusters run at once with one block per SM.
 
     Parameters
     ----------
@@ -228,9 +229,9 @@ def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, in
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
-    """Launch a kernel of this package on a space's stream.
+    """Load and launch one of this package's kernels once, on a space's stream.
 
-    The driver copies `record`, the kernel's ``struct`` argument.
+    `record` is the kernel's ``struct`` argument, which the driver copies.
     """
     with space.active():
         function = nvrtc.load(kernel, space.device)

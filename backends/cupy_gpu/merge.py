@@ -1,4 +1,4 @@
-"""The merging of partial attention on a GPU, in one kernel (kernels/portable/merge.cu)."""
+"""Merge two partial attention results on a GPU in one kernel (kernels/portable/merge.cu)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
 
 @lru_cache
 def kernel(width: int, total: str, part: str) -> Kernel:
-    """Return the merging kernel for a row width and types, given by name.
+    """Return the merging kernel for rows of `width` elements and types given by name.
 
     Parameters
     ----------
@@ -44,7 +44,9 @@ def kernel(width: int, total: str, part: str) -> Kernel:
 
 
 def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
-    """Merge `part`, which covers the same rows over other keys, into `out` and its LSE, in float32.
+    """Merge `part`, the attention of the same queries over other keys, into `out` and its LSE.
+
+    The merged output and LSE are computed in float32.
 
     Parameters
     ----------
@@ -60,7 +62,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Launch the kernel; `strides` are the elements from head to head, of out and of the LSE."""
+    """Launch the kernel; `strides` are the elements from one head to the next in out and in LSE."""
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
@@ -76,7 +78,7 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays in `merged`'s form: torch tensors unchanged, others as CuPy arrays.
+    """Return the arrays as `merged` takes them: torch tensors unchanged, others as CuPy arrays.
 
     The CuPy arrays share the memory of the originals.
 
@@ -101,9 +103,9 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Return output and LSE over the keys of both parts, as new arrays like `out_a` and `lse_a`.
+    """Return output and LSE over the keys of both partial results, as new arrays.
 
-    All arguments are results of `held`.
+    The arguments are arrays from `held`; the results are like `out_a` and `lse_a`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

@@ -1,4 +1,4 @@
-"""The quantisation of 16-bit q, k and v on a GPU to FP8, with V also transposed for the forward."""
+"""Quantise 16-bit q, k and v to FP8 on a GPU, and also transpose V for the forward pass."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """Return the signs of a rotation on CuPy's current device; they are uploaded only once."""
+    """Return the signs of a Hadamard rotation in GPU memory; they are copied there only once."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

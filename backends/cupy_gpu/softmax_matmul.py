@@ -1,4 +1,4 @@
-"""The product softmax(X) V on a GPU, in one kernel."""
+"""Compute softmax(X) V on a GPU in one kernel."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashsim.backends.launch_policy import softmax_matmul as family
 def forward(
     x: Any, v: Any, block_1: int, block_2: int, *, counts: bool = False
 ) -> tuple[Any, dict[str, int]]:
-    """Return O (batch, d1, d3), in the inputs' library, and the kernel-reported bytes by name.
+    """Return O (batch, d1, d3) in the inputs' library, and the bytes that the kernel reports.
 
     Raises
     ------

@@ -1,7 +1,8 @@
-"""Tensor maps: descriptions of arrays for Hopper's TMA, made by the driver.
+"""Tensor maps: descriptions of arrays for Hopper's TMA, encoded by the CUDA driver.
 
-``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which a kernel takes by value. The driver's
-library is called directly: a GPU backend needs it anyway, and this adds no other dependency.
+``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which a kernel takes as an argument by value.
+This module calls the driver's library directly: every GPU backend needs that library, so no other
+dependency is added.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 
 
 def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
-    """Return the tensor map of one tensor of a launch, as a kernel argument: 128 bytes, shape (1,).
+    """Return the tensor map of one tensor of a launch, as a kernel argument of 128 bytes.
 
     Parameters
     ----------
@@ -73,7 +74,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return the tensor map of a captured array, with its planes on the heads' axis.
+    """Return a captured array's tensor map; all its leading axes become the axis of heads.
 
     Raises
     ------
@@ -96,7 +97,10 @@ def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
 def _encoded(
     element: int, pointer: int, shape: list[int], steps: list[int], box: Box
 ) -> tuple[np.ndarray, int]:
-    """Return a map, and the driver's error or 0; `steps` are bytes along all but the first axis."""
+    """Return a tensor map, and the driver's error code or 0.
+
+    `steps` are the byte strides of all axes except the first.
+    """
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
     start = -storage.ctypes.data % _MAP_ALIGNMENT
@@ -120,7 +124,7 @@ def _encoded(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return the library of the CUDA driver, or raise if it is not found."""
+    """Return the CUDA driver's library, or raise an error if it is not found."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

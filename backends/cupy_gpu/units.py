@@ -1,7 +1,7 @@
-"""The throughput or latency of each unit of a GPU, measured alone by its own kernel.
+"""Measure the throughput or latency of each unit of a GPU with a kernel that uses it alone.
 
-The results are the constants of `flashsim.predict` that belong to the chip, not to a kernel. The
-measurement takes about ten seconds on any NVIDIA GPU from Ampere on.
+`flashsim.predict` uses the results as its constants of the chip (it has others for each kernel).
+The measurement takes about ten seconds and runs on NVIDIA GPUs from Ampere on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _TIMES = 5
 
 
 class Unit(NamedTuple):
-    """A rate or time of one unit: `value`, measured in `unit`."""
+    """A measured rate or time of one hardware unit: the number `value`, in `unit`."""
 
     name: str
     value: float
@@ -34,7 +34,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """Return the rates and times of all units of a GPU.
+    """Measure and return the rates and times of all units of a GPU.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def measure(device: int = 0) -> list[Unit]:
 
 
 def described(base: Device, device: int = 0) -> Device:
-    """Return a copy of `base` with the name, SMs and capacities of a GPU."""
+    """Return a copy of `base` with the name, number of SMs and capacities of the measured GPU."""
     gpu = engine.gpu_of(device)
     return replace(
         base,
@@ -65,7 +65,7 @@ def described(base: Device, device: int = 0) -> Device:
 
 
 class _Bench:
-    """The measuring kernels of a GPU, and the timing of them."""
+    """Compiles the measuring kernels for a GPU and times them."""
 
     def __init__(self, device: int) -> None:
         self.gpu = engine.gpu_of(device)
@@ -89,7 +89,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Return a block's cycles with one block on every SM, as a median over SMs and runs."""
+        """Return a block's cycles if every SM runs one block; median over SMs and runs."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):
@@ -99,7 +99,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """Return the median seconds per call if `times` calls wait in the queue together."""
+        """Return the median seconds per call, if `times` calls are queued one after another."""
         work()
         taken = []
         for _ in range(_TIMES):

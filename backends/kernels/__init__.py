@@ -1,1 +1,1 @@
-"""The CUDA C++ sources, and the code that compiles them."""
+"""The CUDA C++ sources of the kernels, and the code that compiles them."""

@@ -20,9 +20,10 @@ _PATIENCE_S = 0.5
 
 @cache
 def source(file: str) -> str:
-    """Return a kernel's source with its headers inserted, so that cache keys cover all of it.
+    """Return a kernel's source with its headers inserted, so that a changed header recompiles it.
 
-    A header lies beside the file that includes it, or in ``kernels/`` if all kernels share it.
+    A header is in the folder of the file that includes it, or in ``kernels/`` if all kernels share
+    it.
     """
     folder = resources.files("flashsim.backends") / "kernels"
     room = file.rpartition("/")[0]
@@ -35,18 +36,19 @@ def source(file: str) -> str:
 
 
 def text(kernel: Kernel) -> str:
-    """Return the text that is compiled for a kernel: generated functions and its source."""
+    """Return the CUDA text to compile: generated functions, then the kernel's source."""
     ahead = "" if kernel.functions is None else kernel.functions.text
     return ahead + source(kernel.file)
 
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """Return the compiled function on CuPy's current device, ready to launch.
+    """Return the compiled kernel for CuPy's current device, ready to launch.
 
-    The first compile of a kernel takes about a second and is reported on stderr. After that the
-    function comes from CuPy's disk cache (``~/.cupy/kernel_cache``, or ``CUPY_CACHE_DIR``). Only
-    CuPy can tell beforehand whether a kernel is cached, so the line appears after the compile.
+    The first compilation of a kernel takes about a second and is reported on stderr. Later calls
+    read the compiled kernel from CuPy's disk cache (``~/.cupy/kernel_cache``, or
+    ``CUPY_CACHE_DIR``). Only CuPy can tell beforehand whether a kernel is cached, so the message
+    appears after the compilation.
     """
     import cupy
 
@@ -92,7 +94,7 @@ def _say_uncached(why: str) -> None:
 
 
 def _last_cached() -> int:
-    """Return when a file was last added to CuPy's disk cache, in ns; 0 without a cache."""
+    """Return the time in ns at which CuPy's disk cache last got a file; 0 without a cache."""
     folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
     try:
         return os.stat(folder).st_mtime_ns

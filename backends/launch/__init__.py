@@ -1,1 +1,4 @@
-"""Kernel launches: the kernel, its arguments, its schedule tables, its passes; needs no GPU."""
+"""Descriptions of kernel launches: kernel, arguments, schedule tables, passes.
+
+Nothing in this package needs a GPU.
+"""

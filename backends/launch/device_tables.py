@@ -1,6 +1,6 @@
-"""The tables of a schedule as the kernels read them, built on the host.
+"""Build, on the host, the tables of a schedule that kernels read.
 
-Any GPU backend uploads these.
+Every GPU backend copies these tables to the GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Lowered:
 
     @property
     def tiles(self) -> int:
-        """The number of outer tiles."""
+        """The number of outer tiles (row tiles if Q-outer, column tiles if KV-outer)."""
         return len(self.order)
 
     @property
@@ -67,22 +67,22 @@ class Lowered:
 
     @property
     def ptr(self) -> np.ndarray:
-        """The position of each outer tile's first visit in `index` and `kind`."""
+        """The position in `index` and `kind` of each outer tile's first visit."""
         return self._csr[0]
 
     @property
     def index(self) -> np.ndarray:
-        """The inner tile of each visit."""
+        """The number of the inner tile of each visit."""
         return self._csr[1]
 
     @property
     def kind(self) -> np.ndarray:
-        """FULL or MASKED, per visit."""
+        """FULL or MASKED for each visit: MASKED if the mask removes some of its scores."""
         return self._csr[2]
 
     @property
     def starts(self) -> np.ndarray:
-        """int32, (tiles, 2): the first query and the first key of each outer tile's sequence."""
+        """The first query and the first key of each outer tile's sequence, int32 (tiles, 2)."""
         s = self.schedule
         number = s.sequence_of_rows if self.by == "row" else s.sequence_of_cols
         sequences = s.problem.sequences
@@ -94,7 +94,7 @@ class Lowered:
 
     @property
     def descending(self) -> bool:
-        """Whether the loop goes through a span from its last tile to its first."""
+        """Whether the loop visits the tiles of a span from the last to the first."""
         return self.by == "row" and self.schedule.key_order == "descending"
 
 
@@ -126,9 +126,12 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Return a mask function's spans; None if a tile's visits or its FULL visits have gaps.
+    """Return a mask function's spans; None if a tile's visits, or its FULL visits, have gaps.
 
-    Kernels compute the visits of a span, but read a list of visits from memory.
+    A span is the range of inner tiles that an outer tile visits.
+
+    Kernels compute the visits of a span by themselves; without spans they read a list of visits
+    from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -155,7 +158,8 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order of the tiles and the rank of each visit.
+    `schedule.turns` computes the order of the tiles, and at which position of the fixed order each
+    visit adds to dQ.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
@@ -164,7 +168,8 @@ def in_turns(walk: Lowered) -> Lowered:
 def refuse(problem: Problem) -> None:
     """Raise `UnsupportedError` if the problem has a mask function or a bias.
 
-    No GPU kernel evaluates a Python mask function or this form of bias, under any tiling.
+    No GPU kernel evaluates a Python mask function, or a bias that was not turned into a score
+    function.
     """
     if problem.mask is not None:
         raise UnsupportedError(
@@ -179,7 +184,10 @@ def refuse(problem: Problem) -> None:
 
 
 def refuse_functions(problem: Problem, kernels: str) -> None:
-    """Raise `UnsupportedError` if the problem has functions or sinks, for kernels without them."""
+    """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
+
+    `kernels` names the kernels that support none of these.
+    """
     for name in ("mask_mod", "score_mod", "sinks"):
         if getattr(problem, name):
             raise UnsupportedError(
@@ -189,7 +197,7 @@ def refuse_functions(problem: Problem, kernels: str) -> None:
 
 
 def check(problem: Problem, tiling: Tiling) -> None:
-    """Raise `UnsupportedError` if a GPU kernel cannot evaluate the masks with this tiling."""
+    """Raise `UnsupportedError` if GPU kernels cannot evaluate the masks with this tiling."""
     refuse(problem)
     cells = problem.block_mask
     if cells is not None and not tiling.divides(cells):

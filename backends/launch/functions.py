@@ -1,9 +1,9 @@
-"""Mask and score functions in the form that CUDA C++ kernels use: generated text and packed bytes.
+"""Mask and score functions as CUDA C++ kernels take them: generated text, and packed bytes.
 
 `flashsim.functions.emit` generates the text from traced functions. The text defines
 ``FlashCaptured`` (the captured arrays and numbers), ``flash_mask``, ``flash_score`` and
-``flash_score_grad``. It precedes a kernel's own text, and the bytes of ``FlashCaptured`` follow
-``struct Args``.
+``flash_score_grad``. The generated text precedes a kernel's own source, and the bytes of
+``FlashCaptured`` follow ``struct Args``.
 """
 
 from __future__ import annotations
@@ -51,20 +51,21 @@ class BiasTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """Planes, queries and keys; heads choose among the planes."""
+        """The array's size as (planes, queries, keys); each head reads one of the planes."""
         *planes, rows, columns = self.spec.shape
         return math.prod(planes), rows, columns
 
 
 class TableBand(NamedTuple):
-    """An array that a score function reads at [.., sign * (q - k) + offset].
+    """An array that a score function reads by distance, at [.., sign * (q - k) + offset].
 
-    A tile pair has few distances q - k, so each thread reads its elements once, ahead of time.
+    A tile pair has few different distances q - k, so each thread loads the elements that it needs
+    once, before it computes scores.
 
     Attributes
     ----------
-    The load's index among the score function's nodes.
-        The load, among the score function's nodes.
+    node : int
+        The load's index among the score function's nodes.
     sign, offset : int
     """
 
@@ -75,7 +76,7 @@ class TableBand(NamedTuple):
 
 @dataclass(frozen=True)
 class Generated:
-    """The generated text of one kernel.
+    """The CUDA text generated for one kernel.
 
     Attributes
     ----------
@@ -108,7 +109,7 @@ class Generated:
 
     @property
     def constants(self) -> dict[str, int]:
-        """The compile-time constants that say which functions the problem has."""
+        """Compile-time constants that tell the kernel which functions the problem has."""
         return {
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
@@ -119,12 +120,13 @@ class Generated:
 
 @dataclass(frozen=True)
 class Functions:
-    """The generated texts of one problem's functions.
+    """The CUDA texts generated for one problem's mask and score functions.
 
     Attributes
     ----------
-    The text for kernels that add no gradients of captured arrays, and the text for those that do.
-    In a backward, only the KV-outer kernel adds them, since it computes every score once.
+    plain, summing : Generated
+        The text for kernels that add no gradients of captured arrays, and for those that do. In a
+        backward pass, only the KV-outer kernel adds them, since it computes every score once.
     """
 
     plain: Generated
@@ -132,17 +134,17 @@ class Functions:
 
 
 def functions_of(problem: Problem) -> Functions | None:
-    """Return the mask and score functions of a problem; None if it has none."""
+    """Return the mask and score functions of a problem, or None if the problem has no function."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
     return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
-    """Whether a function of a problem reads captured arrays at query or key positions.
+    """Return whether the mask or score function reads captured arrays at query or key positions.
 
-    `beside_ahead` leaves out the elements that kernels load before they call the function: those of
-    `tile_of` and of `band_of`.
+    With `beside_ahead`, arrays that kernels load before they call the function do not count: those
+    of `tile_of` and `band_of`.
     """
     functions = functions_of(problem)
     if functions is None:
@@ -152,7 +154,10 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Whether the derivative is independent of the score: the function adds a bias or scales."""
+    """Return whether the score function's derivative does not depend on the score.
+
+    For example, the derivative of a function that adds a bias, or multiplies by a factor, does not.
+    """
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
 
@@ -165,10 +170,11 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """Return the largest array that the score function reads at [.., q, k], if TMA can load it.
+    """Return the largest array that the score function reads at [.., q, k] and TMA can load.
 
-    TMA needs rows that are multiples of 16 bytes. The result is None for packed sequences, whose
-    packed positions are not indices of the array.
+    The result is None if there is no such array. TMA needs rows whose length is a multiple of 16
+    bytes. The result is also None for packed sequences, because a token's position among the packed
+    tokens is not its index in the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
@@ -219,13 +225,16 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """Return what kernels load before they call the score function: a tile, else a band."""
+    """Return the array that kernels load before they call the score function.
+
+    The result is a pair: a `BiasTile` if there is one, else a `TableBand`, with None for the other.
+    """
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
-    """Return the factors of q and k and the constant of an index, or None if it is not linear."""
+    """Return (a, b, c) if node `n` is the index a * q + b * k + c, else None."""
     node = graph.nodes[n]
     if node.op == "const":
         return np.array([0, 0, node.value])
@@ -241,7 +250,7 @@ def _linear(graph: Graph, n: int) -> np.ndarray | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """Return the largest absolute value of a score before the softmax; infinity if unbounded."""
+    """Return a bound on a score's absolute value before the softmax; infinity without a bound."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -253,7 +262,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Whether heads share an array of at least `least` bytes that is read per query and key."""
+    """Return whether all heads read the same array by query and key, of at least `least` bytes."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least
@@ -264,7 +273,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """Return the two CUDA sources of a problem's functions, `plain` and `summing`."""
+    """Return the CUDA sources of a problem's functions: `plain` and `summing` of `Functions`."""
     return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
@@ -314,5 +323,5 @@ def _sources(
 
 
 def packed_bytes(packed: np.ndarray) -> int:
-    """Return the bytes of a packed struct that follow ``struct Args``."""
+    """Return how many bytes a packed struct takes behind ``struct Args``."""
     return -(-packed.nbytes // 8) * 8

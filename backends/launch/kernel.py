@@ -1,7 +1,8 @@
-"""Launch arithmetic of the CUDA C++ kernels: threads, shared memory and compile-time constants.
+"""Compute the launches of CUDA C++ kernels: threads, shared memory, compile-time constants.
 
-Nothing in this module needs a GPU or CuPy. A `Kernel` describes one compiled variant completely.
-The kernels static_assert that `Kernel.shared_bytes` and `ARGS` equal what they declare.
+Nothing in this module needs a GPU or CuPy. A `Kernel` describes one compiled variant completely. A
+``static_assert`` in each kernel compares `Kernel.shared_bytes` and `ARGS` with the sizes of the
+kernel's own structs.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ ARGS_FORMAT = struct.Struct(
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
     """Return `ARGS` with the fields that functions and sinks add.
 
-    They are the captured arrays and numbers (field ``captured``), for packed sequences the address
-    of their starts, and the address of the sinks.
+    The added fields are ``captured`` (captured arrays and numbers), the address of the sequences'
+    starts if sequences are packed, and the address of the sinks.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -78,7 +79,7 @@ ROUND = 1 << 30
 
 @dataclass(frozen=True)
 class Gpu:
-    """The properties of a GPU that launch arithmetic uses.
+    """The properties of a GPU that determine how kernels are launched.
 
     Attributes
     ----------
@@ -107,12 +108,12 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """Return how many clusters of this size run at once; if not measured, how many fit."""
+        """Return how many clusters of this size run at once, measured or by the SM count."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
     def like(cls, device: Device) -> Gpu:
-        """Return a `Gpu` with a `Device`'s properties, to plan launches for."""
+        """Return a `Gpu` with the properties of a `Device`, to plan launches without that GPU."""
         return cls(
             *(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes),
             multiprocessors=device.sm_count,
@@ -122,27 +123,27 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Variant:
-    """Compile-time choices of a kernel besides the tile: its tables, its reports, its arithmetic.
+    """A kernel's compile-time choices besides the tile: tables, reports and arithmetic.
 
-    `tf32` puts float32 products on tensor cores, with operands rounded to tf32.
+    With `tf32`, tensor cores compute float32 products, with operands rounded to tf32.
 
     `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of such a kernel exchange no
     scores in the backward pass, and its row sums always stay in registers.
 
     `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
 
-    With `overlap`, a kernel lets the next one start before it has ended. Such a kernel also waits
-    itself for the kernel before it, where that matters.
+    With `overlap`, a kernel lets the next kernel start before it has ended. A kernel with `overlap`
+    also waits for the previous kernel, at the point where it needs that kernel's results.
 
-    `in_step` co-schedules the work tiles of the Hopper backward: it sets their order through the
-    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes the dQ of a
-    visit during the next visit (kernels/hopper/backward.cu).
+    With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
+    loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes
+    the dQ of a visit during the next visit (kernels/hopper/backward.cu).
 
-    `after` and `more` belong to a pass of several launches. With `after`, a launch starts once the
-    one before it has begun. With `more`, a launch lets the next one begin.
+    `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
+    previous launch has begun. With `more`, a launch lets the next launch begin.
 
-    With `once`, each row tile has one visit. `fused` kernels compute dQ in one pass with dK and dV,
-    and add to it in a fixed order if `ordered`.
+    With `once`, each row tile visits a single key tile. `fused` kernels compute dQ in one pass with
+    dK and dV, and add to it in a fixed order if `ordered`.
     """
 
     spans: bool
@@ -164,11 +165,11 @@ class Variant:
 
 @dataclass(frozen=True)
 class Box:
-    """The rows and columns of a tensor that one TMA copy moves.
+    """A TMA box: the rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is both the width of a row of the box and the width within which shared memory's banks
-    are permuted, in bytes. `transposed` says that the tensor is (.., d, n), with n padded to a
-    multiple of 16.
+    `swizzle` is, in bytes, both the width of the box and the width within which TMA permutes
+    16-byte pieces over shared memory's banks. `transposed` says that the tensor is (.., d, n), with
+    n padded to a multiple of 16.
     """
 
     tensor: str
@@ -180,11 +181,11 @@ class Box:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One kernel, compiled for one problem and tiling: all that a launch needs except the data.
+    """A kernel compiled for one problem and tiling, with all that a launch needs but the data.
 
     A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
-    work counter. The counter is 0 before and after the launch; the address is 0 if no block gets
-    more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
+    work counter. The counter is 0 before and after the launch. The address is 0 (no counter) if no
+    block gets more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
     """
 
     file: str
@@ -200,16 +201,16 @@ class Kernel:
 
     @property
     def args(self) -> np.dtype:
-        """The type of the kernel's argument, as `args_dtype` returns it."""
+        """The NumPy type of the kernel's ``struct`` argument (`args_dtype`)."""
         packed = bool(dict(self.constants)["FS_VARLEN"])
         return args_dtype(self.functions, packed=packed, sinks=self.sinks)
 
     @property
     def roles(self) -> int:
-        """Number of roles per block that record time stamps.
+        """The number of roles (groups of warps) per block that record time stamps.
 
-        With 1, the whole block is one role. Otherwise the roles are a producer warpgroup and the
-        consumer warpgroups.
+        If the number is 1, the whole block is a single role. Otherwise the roles are a producer
+        warpgroup and the consumer warpgroups.
         """
         return self.threads // 128 if self.boxes else 1
 
@@ -222,24 +223,25 @@ class Kernel:
 
 
 def padded(head_dim: int, other: int = 0) -> int:
-    """Return the head_dim that a kernel computes with: a multiple of 16, or of 32 above 128.
+    """Return head_dim rounded up as a kernel needs it: to a multiple of 16, or of 32 above 128.
 
-    Tensor cores take 16 columns at a time, and rows that are split need 32. `other` is the other
-    head dim of the problem (head_dim_v for head_dim); both are split if either exceeds 128.
+    Tensor cores take 16 columns at a time; rows that are split between warps need 32. `other` is
+    the problem's other head dimension (head_dim_v for head_dim): if either exceeds 128, the rows of
+    both are split.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
     return -(-head_dim // step) * step
 
 
 def row_elements(head_dim: int) -> int:
-    """Return a row's elements in HBM: head_dim rounded up to a multiple of 8."""
+    """Return the number of elements per row in HBM: head_dim rounded up to a multiple of 8."""
     return -(-head_dim // 8) * 8
 
 
 def whole_sixteens(n: int) -> int:
-    """Return the keys per row of V^T: n rounded up to a multiple of 16.
+    """Return the number of keys per row of an FP8 V^T: n rounded up to a multiple of 16.
 
-    An FP8 value has one byte, and accesses have 16.
+    An FP8 value takes one byte, and the kernel accesses 16 bytes at a time.
     """
     return -(-n // 16) * 16
 
@@ -247,7 +249,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """Return the job's option `kernel` (default "auto"), if the backend supports the job.
+    """Return the job's option `kernel` (default "auto"), after checking the job's algorithm.
 
     Raises
     ------
@@ -279,7 +281,7 @@ def check_head_dims(problem: Problem, what: str) -> None:
 
 
 def padded_dims(problem: Problem) -> tuple[int, int]:
-    """Return the padded head_dim and head_dim_v."""
+    """Return head_dim and head_dim_v, both rounded up by `padded`."""
     d, dv = problem.head_dim, problem.head_dim_v
     return padded(d, dv), padded(dv, d)
 
@@ -334,10 +336,11 @@ def built(
     *,
     outer: str | None = "queries",
 ) -> Kernel:
-    """Return the kernel `name` of a file, compiled for its `constants` and those in `more`.
+    """Return the `Kernel` called `name` in `file`, with `constants` and those in `more`.
 
-    `outer` is the tensor of the kernel's outer loop; None if the kernel has no visits. The kernel
-    with "keys" adds the gradients of arrays that functions capture.
+    `outer` says whether the kernel's outer loop is over "queries" or "keys"; it is None for a
+    row-wise kernel. A kernel with "keys" also adds up the gradients of arrays that functions
+    capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
     generated, functions = None, None if outer is None else functions_of(problem)

@@ -1,4 +1,4 @@
-"""A stage of a pass, as one or several kernel launches: the kernel and the tables it loops over."""
+"""The launches of a stage of the forward or backward pass: kernels and their tables."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from flashsim.schedule import plans
 
 @dataclass(frozen=True, eq=False)
 class KernelPass:
-    """One launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
+    """One kernel launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
 
-    A work tile is one outer tile of one head.
+    The launch's thread blocks take work tiles, each of which is one outer tile of one head.
 
     Attributes
     ----------

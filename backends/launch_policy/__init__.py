@@ -1,1 +1,1 @@
-"""The choice of kernels for each pass, and their launch arithmetic."""
+"""Choose the kernels of each forward or backward pass, their tiles and their launches."""

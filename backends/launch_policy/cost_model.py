@@ -1,10 +1,10 @@
-"""A time model that finds the fastest tile: work tiles, visits per work tile, time per visit.
+"""A model of a launch's time, which finds the fastest tile size.
 
 A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one iteration
 of a work tile's inner loop: one query tile times one key tile. Persistent blocks take work tiles
-until none is left. A work tile costs a fixed time plus a time per visit. The problem, its tiling
-and the GPU determine the number of work tiles, their visits and how they fill the SMs. Only the
-fixed time and the time per visit are measured.
+until none is left. A work tile costs a fixed time plus a time per visit. The model computes the
+number of work tiles, their visits, and how they fill the SMs from the problem, the tiling and the
+GPU. Only the fixed time and the time per visit are measured.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """The times of a thread block, in µs: per work tile and per visit.
+    """A thread block's times, in µs: a fixed time per work tile, and a time per visit.
 
-    `item` is the time per work tile besides its visits, `visit` the time per visit.
+    `item` is the fixed time per work tile, without its visits; `visit` is the time per visit.
     """
 
     item: float
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """Return the times of work tiles with these numbers of visits."""
+        """Return the times in µs of work tiles that have these numbers of visits."""
         return self.item + self.visit * visits
 
 
@@ -74,7 +74,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of a Hopper backward's passes: dK and dV alone, dQ alone, and all three in one."""
+    """The times of the Hopper backward's kernels: for dK and dV, for dQ, and for all three."""
 
     dkdv: Times
     dq: Times
@@ -122,16 +122,16 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the µs of a forward launch with one block per SM, the longest work tiles first."""
+    """Return the predicted µs of a forward launch: one block per SM, longest work tiles first."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the µs of a KV-outer backward launch.
+    """Return the predicted µs of a KV-outer backward launch.
 
-    Each work tile covers all query heads of a KV head.
+    Each work tile of such a launch covers all query heads that share a KV head.
     """
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans
@@ -148,7 +148,7 @@ def _launch(items: np.ndarray, walks: int, processors: int) -> float:
 
 
 def backward_times(problem: Problem, tiling: Tiling) -> Backward:
-    """Return the times of a Hopper backward's passes for a problem with this tiling."""
+    """Return the times of the Hopper backward's kernels for a problem with this tiling."""
     d = max(problem.head_dim, problem.head_dim_v)
     known = HOPPER_BACKWARD[min((w for w in HOPPER_BACKWARD if d <= w), default=192)]
     return known._replace(fused=HOPPER_FUSED_WIDE[ROLES]) if tiling == ROLES else known
@@ -156,11 +156,12 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """Return the µs of a Hopper backward without its delta kernel.
+    """Return the predicted µs of a Hopper backward, without its delta kernel.
 
-    Every form except "flash2-once" begins with delta. Each pass begins on an SM as soon as the pass
-    before it has left that SM, so dQ's pass runs beside that of dK and dV. The conversion waits for
-    all SMs.
+    The delta kernel's time is left out, since every form except "flash2-once" begins with that
+    kernel; for "flash2-once", `WITHOUT_DELTA` is added instead. Each kernel begins on an SM as soon
+    as the previous kernel has left that SM, so the kernel for dQ overlaps with the kernel for dK
+    and dV. The kernel that converts dQ waits for all SMs.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -191,7 +192,7 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
 ) -> list[float]:
-    """Return the µs at which the SMs finish their last work tile, in no particular order.
+    """Return the predicted µs at which each SM finishes its last work tile (unordered).
 
     Parameters
     ----------
@@ -219,10 +220,10 @@ def shared_out(
 def ends_of_launch(
     takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
 ) -> list[float]:
-    """Return the µs at which the SMs finish a launch's work tiles, in no particular order.
+    """Return the predicted µs at which each SM finishes its work in a launch (unordered).
 
     A `cluster` of SMs works on each work tile, and `places` clusters run at a time. A cluster
-    begins when the last of its SMs is free; it consists of SMs that become free at about the same
+    begins when the last of its SMs is free, and consists of SMs that become free at about the same
     time. The other parameters are those of `ends`.
     """
     sooner = sorted(free)
@@ -233,12 +234,13 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Return launches in which clusters share the tail, as (blocks per cluster, work tiles).
+    """Return extra launches for the tail, as (blocks per cluster, number of work tiles).
 
-    The function requires equally long work tiles. Full waves leave a tail, for which most SMs would
-    wait idly. The launches returned here run these few work tiles first, shared by clusters. Either
-    all clusters have one size, or as many as possible have two blocks and the others more. The
-    result is empty if this does not save `_LAUNCHED` µs per launch.
+    The function requires work tiles with equal numbers of visits. After the full waves a few work
+    tiles are left (the tail), during which most SMs would be idle. The launches returned here run
+    this number of work tiles first, each shared by the blocks of a cluster. Either all clusters
+    have the same size, or as many clusters as possible have two blocks and the others have more.
+    The result is empty if the launches would not save `_LAUNCHED` µs each.
 
     Parameters
     ----------
@@ -274,7 +276,9 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the fastest number of blocks per work tile: 1 if there are enough work tiles.
+    """Return the number of blocks per work tile (cluster size) that is predicted to be fastest.
+
+    The result is 1 if there are enough work tiles to fill the SMs.
 
     The parameters are those of `shared_out`.
     """
@@ -291,10 +295,10 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """Return the average number of busy blocks of a Q-outer pass and of a KV-outer pass.
+    """Return the average number of busy thread blocks in a Q-outer and in a KV-outer pass.
 
-    Each block has one work tile. The fraction of time for which it is busy is its visits divided by
-    the visits of the longest work tile.
+    The estimate assumes that each thread block has one work tile. The block is busy for a fraction
+    of the time: its visits divided by the visits of the longest work tile.
     """
     visits = Schedule(problem, tiling).visit_counts
     share = problem.batch * float(visits.mean() / max(visits.max(), 1))
@@ -303,7 +307,7 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """Return the µs at which SMs (or clusters) finish their last work tile, unordered.
+    """Return the µs at which each SM (or cluster) finishes its last work tile (unordered).
 
     Each SM (or cluster) processes one work tile at a time.
 
@@ -323,10 +327,10 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
 def last_items(
     takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """Return each place's (SM's or cluster's) last work tile as (end, place, index in `takes`).
+    """Return each SM's (or cluster's) last work tile, as (end, SM, index in `takes`).
 
-    The parameters are those of `ends`. A work tile goes to the place that is free first. A place
-    without work tiles has index -1.
+    The parameters are those of `ends`. A work tile goes to the SM or cluster that is free first.
+    The index is -1 for an SM or cluster that gets no work tile.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)
@@ -339,17 +343,19 @@ def last_items(
 
 
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
-    """Return the time at which all work tiles are done, if the longest come first.
+    """Return the time at which all work tiles are done, if the longest ones start first.
 
-    Each of `walks` heads has these `items`, and `places` SMs (or clusters) work at the same time.
+    `items` holds the times of one head's work tiles; there are `walks` such heads. `places` SMs (or
+    clusters) work at the same time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
 def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
-    """Whether running all heads at once ends sooner than running one head group after the other.
+    """Return whether running all heads at once is faster than one head group after another.
 
-    The gain must exceed what L2 misses may cost. The answer is no if there are many waves.
+    The gain must exceed the possible cost of additional L2 misses. If there are many waves, the
+    function returns False without a comparison.
     """
     if walks * len(items) > _ROUNDS * places:
         return False
@@ -363,11 +369,11 @@ def fastest_first(
     processors: int,
     launch: Callable[[Problem, Tiling, Times, int], float] = microseconds,
 ) -> tuple[Tiling, ...]:
-    """Return the tilings, sorted by the time that `launch` predicts for them.
+    """Return the tilings of `times`, sorted by the time that the function `launch` predicts.
 
-    In a long launch, another tiling replaces the first one of `times` only if its gain exceeds the
-    uncertainty of the times. The first tiling does the most arithmetic per byte of shared memory,
-    which suits a chip that runs hot.
+    In a long launch, the first tiling of `times` stays first unless another tiling's gain exceeds
+    the uncertainty of the prediction. The reason: the first tiling does the most arithmetic per
+    byte of shared memory, which helps when a hot chip lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

@@ -1,4 +1,4 @@
-"""The kernels of decoding: their argument, their blocks, and their shared memory."""
+"""The decode kernels: their argument struct, their blocks, and their shared memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 
 
 def record_dtype(problem: Problem) -> np.dtype:
-    """Return `RECORD`, followed by captured arrays (``captured``) and by the sinks' address."""
+    """Return the argument struct's type: `RECORD`, captured arrays, and the address of sinks.
+
+    The last two fields exist only if the problem has captured arrays (field ``captured``) or sinks.
+    """
     functions = functions_of(problem)
     more = [] if functions is None else [("captured", f"V{functions.plain.captured_bytes}")]
     more += [("sinks", "<u8")] if problem.sinks else []
@@ -83,7 +86,7 @@ def walking_kernel(
 
 
 def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
-    """Return the kernel of latent attention (kernels/hopper/decode_latent.cu)."""
+    """Return the decode kernel for latent attention (kernels/hopper/decode_latent.cu)."""
     p, chunks = problem, -(-problem.head_dim // _CHUNK)
     tiles = 2 * _CHUNK * ((1 + _LATENT_STAGES) * chunks * LATENT_KEYS + LATENT_KEYS)
     shared = -(-(tiles + 2 * 4 * LATENT_ROWS + 2 * 8 * _LATENT_STAGES + 4) // 1024) * 1024
@@ -96,7 +99,7 @@ def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
 
 
 def check_latent(problem: Problem, gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for latent attention that the kernel does not decode."""
+    """Raise `UnsupportedError` for latent attention that this kernel cannot decode."""
     if gpu.compute_capability != (9, 0):
         raise UnsupportedError(
             f"latent attention is decoded on Hopper GPUs (sm_90) only, not on {gpu.name}; pass v "
@@ -110,7 +113,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Return the rows per tile: as many blocks of 16 as a warp's registers hold."""
+    """Return the rows per tile: a power of two times 16, limited by a warp's registers."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -120,7 +123,7 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
-    """Return the kernel that merges the splits of a decode kernel with `block_q` rows per tile."""
+    """Return the kernel that merges splits from a decode kernel with `block_q` rows per tile."""
     variant = Variant(True, False, counts=counts)
     return built(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
@@ -133,9 +136,12 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Return warps, stages, ``sizeof(OnChip)``, and how many splits' weights fit in it.
+    """Return warps, pipeline stages, bytes of shared memory, and the most splits to merge there.
 
-    The stages keep up to `ring` bytes in flight per SM.
+    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The number of splits is limited
+    because their weights must fit in the space of the stages.
+
+    The stages together keep up to `ring` bytes in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -150,7 +156,7 @@ def on_chip(
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Return the bytes that a cluster's blocks write into each other's shared memory."""
+    """Return the bytes of a block's shared memory that hold results from its cluster's blocks."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)
@@ -158,5 +164,5 @@ def exchanged(cluster: int, rows: int, width: int) -> int:
 
 
 def _lines(n: int) -> int:
-    """Return a number of bytes, rounded up to whole lines of 128."""
+    """Return a number of bytes, rounded up to a multiple of 128."""
     return -(-n // 128) * 128

@@ -1,10 +1,10 @@
-"""Planning of decode launches (kernels/portable/decode.cu): their blocks and their kernels.
+"""Plan decode launches (kernels/portable/decode.cu): their thread blocks and their kernels.
 
-The keys of a sequence are split over blocks. The live lengths of the whole batch and the GPU's SMs
-determine the number of splits (`flashsim.schedule.split` has the rules). Latent attention has its
-own kernel (kernels/hopper/decode_latent.cu). A prefix that all sequences share (cascade attention)
-is read in one loop, whose row tiles hold the queries of all sequences. Nothing in this module needs
-a GPU.
+The keys of a sequence are split over several thread blocks. The number of splits depends on the
+lengths of all sequences in the batch and on the GPU's number of SMs (`flashsim.schedule.split` has
+the rules). Latent attention has its own kernel (kernels/hopper/decode_latent.cu). A prefix that all
+sequences share is read once for all of them (cascade attention), in a loop whose row tiles hold the
+queries of all sequences. Nothing in this module needs a GPU.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ _OVERLAPPED = 600e6
 
 @dataclass(frozen=True, eq=False)
 class Decode:
-    """One launch of `flash_decode`.
+    """The plan of one launch of the kernel `flash_decode`.
 
     Attributes
     ----------
@@ -114,7 +114,7 @@ class Decode:
 
     @property
     def prefix_tiles(self) -> int:
-        """Row tiles that visit a shared prefix: they hold the queries of all sequences."""
+        """The number of row tiles for a shared prefix, which hold all sequences' queries."""
         block_q = dict(self.kernel.constants)["FS_BLOCK_Q"]
         return -(-self.problem.batch * self.rows // block_q) if self.prefix else 0
 
@@ -122,7 +122,7 @@ class Decode:
     def grid(self) -> tuple[int, int]:
         """The grid of thread blocks.
 
-        With a merging kernel, the row tiles of a split follow each other along x.
+        If a second kernel merges the splits, the row tiles of a split follow each other along x.
         """
         blocks = len(self.items) * self.problem.kv_heads
         if self.prefix:
@@ -131,11 +131,12 @@ class Decode:
 
     @property
     def merges(self) -> np.ndarray:
-        """The merging kernel's table, int32, (n, 8): one row per sequence that has parts.
+        """The table of the merging kernel, int32 (n, 8): one row per sequence that has splits.
 
-        Fields 0 to 3 are the sequence's number, its first slot, its number of splits, and the index
-        of its first entry in `items`. Fields 4 and 5 are the number of parts of a shared prefix and
-        the number of slots from one of these parts to the next. The last two are 0.
+        Fields 0 to 3 are the sequence's number, its first slot of partial results, its number of
+        splits, and the index of its first entry in `items`. Field 4 is the number of parts of a
+        shared prefix, and field 5 the number of slots from one of these parts to the next. Fields 6
+        and 7 are 0.
         """
         first = {b: i for i, b in reversed([*enumerate(self.items[:, 0].tolist())])}
         parted = [b for b, n in enumerate(self.splits) if n > 1 or self.prefix]
@@ -150,9 +151,9 @@ class Decode:
 
     @cached_property
     def cluster(self) -> int:
-        """The number of blocks that merge through each other's shared memory.
+        """The number of thread blocks in a cluster, which merge through each other's shared memory.
 
-        With a cluster of 1, partial results are merged through HBM.
+        If the number is 1, partial results are merged through HBM.
         """
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
@@ -172,13 +173,13 @@ class Decode:
 
     @cached_property
     def partial_elements(self) -> tuple[int, int]:
-        """The sizes of the partial O and of the partial LSE, in float32 elements."""
+        """The sizes of all partial O and of all partial LSE, in float32 elements."""
         rows = self.slots * self.problem.kv_heads * self.rows
         return rows * row_elements(self.problem.head_dim_v), rows
 
     @cached_property
     def counters(self) -> int:
-        """The number of arrival counters (uint32), one per sequence, KV head and row tile."""
+        """The number of arrival counters (uint32): one per sequence, KV head and row tile."""
         return self.problem.batch * self.problem.kv_heads * self.row_tiles
 
     @property
@@ -191,7 +192,7 @@ class Decode:
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """Return a launch's argument struct without its addresses and strides.
+    """Return a launch's argument struct, in which only addresses and strides are still missing.
 
     Parameters
     ----------
@@ -211,9 +212,9 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the packed problem of a batch's live keys.
+    """Return a problem of packed sequences, with only the keys that each sequence really has.
 
-    All sequences share the first `prefix` keys.
+    All sequences share their first `prefix` keys.
 
     Raises
     ------
@@ -232,7 +233,7 @@ def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0)
 
 
 def check(problem: Problem, gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for a problem that no kernel decodes on this GPU."""
+    """Raise `UnsupportedError` if no kernel can decode this problem on this GPU."""
     p = problem
     if p.dtype not in ("float16", "bfloat16"):
         raise UnsupportedError(
@@ -262,12 +263,12 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """Return the launch for a batch with these live lengths.
+    """Return the decode launch for a batch whose sequences have these numbers of keys.
 
-    Without `splits`, sequences get as many splits as it takes for the blocks to fill the SMs once.
-    With `splits`, a sequence of fewer key tiles gets one split per tile. With a `prefix`, `splits`
-    is the number of parts of the row tile that visits the most key tiles; others have parts in
-    proportion.
+    Without `splits`, the sequences get as many splits as needed to fill all SMs once. With
+    `splits`, a sequence that has fewer key tiles than that gets one split per tile. With a
+    `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles; the
+    other row tiles get parts in proportion to their key tiles.
 
     Parameters
     ----------
@@ -302,11 +303,12 @@ def plan(
 
 @lru_cache(maxsize=256)
 def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
-    """Return the launch for sequences whose live lengths the kernel reads at run time.
+    """Return the decode launch for sequences whose lengths the kernel reads at run time.
 
-    The splits are chosen as for sequences that fill the cache. A shorter sequence has as many, each
-    of fewer tiles or of none. Fields 1 and 2 of an item are its part and 0; the kernel computes the
-    part's key tiles. So a launch serves every length up to `problem.n_kv`.
+    The number of splits is chosen as for sequences that fill the cache. A shorter sequence has
+    equally many splits, of fewer key tiles each, or of none. Fields 1 and 2 of an entry in
+    `Decode.items` are the number of the split and 0, and the kernel computes the split's key tiles.
+    So one launch serves every length up to `problem.n_kv`.
 
     Raises
     ------
@@ -331,7 +333,7 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
 
 
 class _DecodeRequest(NamedTuple):
-    """The parameters of `plan`."""
+    """The arguments of the function `plan`, in one tuple."""
 
     problem: Problem
     lengths: tuple[int, ...]
@@ -343,22 +345,25 @@ class _DecodeRequest(NamedTuple):
 
 
 def _plain(asked: _DecodeRequest) -> Decode:
-    """Return the launch for contiguous or paged keys, not latent and without a shared prefix.
+    """Return the decode launch for ordinary attention without a shared prefix.
 
-    If sequences must be split to fill the SMs, blocks have 8 warps, and each SM runs one. If the
-    batch has more blocks than SMs, blocks have 4 warps, each SM runs two, and no block is longer
-    than the average load.
+    If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
+    block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
+    warps, each SM runs two blocks, and no block gets more work than the average load of an SM.
 
-    Where clusters merge, short sequences of equal length get 8 splits, or the largest cluster size
-    that their key tiles allow. Contiguous sequences of equal length stay whole if their blocks
-    alone are `_ENOUGH`, since a split would cost a merge and gain nothing. Sequences stay whole in
-    this way up to 128 columns of keys and values; with more columns, only where no cluster merges,
-    or from `_LONG` tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`,
-    on an H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits, or as
+    many as the largest cluster size that their key tiles allow. Contiguous sequences of about equal
+    length are not split if their blocks already fill the fraction `_ENOUGH` (with slower HBM
+    `_MOST`) of the SMs, since a split would then cost a merge and gain nothing. The rule about
+    `_ENOUGH` holds if a key and a value together have up to 128 columns. With more columns it holds
+    only where no cluster merges, or from `_LONG` key tiles on. (Measured on an H200 and, with
+    memory no faster than `_FAST_MEMORY`, on an H100; docs/notebooks/decoding.md and
+    benchmarks/decode.py have the sweeps.)
 
-    A sequence is a cluster only if all clusters run at once, which depends on the chip: the last
-    ones would run alone. Otherwise the sequence gets fewer parts, which form a smaller cluster; or,
-    up to 128 columns, as many parts, which merge through HBM.
+    The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
+    otherwise the last clusters would run alone. How many clusters run at once depends on the chip.
+    If they are too many, each sequence gets fewer splits, which form a smaller cluster. With up to
+    128 columns it keeps its number of splits, which merge through HBM instead.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -411,9 +416,9 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
 
 def _latent(asked: _DecodeRequest) -> Decode:
-    """Return the launch for latent attention, where V is columns of K and there is one KV head.
+    """Return the decode launch for latent attention: one KV head, and V consists of columns of K.
 
-    A block takes all of an SM's shared memory, and a second kernel merges.
+    A thread block takes all shared memory of an SM, and a second kernel merges the splits.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     kernel = kernels.latent_kernel(p, variant, page)
@@ -425,10 +430,11 @@ def _latent(asked: _DecodeRequest) -> Decode:
 
 
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
-    """Return the launch for sequences that share a prefix.
+    """Return the decode launch for sequences that share a prefix.
 
-    The prefix is read once, and a second kernel merges its parts with each sequence's own. Without
-    `splits`, the number of parts is chosen so that none is longer than the average load of an SM.
+    The prefix is read once for all sequences. A second kernel merges the prefix's partial results
+    with those of each sequence's own keys. Without `splits`, the number of parts is chosen so that
+    no part is longer than the average load of an SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -458,16 +464,16 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return the `Split` for this many splits, or if None, parts of at most `longest` key tiles."""
+    """Return a rule for this many splits, or if None, for parts of at most `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the range of key tiles that each sequence's queries see, and their number.
+    """Return the range of key tiles that each sequence's queries see, and the ranges' lengths.
 
-    A window excludes some key tiles.
+    A range begins after tile 0 if a sliding window hides the first tiles.
     """
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
@@ -485,10 +491,10 @@ def _launch(
     merge: Kernel | None = None,
     prefix: int = 0,
 ) -> Decode:
-    """Return the launch of a kernel on sequences whose key tiles are ``range(*ranges[b])``.
+    """Return the launch of a decode kernel, if sequence b has key tiles ``range(*ranges[b])``.
 
-    `parts` says how many parts `split` makes of each sequence. With a prefix, `lengths` exclude the
-    prefix's keys, and the last of `parts` is the prefix's own.
+    `parts` says into how many parts `split` divides each sequence. With a prefix, `lengths` exclude
+    the prefix's keys, and the last entry of `parts` is that of the prefix.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

@@ -1,8 +1,8 @@
-"""The interface of a kernel family: which tiles it takes, and which kernel runs each stage.
+"""The interface of a kernel family: the tiles it supports, and the kernel of each stage.
 
-`launch_policy.portable` has two families, `launch_policy.hopper` has one, and
-`numba_gpu.launch_policy` has the same in Python. The engine (`cupy_gpu.engine`) handles arrays,
-errors and traces. Nothing in this module needs a GPU.
+`launch_policy.portable` defines two families and `launch_policy.hopper` one;
+`numba_gpu.launch_policy` defines families of kernels written in Python. A family handles no arrays,
+errors or traces: `cupy_gpu.engine` does. Nothing in this module needs a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A requested pass, without its tiling.
+    """A requested forward or backward pass, before a tiling is chosen.
 
     Attributes
     ----------
@@ -49,17 +49,17 @@ class PassRequest(NamedTuple):
 
     @property
     def wide(self) -> int:
-        """The wider of head_dim and head_dim_v."""
+        """The larger of head_dim and head_dim_v."""
         return widest(self.problem)
 
     @property
     def fused(self) -> bool:
-        """Whether this is the backward that accumulates dQ in memory ("flash2-fused")."""
+        """Whether this is the fused backward, which accumulates dQ in HBM ("flash2-fused")."""
         return self.direction == "backward" and self.algorithm == "flash2-fused"
 
 
 class Walked(NamedTuple):
-    """A stage with the tables that it loops over, and the GPU it runs on."""
+    """A stage with the schedule tables that it loops over, and the GPU that runs it."""
 
     stage: plans.Stage
     tables: Lowered
@@ -67,12 +67,12 @@ class Walked(NamedTuple):
 
     @property
     def problem(self) -> Problem:
-        """The problem of the stage's schedule."""
+        """The problem that the stage's schedule is for."""
         return self.tables.schedule.problem
 
     @property
     def walks(self) -> int:
-        """How many heads of the batch the loop runs for: query heads, or KV heads if KV-outer."""
+        """The number of heads in the batch: query heads, or KV heads for a KV-outer loop."""
         return plans.heads_of(self.stage, self.problem)[0]
 
     @property
@@ -82,10 +82,10 @@ class Walked(NamedTuple):
 
 
 class Shared(NamedTuple):
-    """The work tiles of one launch.
+    """How the work tiles of one launch are shared between thread blocks.
 
     `cluster` is the number of blocks that share a work tile, and `items` is the number of work
-    tiles. `deferred` says whether the dQ of a visit is computed in the next visit.
+    tiles. `deferred` says whether a visit's dQ is computed during the next visit.
     """
 
     cluster: int
@@ -101,8 +101,8 @@ class HandOut(NamedTuple):
     clump : int
         Heads of a head group, which run together.
     in_step : bool
-        Whether a KV-outer pass cycles through the query heads of a group, one visit per head.
-    launches : tuple of Shared
+        Return whether a KV-outer pass visits the query heads of a GQA group in alternation.
+        launches : tuple of Shared
         The launches in their order; most often there is one.
     """
 
@@ -113,7 +113,7 @@ class HandOut(NamedTuple):
 
 @dataclass(frozen=True)
 class Family(ABC):
-    """Kernels for all stages of FlashAttention-2, or for the forward pass alone.
+    """A family of kernels for all stages of FlashAttention-2, or for its forward pass alone.
 
     Attributes
     ----------
@@ -137,9 +137,9 @@ class Family(ABC):
 
     @abstractmethod
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Return the reason why these kernels do not run this pass, or None if they do.
+        """Return why these kernels cannot run this pass, or None if they can.
 
-        If `tiling` is None, the reason is about the default tiling.
+        If `tiling` is None, the question is whether they can with the default tiling.
         """
 
     @abstractmethod
@@ -148,10 +148,10 @@ class Family(ABC):
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the tiling that was fastest on an H200, or None if `why_not` has a reason."""
+        """Return the tiling that was fastest on an H200; None if `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """Return the error that states a reason of `why_not`."""
+        """Return the error to raise for a reason that `why_not` returned."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
@@ -163,7 +163,7 @@ class Family(ABC):
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """Return the given tiling, or if it is None, the fastest one.
+        """Return the given tiling, or the fastest tiling if it is None.
 
         Raises
         ------
@@ -183,30 +183,29 @@ class Family(ABC):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Return the kernel that runs a stage."""
+        """Return the kernel that runs a stage of a pass."""
 
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Whether the fused backward can add to dQ in a fixed order and then beats three passes."""
+        """Return whether the fused backward with ordered dQ can run and beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """Whether "flash2-once" runs here and is the fastest backward.
+        """Return whether "flash2-once" can run and is the fastest backward on this GPU.
 
-        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
-        order.
+        With `ordered`, it is compared with the fused backward that adds to dQ in a fixed order.
         """
         return False
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Whether the fused backward, adding to dQ in any order, is faster than three passes."""
+        """Return whether the fused backward with unordered dQ is faster than three passes."""
         return True
 
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """Return the number of heads in a head group, which run together."""
+        """Return how many heads run together as a head group."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
@@ -215,18 +214,18 @@ class Family(ABC):
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return launches for a pass's first work tiles, as (blocks per cluster, work tiles).
+        """Return extra launches that come first, as (blocks per cluster, number of work tiles).
 
-        `cluster` is the number of blocks that share each of the other work tiles.
+        `cluster` is the number of blocks that share each work tile of the main launch.
         """
         return ()
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Whether a fused pass computes the dQ of a visit in the next visit, where it can."""
+        """Return whether a fused pass computes a visit's dQ during the next visit, if it can."""
         return False
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Whether a KV-outer pass cycles through the query heads of a group, one visit per head."""
+        """Return whether a KV-outer pass visits the query heads of a GQA group in alternation."""
         return False
 
     def hand_out(
@@ -240,8 +239,8 @@ class Family(ABC):
     ) -> HandOut:
         """Decide how a stage's work tiles are assigned to thread blocks.
 
-        In a fixed order or with a timeline, no cluster shares a work tile. A pass that reports
-        anything never has several launches.
+        If blocks add to dQ in a fixed order, or record a timeline, no cluster shares a work tile. A
+        pass that reports bytes or times is always a single launch.
         """
         walk = Walked(stage, tables, gpu)
         cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
@@ -261,7 +260,7 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """Return the passes of the forward, which is one launch.
+        """Return the launches of the forward pass (a tuple of one).
 
         Parameters
         ----------
@@ -286,9 +285,9 @@ class Family(ABC):
         algorithm: str,
         ordered: bool = False,
     ) -> tuple[KernelPass, ...]:
-        """Return the passes of the backward, in the order of their launches.
+        """Return the launches of the backward pass, in order.
 
-        The other parameters and errors are those of `forward_passes`.
+        For the other parameters and the errors, see `forward_passes`.
 
         Parameters
         ----------
@@ -301,7 +300,7 @@ class Family(ABC):
 
 
 def widest(problem: Problem) -> int:
-    """The wider of head_dim and head_dim_v."""
+    """The larger of head_dim and head_dim_v."""
     return max(problem.head_dim, problem.head_dim_v)
 
 

@@ -1,7 +1,7 @@
-"""The Hopper kernels (sm_90a): what they take, which kernel runs a stage, and how it is launched.
+"""The Hopper kernels (sm_90a): what they support, and which kernel runs a stage and how.
 
-Where `refusal` gives a reason, portable kernels run instead. docs/notebooks/hopper.md tells how the
-kernels were developed, step by step.
+Portable kernels run a pass for which `refusal` returns a reason. docs/notebooks/hopper.md tells how
+the kernels were developed, step by step.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _WIDEST_ONCE = 128
 
 @dataclass(frozen=True)
 class Hopper(Family):
-    """The family of kernels that use instructions of Hopper alone.
+    """The family of kernels that use instructions that only Hopper has.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class Hopper(Family):
     brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         problem, gpu, direction, algorithm, _ = asked
         if gpu.compute_capability != CAPABILITY:
             return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
@@ -135,28 +135,28 @@ class Hopper(Family):
         )
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`."""
+        """Implement `Family.fastest`."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
 
     def refused(self, reason: str) -> UnsupportedError:
-        """See `Family`."""
+        """Implement `Family.refused`."""
         return UnsupportedError(
             f"the Hopper kernels do not run this: {reason}; try kernel={self.instead!r}, or leave "
             "kernel= out to select a family that does"
         )
 
     def orders_dq(self, problem: Problem) -> bool:
-        """See `Family`."""
+        """Implement `Family.orders_dq`."""
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """See `Family`. The time model (`cost_model`) decides.
+        """Implement `Family.stores_dq`, by the time model (`cost_model`).
 
-        With few work tiles, three passes are faster, since dQ's pass runs beside that of dK and dV.
-        The fused backward that adds to dQ in order is never faster: it needs a delta kernel before
-        and a conversion after.
+        With few work tiles, three passes are faster, since the kernel for dQ runs beside the kernel
+        for dK and dV. The fused backward with ordered dQ is never faster than "flash2-once",
+        because it also needs a delta kernel before it and a conversion after it.
         """
         if self.refusal(problem, None, gpu, "backward", "flash2-once"):
             return False
@@ -164,17 +164,17 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """See `Family`."""
+        """Implement `Family.fuses`."""
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
 
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
-        """Whether the fused backward beats three passes, by the time model (`cost_model`).
+        """Return whether the time model predicts that the fused backward beats three passes.
 
-        The three passes compute more products, but they need no float32 dQ to clear and convert,
-        and dQ's pass runs beside that of dK and dV. Above a head_dim of 192 the fused kernel has no
-        shared memory left from which to send dQ to HBM.
+        The three passes compute more products. But they have no float32 dQ to clear and convert,
+        and their kernel for dQ runs beside the kernel for dK and dV. Above a head_dim of 192 the
+        fused kernel does not exist: no shared memory is left from which it could send dQ to HBM.
         """
         if widest(problem) > 192:
             return False
@@ -182,7 +182,7 @@ class Hopper(Family):
         return fused < three
 
     def _times(self, problem: Problem, gpu: Gpu, *algorithms: str) -> list[float]:
-        """Return the µs of the backward with each algorithm, by the time model."""
+        """Return the µs that the time model predicts for the backward with each of `algorithms`."""
         made = (
             self.backward_passes(problem, None, gpu, "ascending", "", algorithm)
             for algorithm in algorithms
@@ -190,7 +190,10 @@ class Hopper(Family):
         return [backward_microseconds(passes, gpu) for passes in made]
 
     def cluster(self, walk: Walked) -> int:
-        """See `Family`. More than one for a KV-outer backward whose work tiles leave SMs idle."""
+        """Implement `Family.cluster`.
+
+        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs.
+        """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or widest(p) > 128:
             return 1
@@ -204,7 +207,10 @@ class Hopper(Family):
         return fastest_cluster(walk.walks, p.group * tables.visits, *_item_times(walk), free)
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """See `Family`. Clusters take the tail if work tiles are equally long."""
+        """Implement `Family.remainder`.
+
+        If work tiles are equally long, clusters take the tail: the last, partial wave.
+        """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -212,24 +218,30 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """See `Family`. True if a block's loop is long, since deferral lengthens its end."""
+        """Implement `Family.defers`.
+
+        The result is True for blocks with a long loop, since deferral costs time at the loop's end.
+        """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The size depends on whether the work tiles are equally long.
+        """Implement `Family.clump`.
 
-        For equally long work tiles, a head group is one head (or one GQA group, which shares K and
-        V). Starting with long work tiles then gains nothing, and with small groups more blocks read
-        the same tiles at the same time. The exceptions are blocks that add to dQ in a fixed order,
-        and heads that share a large bias, whose rows blocks of several heads should read at the
-        same time.
+        The head group's size depends on whether all work tiles are equally long.
 
-        Otherwise the long work tiles of a head group come first and fetch its K and V; the short
-        ones find these in L2. A forward of many short sequences is bound by DRAM. Its head groups
-        are so small that blocks work on several at a time, some at the beginning and some at the
-        end of theirs. With few waves, it matters more that the long work tiles of all heads come
+        If all work tiles are equally long, a head group is one head, or the query heads of one GQA
+        group, which share K and V. There are no long work tiles that should start first, and with
+        small groups more blocks read the same tiles at the same time. There are two exceptions:
+        blocks that add to dQ in a fixed order; and heads that share a large bias, whose rows should
+        be read by the blocks of several heads at the same time.
+
+        If work tiles have different lengths, the long work tiles of a head group come first and
+        load its K and V, which the short work tiles then find in L2. A forward pass over many short
+        sequences is limited by DRAM. The head groups of such a pass are so small that at any time
+        some blocks are at the beginning of a group and other blocks at the end of another group. If
+        there are only a few waves, it matters more that the long work tiles of all heads come
         first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
@@ -250,11 +262,14 @@ class Hopper(Family):
         return size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`. True if the tensors that a head group loops over, with dQ, exceed L2.
+        """Implement `Family.in_step`.
 
-        False under a left window: the work tiles begin at different row tiles, and no order aligns
-        them. With more work tiles than SMs, those that run together are about equally long and
-        drift apart slowly. The threshold is then twice the L2 size.
+        The result is True if the tensors that a head group loops over, and its dQ, exceed L2.
+
+        The result is False for a left window, since work tiles then begin at different row tiles
+        and no order can align them. If there are more work tiles than SMs, work tiles that run at
+        the same time are about equally long and drift apart slowly, so the threshold is twice the
+        L2 size.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
@@ -264,7 +279,7 @@ class Hopper(Family):
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
         """Return the forward's ring buffers: three stages of K and V if they fit, else two.
 
-        Captured elements get a ring if it fits beside two stages.
+        Elements of captured arrays get a ring of their own if it fits beside two stages of K and V.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -274,13 +289,13 @@ class Hopper(Family):
         return Rings(2)
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
-        """Return the bytes of shared memory of one block of the forward."""
+        """Return the bytes of shared memory that a block of the forward kernel takes."""
         return hopper_kernels.forward_bytes(problem, tiling, rings)
 
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`; the row-wise kernels are those of the portable family."""
+        """Implement `Family.kernel`; the row-wise kernels are those of the portable family."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
@@ -301,23 +316,23 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """Return the times of a backward's work tile, and the extra µs if a cluster shares it."""
+    """Return the times of a backward's work tile, and the extra µs for sharing it in a cluster."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
 
 
 def _drifts(walk: Walked) -> bool:
-    """Whether blocks of one KV head, started together, would soon work on different query heads."""
+    """Return whether blocks of a KV head that start together soon work on different query heads."""
     uneven = walk.tables.ranks is None and not walk.alike
     return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """Return how many heads, at most four, about fill full waves with work tiles; 0 if none do.
+    """Return how many heads (at most 4) have about a whole number of waves of work tiles, or 0.
 
-    Co-scheduled work tiles of one wave go through the row tiles in the same direction. In a wave
-    that two head groups share, they do not.
+    Co-scheduled work tiles of a wave loop over the row tiles in the same direction. In a wave that
+    two head groups share, they would not.
     """
     most = gpu.multiprocessors
 

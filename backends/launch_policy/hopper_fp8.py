@@ -1,4 +1,4 @@
-"""The FP8 forward of Hopper (kernels/hopper/forward_fp8.cu): what it takes, how it is launched."""
+"""The FP8 forward for Hopper (kernels/hopper/forward_fp8.cu): its inputs and its launch."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 
 @dataclass(frozen=True)
 class HopperFp8(Family):
-    """The family of FlashAttention-3's forward in FP8; it has no backward."""
+    """The kernel family of FlashAttention-3's forward in FP8, which has no backward."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
             has = ".".join(map(str, gpu.compute_capability))
@@ -61,26 +61,27 @@ class HopperFp8(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`."""
+        """Implement `Family.possible`."""
         return TILINGS[asked.problem.head_dim]
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`."""
+        """Implement `Family.fastest`."""
         p = asked.problem
         fit = (t for t in self.possible(asked) if t.divides(p.block_mask))
         return next((t for t in fit if _one_scale_a_tile(p, t)), None)
 
     def refused(self, reason: str) -> UnsupportedError:
-        """See `Family`."""
+        """Implement `Family.refused`."""
         return UnsupportedError(
             f"the FP8 kernels do not run this: {reason}; backend='simulator' does, or convert the "
             "arrays to bfloat16"
         )
 
     def clump(self, walk: Walked) -> int:
-        """See `Family`. The 16-bit kernels' size, or a smaller one if the launch then ends sooner.
+        """Implement `Family.clump`.
 
-        The smaller size is the next one that divides the heads evenly.
+        The result is the 16-bit kernels' group size, or a smaller size if that is faster. The
+        smaller size is the next one that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -92,7 +93,7 @@ class HopperFp8(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`."""
+        """Implement `Family.kernel`."""
         p = problem
         stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
         shared = shared_bytes(p, tiling, stages)
@@ -112,7 +113,7 @@ HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Return the bytes of shared memory of a block (``struct OnChip``).
+    """Return the bytes of shared memory that a block takes (``struct OnChip``).
 
     Rows of Q and K are padded to a multiple of 128 bytes.
     """
@@ -132,7 +133,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Whether each tile of K and V, and each warpgroup's 64 rows of Q, have a single scale."""
+    """Return whether each tile of K and of V, and each warpgroup's 64 rows of Q, has one scale."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

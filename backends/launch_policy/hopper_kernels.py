@@ -1,4 +1,4 @@
-"""The launches of the Hopper kernels: threads, shared memory (``struct OnChip``), boxes, columns.
+"""The Hopper kernels' launches: threads, shared memory (``struct OnChip``), TMA boxes.
 
 `launch_policy.hopper` selects the kernel of a stage.
 """
@@ -21,7 +21,7 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 class Rings(NamedTuple):
-    """The forward's ring buffers.
+    """The sizes of the forward kernel's ring buffers in shared memory.
 
     Attributes
     ----------
@@ -64,13 +64,16 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return the constant for scores that need no running maximum (BoundedSoftmax), or none."""
+    """Return the constant that switches the running maximum off if scores are bounded.
+
+    See BoundedSoftmax in the kernels; the dict is empty if a maximum is needed.
+    """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:
-    """Whether the forward's warpgroups issue their products alternately (ping-pong scheduling).
+    """Return whether the forward's warpgroups alternate their products (ping-pong scheduling).
 
     See TURNS in forward.cu.
     """
@@ -127,7 +130,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     """Return the kernel of the fused pass for head dims of 129 to 192.
 
-    The consumer warpgroups of this kernel compute different products.
+    Its consumer warpgroups have different roles: they compute different products.
     """
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
@@ -145,7 +148,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel that computes only dQ, in the last of three passes."""
+    """Return the kernel that computes dQ alone, the last of three passes."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     partial = 4 * 128 * (32 if bq == 64 else 1)
     shared = on_chip(2 * (2 * bq * d + stages * 2 * bk * d) + partial, 2 * bq // 64 + 2 * stages)
@@ -156,12 +159,12 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """Return the TMA boxes of (tensor, rows) pairs, each one chunk wide."""
+    """Return the TMA boxes for pairs of (tensor, rows); each box is one chunk wide."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Return the bytes of a ``struct OnChip``, a multiple of 1024.
+    """Return the size of a ``struct OnChip`` in bytes, a multiple of 1024.
 
     The struct holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
     """
@@ -170,31 +173,33 @@ def on_chip(data: int, barriers: int) -> int:
 
 
 def _wide(head_dim: int) -> int:
-    """Return a tile's columns in shared memory: head_dim rounded up to whole chunks."""
+    """Return a tile's columns in shared memory: head_dim rounded up to whole 64-column chunks."""
     return -(-head_dim // _CHUNK) * _CHUNK
 
 
 def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Return the columns that TMA loads for a tile of Q or K and of V or dO, in whole boxes."""
+    """Return the columns that TMA loads per tile of Q or K, and per tile of V or dO."""
     if stage == "forward":
         return _wide(problem.head_dim), _wide(problem.head_dim_v)
     return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:
-    """Return the head_dim of the backward kernels, the same for Q and K as for V and dO."""
+    """Return the padded head_dim of the backward kernels, the same for Q, K, V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Return a backward's product columns: per head dim, and extra columns of all products.
+    """Return the columns a backward's products compute, and the extra columns of some products.
 
-    The first number is a multiple of 16, or of 32 if a cluster shares a work tile. Some products
-    take a tile's whole columns. dQ^T does, because these columns are its rows (up to 32 columns, dQ
-    itself is computed). Beyond a head_dim of 128, dK and dV do too, since warpgroups share their
-    columns. With one warpgroup for dQ, dQ^T takes a multiple of 32.
+    The first number is head_dim rounded up to a multiple of 16, or of 32 if a cluster shares a work
+    tile. The second number is the sum over the products that compute all columns of a tile in
+    shared memory. One such product is dQ^T, whose rows are the tile's columns (up to 32 columns,
+    the kernel computes dQ itself instead). Beyond a head_dim of 128, dK and dV are two more,
+    because their columns are divided between warpgroups. If one warpgroup computes all of dQ^T, its
+    rows are rounded to a multiple of 32 instead.
     """
     step = 32 if cluster > 1 else 16
     d = max(problem.head_dim, problem.head_dim_v)

@@ -1,4 +1,4 @@
-"""The portable kernels (sm_80 and later): which tiles they run, and which tile is the default."""
+"""The portable kernels (sm_80 and later): which tile sizes they support, and the default."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True)
 class Portable(Family):
-    """A family of portable kernels.
+    """A family of kernels that run on every GPU from sm_80 on.
 
-    The kernels are compiled for the variant `like`, except for the choices that the tables and
+    The kernels are compiled with the choices of `like`, except those that the schedule tables and
     reports determine.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
             return (
@@ -56,7 +56,7 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """See `Family`; docs/notebooks/speed_gpu.md."""
+        """Implement `Family.fastest`; docs/notebooks/speed_gpu.md has the measurements."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
@@ -64,7 +64,7 @@ class Portable(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`."""
+        """Implement `Family.kernel`."""
         if stage in kernels.WALKING:
             return kernels.WALKING[stage](problem, tiling, variant, gpu)
         return kernels.rows_kernel(stage, problem, tiling, variant)
@@ -87,7 +87,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the shared-memory bytes of a pass's largest kernel; None without a kernel."""
+        """Return the shared memory, in bytes, of a pass's largest kernel; None without a kernel."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

@@ -1,4 +1,4 @@
-"""The launch arithmetic of the portable kernels: threads, shared memory, constants per variant."""
+"""The portable kernels' launches: threads, shared memory and compile-time constants."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
     """Return the kernel `flash_dkdv`, which in a fused backward also computes dQ.
 
-    Raises the errors of `forward_kernel`.
+    The function raises the same errors as `forward_kernel`.
     """
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
@@ -126,7 +126,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel for stage delta or convert: `flash_delta` or `flash_convert`.
+    """Return the kernel of stage "delta" or "convert": `flash_delta` or `flash_convert`.
 
     The kernel works row by row and uses no shared memory.
     """
@@ -145,14 +145,14 @@ WALKING = {
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
-    """Return the tile's sides and the padded head dims, if the kernels have such tiles."""
+    """Return the tile's sides and the padded head dims; raise `TilingError` for an invalid tile."""
     bq, bk = tiling.block_q, tiling.block_k
     _require(tiling, bq in SIDES and bk in SIDES)
     return bq, bk, *padded_dims(problem)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Whether products are float32 multiply-adds of 256 threads, without tensor cores."""
+    """Return whether products are float32 multiply-adds by 256 threads, without tensor cores."""
     return problem.dtype == "float32" and not variant.tf32
 
 
@@ -162,7 +162,7 @@ def _require(tiling: Tiling, fits: bool) -> None:
 
 
 def _mat(rows: int, cols: int) -> int:
-    """Return a float32 tile's bytes in shared memory; its rows are padded by 16 bytes."""
+    """Return the bytes of a float32 tile in shared memory, with each row padded by 16 bytes."""
     return 4 * rows * (cols + 4)
 
 

@@ -1,4 +1,4 @@
-"""The kernels that make FP8 inputs (kernels/hopper/quantize.cu): arguments, constants and grids."""
+"""The kernels that quantise inputs to FP8 (kernels/hopper/quantize.cu), and their launches."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """Return the quantising kernels: one launch if each thread block has all rows of a scale.
+    """Return the quantising kernels; one is enough if each thread block has all rows of a scale.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """Return the kernel that transposes a V that is already FP8.
+    """Return the kernel that transposes V if V is already FP8.
 
     Raises
     ------
@@ -84,7 +84,7 @@ def transposition(d: int) -> Kernel:
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for a GPU older than Hopper, which lacks the instructions needed."""
+    """Raise `UnsupportedError` for GPUs older than Hopper, which lack needed instructions."""
     if gpu.compute_capability < (9, 0):
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(
@@ -118,7 +118,7 @@ def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> 
 def sizes(
     q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
 ) -> tuple[dict[str, int], int]:
-    """Return the integers of ``struct Args``, and the number of thread blocks of a launch.
+    """Return the integer fields of ``struct Args``, and a launch's number of thread blocks.
 
     Parameters
     ----------

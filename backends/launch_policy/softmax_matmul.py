@@ -1,4 +1,4 @@
-"""The kernel of the fused softmax and product: its block sizes, its constants, its argument."""
+"""The kernel that fuses a softmax with a matrix product: block sizes, constants, argument."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ARGS = np.dtype(
 
 
 def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
-    """Return the kernel for blocks of this size and a V of `d3` columns.
+    """Return the kernel for these block sizes and a V with `d3` columns.
 
     Raises
     ------

@@ -1,9 +1,9 @@
-"""Compile tensor-core kernels in Python and cache the results on disk; only `load` needs a GPU.
+"""Compile the Python tensor-core kernels, cached on disk; only `load` needs a GPU.
 
-numba-cuda makes PTX, and nvJitLink makes a cubin of it, except for kernels with Hopper's own
-instructions. nvJitLink compiles code that can still be linked with more code. In such code
-`setmaxnreg` is ignored and every `wgmma` is waited for at once (ptxas reports this as C7504 and
-C7509). So the driver compiles that PTX, as a whole program.
+numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. Kernels with
+Hopper's own instructions are an exception: the driver compiles their PTX as a whole program. The
+reason is that nvJitLink compiles code to which more code may be linked. In such code the compiler
+ignores `setmaxnreg` and waits for every `wgmma` at once (ptxas reports this as C7504 and C7509).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ENTRY = re.compile(r"\.entry\s+([\w$]+)")
 
 
 def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any], None]:
-    """Return the Python function for a kernel of the launch arithmetic, with its constants."""
+    """Return the Python kernel for a `Kernel` description, with its compile-time constants."""
     writers: dict[str, Callable[[Kernel], Any]] = {
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
@@ -64,7 +64,7 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
 
 
 def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
-    """Return a kernel's PTX for a compute capability; its entry has the kernel's plain name."""
+    """Return a kernel's PTX for a compute capability, with the kernel's name as its entry point."""
     maps = [MapType(kernel.name, n) for n in range(len(kernel.boxes))]
     arguments = [*maps, ArgsType(), types.int64] if maps else [ArgsType()]
     text, _ = numba_compile(
@@ -93,7 +93,10 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
 
 
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """Compile PTX to a cubin; also return the assembler's report of registers, stack and spills."""
+    """Compile PTX to a cubin; also return the report of registers, stack and spills.
+
+    The report is that of the assembler (ptxas -v).
+    """
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     arch = f"sm_{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
@@ -104,13 +107,13 @@ def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
 
 
 def cache_folder() -> Path:
-    """Return the cache folder: ``FLASHSIM_CACHE_DIR``, else ``~/.cache/flashsim``."""
+    """Return the cache folder: ``FLASHSIM_CACHE_DIR``, or ``~/.cache/flashsim`` by default."""
     return Path(os.environ.get("FLASHSIM_CACHE_DIR") or Path.home() / ".cache" / "flashsim")
 
 
 @cache
 def _sources() -> bytes:
-    """Return a digest of everything, except its constants, that affects a kernel's compilation.
+    """Return a digest of all that affects how kernels are compiled, except their constants.
 
     The digest covers the compilers' versions, the kernels, the offsets of their arguments' fields,
     and the layout of reports.
@@ -126,10 +129,10 @@ def _sources() -> bytes:
 
 
 def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
-    """Return a compiled kernel, cubin or PTX, from its cache file or freshly compiled.
+    """Return a compiled kernel (cubin or PTX) from the cache, or compile it and cache it.
 
-    A compilation prints a message and its result is cached. A file holds a checksum and the image.
-    A damaged file is rewritten. If no file can be written, the image is only returned.
+    A compilation prints a message. A cache file holds a checksum and the compiled kernel, and a
+    damaged file is rewritten. If the file cannot be written, the kernel is returned all the same.
     """
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"
@@ -177,7 +180,7 @@ def _keep(path: Path, code: bytes) -> None:
 
 @cache
 def load(kernel: Kernel, device: int) -> Any:
-    """Return the compiled function on CuPy's current device, ready to launch."""
+    """Return the compiled kernel, loaded on CuPy's current device and ready to launch."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(device)

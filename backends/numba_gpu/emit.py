@@ -1,8 +1,8 @@
 """Turn Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
 
-A register fragment is a Python tuple to the kernel and a list of LLVM values to the emitting
-function. A tuple has no run-time index, so that fragments stay in registers by construction; loops
-over their elements are Python loops that run while the kernel is compiled.
+A register fragment is a tuple in the kernel, and a list of LLVM values in the emitting function. A
+tuple cannot be indexed at run time, so a fragment always stays in registers. Loops over a
+fragment's elements are Python loops that run while the kernel is compiled.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ def floats(count: int) -> types.Type:
 
 
 def words(count: int) -> types.Type:
-    """Return the Numba type of a fragment of `count` 32-bit registers, two 16-bit elements each."""
+    """Return the Numba type of a fragment of `count` registers of two 16-bit elements each."""
     return types.UniTuple(types.int32, count)
 
 
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Decorate ``function(builder, *values)``, which emits IR, into a Numba intrinsic.
+    """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
 
     Parameters
     ----------
@@ -116,12 +116,11 @@ def asm(
     effects: bool = False,
     together: bool = False,
 ) -> ir.Value:
-    """Emit one PTX instruction; ``$n`` in `text` is the n-th operand, results first.
+    """Emit one PTX instruction; ``$n`` in `text` stands for operand n, counted from the results.
 
-    With `effects` the instruction keeps its position among barriers and other memory accesses, and
-    is kept even if its result is unused. `together` also keeps LLVM from moving the instruction
-    behind a further condition, so that all threads of a warp that reach the instruction execute it
-    at once.
+    With `effects`, the compiler neither moves the instruction across barriers and other memory
+    accesses, nor removes it if its result is unused. With `together`, LLVM also does not move the
+    instruction into a branch, so that all threads of a warp that reach it execute it at once.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -132,7 +131,7 @@ def asm(
 
 
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
-    """Return the separate results of an instruction that has several."""
+    """Return the results of an instruction that returns a struct, as separate values."""
     return [builder.extract_value(value, x) for x in range(count)]
 
 
@@ -140,10 +139,11 @@ def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
 
 
 class MapType(types.Type):
-    """The Numba type of a tensor map (`cupy_gpu.tensor_maps`), the n-th kernel parameter, by value.
+    """The Numba type of a tensor map (`cupy_gpu.tensor_maps`) that is kernel parameter n.
 
-    TMA needs its address, and Numba passes values. But PTX names a kernel's parameters
-    KERNEL_param_0, KERNEL_param_1 ..., so that `hopper.wgmma_tiles.map_address` finds it by name.
+    TMA needs the address of a tensor map, but Numba passes parameters by value.
+    `hopper.wgmma_tiles.map_address` gets the address from the parameter's PTX name: PTX calls a
+    kernel's parameters KERNEL_param_0, KERNEL_param_1, and so on.
     """
 
     def __init__(self, kernel: str, number: int) -> None:
@@ -152,9 +152,9 @@ class MapType(types.Type):
 
 
 class ArgsType(types.Type):
-    """The Numba type of `launch.ARGS`, by value.
+    """The Numba type of the argument struct `launch.ARGS`, passed by value.
 
-    The struct's fields are attributes; those of a tensor are ``q_data``, ``q_row`` ...
+    The struct's fields are attributes; for the tensor q they are ``q_data``, ``q_row`` and so on.
     """
 
     def __init__(self) -> None:
@@ -162,7 +162,7 @@ class ArgsType(types.Type):
 
 
 def _fields() -> dict[str, tuple[int, Any]]:
-    """Return the byte offset and Numba type of each field."""
+    """Return the byte offset and the Numba type of each field of `launch.ARGS`."""
     kinds = {"u8": types.int64, "i8": types.int64, "i4": types.int32, "f4": types.float32}
     fields = {}
     for name in launch.ARGS.names or ():
@@ -182,8 +182,8 @@ FIELDS = _fields()
 def _register() -> None:
     """Register `ArgsType` and `MapType` with numba-cuda.
 
-    The registered models say how an `ArgsType` is passed (as an array of words) and read, and how a
-    tensor map is passed.
+    The data models registered here define how the argument struct is passed (as an array of words),
+    how its fields are read, and how a tensor map is passed.
     """
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry

@@ -1,9 +1,9 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
-There are three families of kernels. "tensor" takes float16 and bfloat16, and runs on tensor cores
-from sm_80 on. "hopper" does the same with Hopper's own instructions. "teaching" takes float16 and
-float32; it consists of plain Python loops and also runs in Numba's CUDA simulator. Only the
-teaching kernels support score and mask functions and sinks.
+There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
+tensor cores from sm_80 on. "hopper" supports the same types with Hopper's own instructions.
+"teaching" supports float16 and float32; its kernels are plain Python loops, which also run in
+Numba's CUDA simulator. Only the teaching kernels support score functions, mask functions and sinks.
 """
 
 from __future__ import annotations
@@ -61,28 +61,31 @@ from flashsim.backends.numba_gpu.teaching import run as teaching_run  # noqa: E4
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass on the GPU that holds the arrays (NumPy arrays: the current GPU)."""
+    """Run the forward pass on the GPU that holds the arrays (for NumPy arrays, the current GPU)."""
     if _kernel(job) == "teaching":
         return teaching_run.forward(job)
     return _launcher().forward_with(_family, job)
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Return the data that the backward pass needs, from the forward pass's results alone."""
+    """Rebuild the data that the backward pass needs from the forward pass's `out` and `lse`."""
     if _kernel(job) == "teaching":
         return teaching_run.recall(job, out, lse)
     return _launcher().recall_of(job, out, lse)
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: as three deterministic passes, or fused with reductions into dQ."""
+    """Run the backward pass: three deterministic kernels, or a fused one that adds to dQ."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array of one value, of the job's array type and device, without any kernel."""
+    """Return an array filled with `value`, of the job's array library and device.
+
+    No kernel runs.
+    """
     _kernel(job)  # or say what is not taken
     if teaching_run.simulated():
         return teaching_run.constant(job, shape, dtype, value)
@@ -90,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fastest deterministic backward is the fused one, with dQ added in a fixed order.
+    """Return whether the fastest deterministic backward is the fused one with ordered dQ.
 
     Parameters
     ----------
@@ -101,7 +104,7 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Whether the fused backward is the fastest one if dQ may be added in any order."""
+    """Return whether the fused backward is the fastest, if dQ may be added in any order."""
     if _kernel(job) == "teaching":
         return True
     gpu = _launcher().gpu_of(saved["space"].device)
@@ -109,12 +112,12 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def adopt(name: str, array: Any) -> Any:
-    """Convert an array that supports only DLPack to one that a job can hold."""
+    """Return a CuPy array over the memory of an array that supports only DLPack."""
     return array if teaching_run.simulated() else _launcher().adopt(name, array)
 
 
 def _launcher() -> Any:
-    """Return CuPy's engine, which owns the tensor-core families' arrays, launches and traces."""
+    """Return the CuPy engine, which handles arrays, launches and traces of tensor-core kernels."""
     failures.require_cupy("numba_cuda")
     from flashsim.backends.cupy_gpu import engine as cupy_engine
 
@@ -122,10 +125,10 @@ def _launcher() -> Any:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the family of tensor-core kernels that runs a pass.
+    """Return the family of tensor-core kernels that runs the forward or backward pass.
 
-    By default it is `HOPPER` wherever its kernels run, else `TENSOR`. A backward whose head_dim is
-    too large for `HOPPER` runs on `TENSOR`, even if "hopper" was requested.
+    The default is `HOPPER` if its kernels can run the pass, else `TENSOR`. A backward whose
+    head_dim is too large for `HOPPER` runs on `TENSOR`, even if "hopper" was requested.
     """
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, WIDEST_BACKWARD
 
@@ -139,14 +142,14 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
-    """Return `_family` of a backward pass, on the GPU of the forward pass's saved arrays."""
+    """Return the family for a backward pass on the GPU that holds the saved arrays."""
     return _family(job, _launcher().gpu_of(saved["space"].device), "backward")
 
 
 def _kernel(job: Job) -> str:
-    """Return the kernel family: "teaching", or "tensor" or "hopper" for tensor cores.
+    """Return the kernel family's name: "teaching", "tensor" or "hopper".
 
-    A requested family is returned if it supports the job.
+    A family that the caller requested is returned if it supports the job.
 
     Raises
     ------

@@ -1,7 +1,8 @@
 """The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
 
-Passes, tiles, threads and shared memory of `TENSOR` are those of the CUDA C++ kernels, except for
-the differences that `launch.Variant` names. The two differ only in language and compiler.
+`TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
+except for the differences that `launch.Variant` names. The Python kernels and the C++ kernels
+otherwise differ only in language and compiler.
 """
 
 from __future__ import annotations
@@ -25,14 +26,14 @@ WIDEST_BACKWARD = 128
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
-    """The Hopper family in Python.
+    """The family of Hopper kernels that are written in Python.
 
     The family has no backward for a head_dim above `WIDEST_BACKWARD`, and uses `TENSOR`'s row-wise
     kernels.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """See `Family`."""
+        """Implement `Family.why_not`."""
         if asked.direction == "backward" and asked.wide > WIDEST_BACKWARD:
             return f"their backward supports a head_dim up to {WIDEST_BACKWARD}"
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
@@ -40,7 +41,10 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """See `Family`: the tilings of the C++ kernel that were tried in Python."""
+        """Implement `Family.possible`.
+
+        The result has those tilings of the C++ kernels that were also tried in Python.
+        """
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
@@ -48,7 +52,7 @@ class PythonHopper(hopper.Hopper):
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """See `Family`: never, since these kernels process a group's heads one by one."""
+        """Return False: these kernels process the heads of a group one after another."""
         return False
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
@@ -59,7 +63,7 @@ class PythonHopper(hopper.Hopper):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """See `Family`: as the C++ kernel, except for the layout of shared memory."""
+        """Return the C++ kernel's launch, but with the shared memory of the Python kernel."""
         kernel = super().kernel(stage, problem, tiling, variant, gpu)
         if not kernel.boxes:
             return kernel

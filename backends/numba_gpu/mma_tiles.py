@@ -1,12 +1,13 @@
-"""Tiles in shared memory, fragments in registers, and products of them, as Numba intrinsics.
+"""Numba intrinsics for tiles in shared memory, fragments in registers, and matrix products.
 
-A warp owns `blocks` blocks of 16 rows. An accumulator fragment of an n-column tile is a tuple of
-``blocks * n / 8 * 4`` float32. Element ``(i * n / 8 + c) * 4 + x`` lies in block i, 8-column piece
-c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 * 2 + x % 2`` (`ptx.mma`). So the
-four lanes of a *quad* share rows, and a lane has two rows of each block: its *halves*.
+A warp computes `blocks` blocks of 16 rows each. An accumulator fragment of an n-column tile is a
+tuple of ``blocks * n / 8 * 4`` float32. Element ``(i * n / 8 + c) * 4 + x`` of a lane lies in block
+i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 * 2 + x % 2``
+(`ptx.mma`). So the four lanes of a *quad* have elements of the same rows, and a lane has elements
+of two rows per block, its *halves*.
 
 Apart from the rounding to 16 bits, accumulators of a score tile already have the layout that the
-next product needs for its left operand. So P and dS never leave the registers.
+next product needs for its left operand. So P and dS stay in registers.
 """
 
 from __future__ import annotations
@@ -36,33 +37,33 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in shared memory."""
+        """The tile's bytes in shared memory."""
         return self.rows * self.cols * 2
 
     @property
     def chunks(self) -> int:
-        """16-byte chunks per row."""
+        """The number of 16-byte chunks per row."""
         return self.cols // 8
 
     @property
     def spread(self) -> int:
-        """Number of chunks that the swizzle permutes."""
+        """The number of neighbouring chunks within which the swizzle permutes."""
         return next(s for s in (8, 4, 2) if self.chunks % s == 0)
 
     @property
     def shift(self) -> int:
-        """Log2 of the rows that share a swizzle: the 32 banks hold several short rows."""
+        """Log2 of the number of consecutive rows that have the same swizzle."""
         return {8: 0, 4: 1, 2: 2}[self.spread]
 
     def offset(self, b: ir.IRBuilder, row: ir.Value, chunk: ir.Value) -> ir.Value:
-        """Emit the byte offset of a chunk."""
+        """Emit the byte offset in the tile of a row's chunk."""
         swizzle = b.and_(b.lshr(row, i32(self.shift)), i32(self.spread - 1))
         return b.add(b.mul(row, i32(self.cols * 2)), b.shl(b.xor(chunk, swizzle), i32(4)))
 
     def at(
         self, b: ir.IRBuilder, base: ir.Value, row: int, col: int, extra: Any = None
     ) -> ir.Value:
-        """Emit the address of the 16 x 16 piece at (row, col [+ extra]), from that at (0, 0).
+        """Emit the address of the 16 x 16 piece at (row, col [+ extra]), from that of piece (0, 0).
 
         The swizzle of row r depends on r % 8 alone, so the address takes one XOR and one added
         constant: `row` must be a multiple of 8 and `col` of 16.
@@ -79,9 +80,11 @@ class Tile:
 
 @dataclass(frozen=True)
 class RowWidth:
-    """A row in HBM: `width` elements, in whole 16-byte pieces; the problem has the first `exist`.
+    """The width of a row in HBM: `width` elements, of which only the first `exist` are data.
 
-    Whole pieces are moved, but only existing elements are counted.
+    `width` is a whole number of 16-byte pieces.
+
+    Kernels move whole pieces, but count only the bytes of existing elements.
     """
 
     width: int
@@ -93,7 +96,7 @@ class RowWidth:
         return self.exist < self.width
 
     def counted(self, b: ir.IRBuilder, column: ir.Value, n: int, itemsize: int) -> ir.Value:
-        """Emit how many bytes of `n` elements exist, from a column below `width` on."""
+        """Emit how many bytes exist of the `n` elements that begin at a column below `width`."""
         if not self.padded:
             return i32(n * itemsize)
         left = b.sub(i32(self.exist), column)
@@ -102,17 +105,17 @@ class RowWidth:
         return b.mul(there, i32(itemsize))
 
     def piece_bytes(self, b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
-        """Emit how many bytes of a 16-byte piece of 16-bit elements exist."""
+        """Emit how many bytes exist of a 16-byte piece of 16-bit elements."""
         return self.counted(b, b.shl(piece, i32(3)), 8, 2)
 
 
 def lane_of(b: ir.IRBuilder) -> ir.Value:
-    """Emit the thread's lane: its index in its warp."""
+    """Emit the thread's lane number: its index in its warp."""
     return b.and_(ptx.special(b, "tid.x"), i32(31))
 
 
 def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield index, block, 8-column piece and x of every element of an accumulator fragment."""
+    """Yield each element of an accumulator fragment as (index, block, 8-column piece, 0 to 3)."""
     for i in range(blocks):
         for c in range(n // 8):
             for x in range(4):
@@ -149,11 +152,11 @@ def scale_all(count: int) -> Any:
 
 @dataclass(frozen=True)
 class Operand:
-    """A product's operand in shared memory.
+    """An operand of a matrix product, stored in shared memory.
 
     `swapped` says that the tile is stored transposed: A [m][k] and B [k][n] are straight, A [k][m]
-    and B [n][k] (K in Q K^T) are swapped. With `extra`, a first column that is known only at run
-    time is added to the address.
+    and B [n][k] (K in Q K^T) are swapped. With `extra`, the operand begins at a column that is
+    known only at run time.
     """
 
     tile: Tile
@@ -162,15 +165,19 @@ class Operand:
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """Numba types: the address of the lane's piece at (0, 0), and the first column."""
+        """The Numba types of the operand's parameters.
+
+        The parameters are the address of the lane's piece at (0, 0) and, with `extra`, the first
+        column.
+        """
         return (types.int32, types.int32) if self.extra else (types.int32,)
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """Return ``pieces(address) -> address``: this lane's row in a tile's first piece.
+    """Return ``pieces(address) -> address``: the row of a tile's first piece that a lane loads.
 
-    Straight order gives `ldmatrix` the A fragment of a straight tile, or two B fragments of a
-    straight one; transposed order gives those of a swapped tile.
+    In straight order, `ldmatrix` then loads the A fragment, or two B fragments, of a straight tile.
+    With `transposed`, it loads those of a swapped tile.
     """
 
     @emitted(types.int32, types.int32)
@@ -187,7 +194,7 @@ def pieces(tile: Tile, *, transposed: bool) -> Any:
 
 
 def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
-    """Return ``load_fragments(pieces) -> fragment``: it loads A's registers for a whole product."""
+    """Return ``load_fragments(pieces) -> fragment``: it loads all of A into registers."""
 
     @emitted(words(blocks * depth // 4), types.int32)
     def load_fragments_(b: ir.IRBuilder, base: ir.Value) -> Values:

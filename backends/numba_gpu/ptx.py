@@ -1,9 +1,9 @@
-"""The PTX instructions that the kernels need, one function each.
+"""Functions that each emit one PTX instruction that the kernels need.
 
-Every function emits one instruction at an LLVM builder and returns its result's registers.
-Semantics and operand layouts are those of NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/
-parallel-thread-execution); each docstring names the section. All instructions run on sm_80 and
-later unless a docstring says otherwise. A *lane* is a thread's index in its warp, 0 to 31.
+Every function emits its instruction with an LLVM builder and returns the result's registers.
+NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/parallel-thread-execution) defines semantics and operand
+layouts; quoted names in docstrings are its sections. All instructions run on sm_80 and later unless
+a docstring says otherwise. A *lane* is a thread's index in its warp, 0 to 31.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
     """Load four 8 x 8 matrices of 16-bit elements from shared memory ("Warp-level matrix load").
 
     Lane l supplies the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8.
-    Of each matrix, lane l receives row l / 4, columns 2 (l % 4) and the next, in one register. With
-    `transposed`, each matrix is transposed on the way.
+    From each matrix, lane l receives columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, in one
+    register. With `transposed`, the instruction transposes each matrix.
     """
     trans = ".trans" if transposed else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -33,12 +33,13 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
 
 
 def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.Value) -> Values:
-    """Compute C + A B of a 16 x 16 A and a 16 x 8 B, with sums in float32.
+    """Compute C + A B for a 16 x 16 matrix A and a 16 x 8 matrix B, with sums in float32.
 
-    The layout is that of "Matrix fragments for mma.m16n8k16". With r = lane / 4 and
-    x = 2 (lane % 4), a lane holds of A the pairs (r, x), (r + 8, x), (r, x + 8), (r + 8, x + 8),
-    each with its right neighbour. Of B it holds the pairs (x, r) and (x + 8, r), each with its
-    lower neighbour. Of C it holds the elements (r, x), (r, x + 1), (r + 8, x), (r + 8, x + 1).
+    The layout is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x = 2 (lane %
+    4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x + 8), each
+    with its right neighbour. From B, it holds the elements (x, r) and (x + 8, r), each with the
+    neighbour below. From C, it holds the elements (r, x), (r, x + 1), (r + 8, x) and (r + 8, x +
+    1).
     """
     kind = "bf16" if bf16 else "f16"
     text = (
@@ -50,13 +51,16 @@ def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.
 
 
 def pack(b: ir.IRBuilder, bf16: bool, low: ir.Value, high: ir.Value) -> ir.Value:
-    """Round two floats to 16 bits, in one register ("cvt"; its first operand is the high half)."""
+    """Round two floats to 16 bits each, and pack them into one register ("cvt")."""
     kind = "bf16x2" if bf16 else "f16x2"
     return asm(b, f"cvt.rn.{kind}.f32 $0, $1, $2;", "=r,f,f", [high, low], I32)
 
 
 def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
-    """Return the two floats of a register; a bfloat16 is the upper half of a float32."""
+    """Return the two 16-bit elements of a register as floats.
+
+    A bfloat16 is the upper half of a float32.
+    """
     if bf16:
         halves = (b.shl(word, i32(16)), b.and_(word, i32(0xFFFF0000)))
         return [b.bitcast(half, F32) for half in halves]
@@ -73,7 +77,8 @@ def cp_async_16(
 ) -> None:
     """Copy 16 bytes from HBM to shared memory, past the registers and L1.
 
-    Of `taken` < 16 bytes the rest becomes zero ("Non-bulk copy", `cp.async`, its src-size operand).
+    If `taken` < 16, only that many bytes are read, and the rest becomes zero ("Non-bulk copy": the
+    src-size operand of `cp.async`).
     """
     if taken is None:
         asm(b, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", [to, source], effects=True)
@@ -83,7 +88,7 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes like `cp_async_16`; only the `.ca` form takes so few."""
+    """Copy 4 bytes as `cp_async_16` does, but through L1, as so small a copy must."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
@@ -97,7 +102,7 @@ def cp_async_wait(b: ir.IRBuilder) -> None:
 
 
 def store_shared(b: ir.IRBuilder, to: ir.Value, word: ir.Value) -> None:
-    """Store one register in shared memory."""
+    """Store one 32-bit register in shared memory."""
     asm(b, "st.shared.b32 [$0], $1;", "r,r", [to, word], effects=True)
 
 
@@ -121,9 +126,9 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
 
 
 def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
-    """Load 16 bytes of HBM if `condition` holds, else zeros.
+    """Load 16 bytes from HBM if `condition` holds, else return zeros.
 
-    No branch separates it from the next load.
+    The load is predicated, so that no branch separates it from the next load.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
@@ -135,7 +140,7 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
 
 
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
-    """Load a float32 of HBM if `condition` holds, else 0 ("ld").
+    """Load a float32 from HBM if `condition` holds, else return 0 ("ld").
 
     The load bypasses L1, which may be stale.
     """
@@ -153,7 +158,7 @@ def store_16(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
 
 
 def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
-    """Add 1 or, from sm_90 on, 4 neighbouring float32 in HBM ("Parallel reduction", `red`)."""
+    """Add to 1 or (from sm_90 on) 4 neighbouring float32 in HBM ("Parallel reduction", `red`)."""
     if len(values) == 1:
         asm(b, "red.global.add.f32 [$0], $1;", "l,f", [to, *values], effects=True)
     else:
@@ -162,7 +167,7 @@ def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
 
 
 def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
-    """Add an unsigned integer in HBM."""
+    """Add to an unsigned integer in HBM, atomically."""
     asm(b, "red.global.add.u32 [$0], $1;", "l,r", [to, count], effects=True)
 
 
@@ -170,15 +175,15 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
 
 
 def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
-    """Wait until the preceding launch is complete and its writes are visible.
+    """Wait until the previous launch in the stream is complete and its writes are visible.
 
-    No read of data that it may have written moves before this wait.
+    The compiler moves no read of data that this launch may have written before the wait.
     """
     asm(b, "griddepcontrol.wait;", "", [], effects=True)
 
 
 def let_what_runs_next_start(b: ir.IRBuilder) -> None:
-    """Let the next launch start; it runs up to its own wait."""
+    """Let the next launch in the stream start; it runs until it waits for this launch."""
     asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
 
@@ -186,18 +191,18 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Return the value that lane (own XOR `mask`) holds ("shfl.sync", butterfly)."""
+    """Return the value that the lane numbered (own lane XOR `mask`) holds ("shfl.sync")."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 
 
 def warp_sum(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Sum an integer over a warp's lanes ("redux.sync")."""
+    """Return the sum of an integer over a warp's lanes ("redux.sync")."""
     return asm(b, "redux.sync.add.s32 $0, $1, -1;", "=r,r", [value], I32, effects=True)
 
 
 def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
-    """Whether a condition holds in any lane of the warp ("vote.sync")."""
+    """Return whether a condition holds in any lane of the warp ("vote.sync")."""
     text = (
         "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, -1; selp.b32 $0, 1, 0, p;}"
     )
@@ -206,17 +211,17 @@ def any_lane(b: ir.IRBuilder, condition: ir.Value) -> ir.Value:
 
 
 def maximum(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return the larger of two floats; if one is NaN, the other."""
+    """Return the larger of two floats; if one of them is NaN, return the other."""
     return asm(b, "max.f32 $0, $1, $2;", "=f,f,f", [x, y], F32)
 
 
 def exp2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return 2 to the x by the special-function unit, 2 ulp ("ex2.approx")."""
+    """Return 2^x from the special-function unit, with an error up to 2 ulp ("ex2.approx")."""
     return asm(b, "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], F32)
 
 
 def log2(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return the base-2 logarithm by the special-function unit ("lg2.approx")."""
+    """Return the base-2 logarithm from the special-function unit ("lg2.approx")."""
     return asm(b, "lg2.approx.f32 $0, $1;", "=f,f", [x], F32)
 
 
@@ -226,22 +231,25 @@ def reciprocal(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
-    """Read a 32-bit special register: tid.x, ctaid.x, smid ..."""
+    """Read a 32-bit special register, such as tid.x, ctaid.x or smid."""
     return asm(b, f"mov.u32 $0, %{name};", "=r", [], I32, effects=effects)
 
 
 def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a 32-bit integer unchanged; LLVM cannot assume that the results are equal."""
+    """Return a 32-bit integer unchanged, hidden from LLVM.
+
+    LLVM cannot assume that the results of two calls with the same integer are equal.
+    """
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 
 def cycles(b: ir.IRBuilder) -> ir.Value:
-    """Return the SM's cycle counter, 64 bits."""
+    """Return the SM's 64-bit cycle counter."""
     return asm(b, "mov.u64 $0, %clock64;", "=l", [], I64, effects=True)
 
 
 def nanoseconds(b: ir.IRBuilder) -> ir.Value:
-    """Return the GPU's clock in nanoseconds, 64 bits."""
+    """Return the GPU's 64-bit clock (globaltimer), in nanoseconds."""
     return asm(b, "mov.u64 $0, %globaltimer;", "=l", [], I64, effects=True)
 
 

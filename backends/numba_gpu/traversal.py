@@ -1,7 +1,7 @@
-"""Shared code of all tensor-core kernels: the loop over a schedule's tables, copies and reports.
+"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
 
-The functions are built for one kernel's compile-time constants. The functions read tile order and
-tile edges from the schedule's tables.
+The device functions are built for one kernel's compile-time constants. The functions read the order
+of tiles, and where tiles begin and end, from the schedule's tables.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ SLOTS, VISIT_STAMPS, TILE_STAMPS = launch.SLOTS, launch.VISIT_STAMPS, launch.TIL
 
 
 def constants(kernel: Kernel) -> SimpleNamespace:
-    """Return a kernel's compile-time constants by lower-case name, without their prefix."""
+    """Return a kernel's compile-time constants as attributes: ``FS_BLOCK_Q`` as ``block_q``."""
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
 def by_name(*functions: Any) -> SimpleNamespace:
-    """Return device functions as attributes, by their names."""
+    """Return device functions as attributes of an object, under their own names."""
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
@@ -41,7 +41,7 @@ def by_name(*functions: Any) -> SimpleNamespace:
 
 @emitted(types.int32)
 def shared_base(b: ir.IRBuilder) -> ir.Value:
-    """Return the address in shared memory of the bytes that the launch requested."""
+    """Return the address of the dynamic shared memory that the launch requested."""
     name, kind = "flashsim_shared", ir.ArrayType(I8, 0)
     module = b.module
     if name not in module.globals:
@@ -64,7 +64,7 @@ def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
 
 @emitted(types.int32, types.int32, types.int32)
 def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return x // y of non-negative integers in 32 bits (Python's operator would use 64 bits)."""
+    """Return x // y for non-negative 32-bit integers (Python's operator would use 64 bits)."""
     return b.udiv(x, y)
 
 
@@ -87,16 +87,16 @@ copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
 def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
-    """Return two row widths in HBM: of Q, K, dQ, dK and of V, O, dO, dV."""
+    """Return the row width in HBM of Q, K, dQ and dK, and that of V, O, dO and dV."""
     return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
 
 
 def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
-    """Return device functions that copy a tile.
+    """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
-    rows)``. Both return the bytes that this thread moved, excluding padding. `load` fills the
-    missing rows of a ragged tile with zeros.
+    rows)``. `load` and `store` return the bytes that this thread moved, excluding padding. `load`
+    fills the rows of the tile that lie past the end of the tensor with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
@@ -129,7 +129,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
         return b.load(moved)
 
     def place(b, to, source, row_bytes, r, c):
-        """Return a chunk's address in shared memory and in HBM."""
+        """Return the addresses of a 16-byte chunk, in shared memory and in HBM."""
         far = b.add(b.mul(r, row_bytes), b.shl(c, i32(4)))
         return b.add(to, tile.offset(b, r, c)), b.add(source, b.sext(far, I64))
 
@@ -169,7 +169,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
 
 @contextmanager
 def _steps(b: ir.IRBuilder, first: ir.Value, stop: int, step: int) -> Iterator[ir.Value]:
-    """Emit ``for at in range(first, stop, step)``, not unrolled; `first` is below `stop`."""
+    """Emit ``for at in range(first, stop, step)`` as a loop; `first` must be below `stop`."""
     body, after = b.append_basic_block("steps"), b.append_basic_block("steps_end")
     before = b.block
     b.cbranch(b.icmp_unsigned("<", first, i32(stop)), body, after)
@@ -193,9 +193,9 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: the bytes of a row's 16-byte piece that belong to the problem.
+    """Return ``piece_bytes(piece)``: how many bytes of a row's 16-byte piece are not padding.
 
-    The elements have 16 bits.
+    The row's elements have 16 bits.
     """
 
     @emitted(types.int32, types.int32)
@@ -206,7 +206,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``: it loads one float32 per row, and 0 past the end."""
+    """Return ``load(to, source, rows)``: it loads a float32 per row, and 0 past the last row."""
 
     @device
     def load(to, source, rows):
@@ -243,19 +243,19 @@ _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 
 
 def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
-    """Return the device functions of the loop over tiles, for one kernel's constants.
+    """Return the device functions of the loop over tile pairs, for one kernel's constants.
 
-    ``item(a, n)`` gives the n-th work tile (index over batch and heads, outer tile), and
-    ``take_work(a)`` the block's own. ``row_tile`` and ``col_tile`` give a tile's (start, stop,
-    offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts the loop of an
-    outer tile: it gives the number of its first visit, the number of visits, and their span.
-    ``visit(a, walk, n)`` takes that result as `walk`, and gives the n-th visit's (inner tile,
-    masked).
+    ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
+    ``take_work(a)`` returns that of this block. ``row_tile`` and ``col_tile`` return a tile's
+    (start, stop, offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts
+    the loop of an outer tile. ``begin`` returns the number of the tile's first visit, the number of
+    its visits, and their span. ``visit(a, walk, n)`` takes this result as `walk`, and returns
+    (inner tile, masked) of the n-th visit.
 
-    If the kernel was built for reports, ``report(slot, bytes)``, for whole warps, ``report_one``,
-    for a single thread, and ``stamp(address, slot)`` write them for the host. Each `every`-th
-    thread stamps. ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` act only if
-    launches overlap.
+    In a kernel that is built for reports, ``report(slot, bytes)`` reports the bytes of a whole
+    warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time stamp.
+    One of every `every` threads writes time stamps. ``wait_for_what_ran_before()`` and
+    ``let_what_runs_next_start()`` do something only if launches overlap.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)

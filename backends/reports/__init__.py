@@ -1,1 +1,1 @@
-"""The conversion of what kernels report, from their buffers, to traces."""
+"""Convert the reports that kernels write to buffers into traces."""

@@ -1,10 +1,10 @@
-"""The conversion of the bytes that a GPU kernel's threads report to a stage's events.
+"""Convert the bytes that a GPU kernel's threads report into a stage's events.
 
-Every GPU backend uses it. A kernel reports into two uint32 arrays: ``(walks, tiles, SLOTS)`` for
-outer steps and ``(batch * heads, n_visits, SLOTS)`` for visits (tile pairs). Slot n is the n-th
-transfer of the stage's itinerary: before and after an outer step's visits, or at a visit. The
-events have the reported bytes. On-chip events in between (alloc, free, compute) are not reported;
-they come from the itinerary.
+Every GPU backend uses this module. A kernel reports into two uint32 arrays: ``(walks, tiles,
+SLOTS)`` for outer steps and ``(batch * heads, n_visits, SLOTS)`` for visits (tile pairs). Slot n is
+for the n-th transfer that the stage's description (`plans.Stage`) lists: before and after an outer
+step's visits, or at a visit. The events have the reported bytes. Kernels do not report the events
+in between that stay on chip (alloc, free, compute); these are taken from the stage's description.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """Return the first head's records, as int64, after checking that all heads have the same."""
+    """Return the first head's counts, as int64; raise `TraceError` if another head's differ."""
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(

@@ -1,8 +1,8 @@
-"""The conversion of what the decode kernel's threads report to its two stages' events and times.
+"""Convert the reports of the decode kernel's threads into events and times of two stages.
 
-The kernel loops over parts of a sequence's keys and merges them, in one launch. A trace keeps the
-two stages apart, as the simulator does. On-chip events in between are not reported; they come from
-the itinerary.
+In a single launch, the kernel loops over parts of a sequence's keys and merges the partial results.
+A trace shows these as two stages, as the simulator does. Kernels do not report events that stay on
+chip; these are taken from the stage's description (`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _BLOCK = ROLES.index("block")
 
 
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """Return the schedule that a launch follows: the live keys of its sequences, packed.
+    """Return the schedule of a decode launch, as packed sequences with only their live keys.
 
     Raises
     ------
@@ -70,7 +70,7 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
 def stages(
     launch: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
-    """Return the events of the two stages: the loop over parts, and the merge.
+    """Return the events of both stages: the loop over parts of the keys, and the merge.
 
     Parameters
     ----------
@@ -129,9 +129,10 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return SM and time span of each visit, store and merge, from the first block's start on.
+    """Return the SM and time span of each visit, store and merge, in ns since the first start.
 
-    The first warp of a block records the time stamps. Each warp has its own keys of a tile.
+    The first warp of a thread block records the time stamps. The stamps are for this warp's part of
+    a tile's keys only, since each warp computes different keys.
 
     Parameters
     ----------
@@ -195,7 +196,7 @@ def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
 def _step(
     stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
 ) -> list[Row]:
-    """Return one outer step's events with the reported bytes: before, at and after its visits."""
+    """Return all events of one outer step, with the reported bytes."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
     rows_of_events = list(begin)
     for at, j, cols, said in visits:
@@ -216,7 +217,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return the events of these moves; stores that the block did not report are left out."""
+    """Return an event per move, with its reported bytes, but none for an unreported store."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -226,6 +227,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """Return the free events of all that was loaded or allocated, in the same order."""
+    """Return a free event for each buffer that `events` loaded or allocated, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

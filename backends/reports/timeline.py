@@ -1,15 +1,15 @@
-"""The conversion of a kernel's time stamps to spans in nanoseconds, for every GPU backend.
+"""Convert a kernel's time stamps into time spans in nanoseconds, for every GPU backend.
 
-``visit_stamps`` are SM cycles (clock64). The stamps mark when a visit (one tile pair) began, when
-its tiles had arrived, and when its scores, its softmax and its products were done. Each block's
-record ties its SM's cycles to the GPU's nanoseconds (globaltimer). The nanosecond clock ticks
-coarsely, so each SM gets one straight line, through its first block's start and its last block's
-end.
+The array ``visit_stamps`` holds SM cycles (clock64). The stamps mark when a visit (one tile pair)
+began, when its tiles had arrived, and when its scores, its softmax and its products were done. Each
+block also records its start and end on both clocks: in cycles of its SM, and in nanoseconds of the
+GPU (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are converted by one
+straight line, through the start of its first block and the end of its last block.
 
-A warp-specialised kernel stamps once per role: the producer, then the consumer warpgroups. The
-producer's "visit" begins where it waits for free shared memory. Its "load" lies between its first
-and its last TMA instruction, and it has no other phases. (Tiles arrive later: a consumer's "load"
-is its wait for them.)
+In a warp-specialised kernel each role records time stamps: first the producer, then the consumer
+warpgroups. The producer's "visit" begins when it waits for free shared memory. The producer's
+"load" lies between its first and its last TMA instruction, and the producer has no other phases.
+The tiles arrive later; a consumer's "load" is the time for which it waits for them.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
 covers the rest. The fused backward adds a visit's dQ at the start of the next visit, inside the
@@ -37,7 +37,7 @@ def spans(
     visit_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the spans of one stage, in absolute times of the GPU's clock.
+    """Return the time spans of one stage, in absolute ns of the GPU's clock.
 
     Parameters
     ----------
@@ -85,7 +85,7 @@ def spans(
 
 
 def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
-    """Return "store" spans, from a block's last visit (or its start, if it has none) to its end."""
+    """Return "store" spans: from a block's last visit (without visits, its start) to its end."""
     walks, tiles, _ = blocks.shape
     part = np.zeros((walks, tiles), TIMELINE)
     sm = blocks[..., 0]
@@ -103,7 +103,7 @@ def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
 
 
 class SmClocks:
-    """The conversion of each SM's cycles to nanoseconds."""
+    """Converts each SM's cycles to nanoseconds of the GPU's clock."""
 
     def __init__(self, blocks: np.ndarray, clock_khz: int) -> None:
         n = int(blocks[:, 0].max()) + 1
@@ -118,6 +118,6 @@ class SmClocks:
                 self.rate[sm] = (last[4] - first[2]) / (last[3] - first[1])
 
     def ns(self, sm: np.ndarray, cycles: np.ndarray) -> np.ndarray:
-        """Return the times of SM cycles on the GPU's clock, in ns, int64."""
+        """Return the times on the GPU's clock, int64 in ns, at which SMs had these cycle counts."""
         since = (cycles - self.cycle0[sm]) * self.rate[sm]
         return self.ns0[sm] + np.rint(since).astype(np.int64)

@@ -8,7 +8,6 @@ import inspect
 import re
 import runpy
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,7 +18,7 @@ from flashsim.api.samples import random_inputs
 from flashsim.cli import options as opt
 from flashsim.cli.output import show
 from flashsim.errors import FlashSimError, OptionError, TraceError, choices, shown
-from flashsim.own_kernels.files import beside, imported, imports
+from flashsim.own_kernels.files import beside, imported, imports, readers_errors
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem, numpy_dtype
 
@@ -45,6 +44,10 @@ def kernel(
     causal: opt.Causal = False,
     ndim: int | None = opt.option(
         None, "Number of axes of q: 2, 3 or 4. Default: as the file unpacks q.shape, or 4."
+    ),
+    layout: str | None = opt.option(
+        None,
+        "Axes of q: bhnd, which is (batch, heads, n, d), or bnhd. Default: by their names.",
     ),
     set_: list[str] | None = typer.Option(
         None,
@@ -88,15 +91,17 @@ def kernel(
                 f"{path} uses Pallas; name the function that calls pl.pallas_call: FILE.py:function"
             )
         with beside(path):
-            module = imported(path)
+            with readers_errors(path):
+                module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
-            call, used = _call(called, function, problem, settings, "numpy", ndim, seed)
-            traced = _pallas(
-                call,
-                {"names": names, "device": device, "model": model},
-                problem if used else None,
-            )
+            call, used = _call(called, function, problem, settings, "numpy", ndim, layout, seed)
+            with readers_errors(path, _given(call)):
+                traced = _pallas(
+                    call,
+                    {"names": names, "device": device, "model": model},
+                    problem if used else None,
+                )
         _show(traced, compared, out, form, all_)
         return
     if model is not None:
@@ -113,16 +118,18 @@ def kernel(
             if reference is not None:
                 raise OptionError("--reference needs a function to check: pass FILE.py:function")
             compared = None
-            with watch(**options) as seen:
+            with watch(**options) as seen, readers_errors(path):
                 runpy.run_path(str(path), run_name="__main__")
         else:
-            module = imported(path)
+            with readers_errors(path):
+                module = imported(path)
             compared = None if reference is None else _attribute(module, reference)
             called = _attribute(module, function)
             library = "torch" if hasattr(module, "torch") else "numpy"
-            call, used = _call(called, function, problem, settings, library, ndim, seed)
+            call, used = _call(called, function, problem, settings, library, ndim, layout, seed)
             replace_imported()  # torch, if the file uses it, has come with the file
-            with watch(**options, problem=problem if used else None) as seen:
+            watched = watch(**options, problem=problem if used else None)
+            with watched as seen, readers_errors(path, _given(call)):
                 call()
     traced = seen.result(unchecked=True)
     _show(traced, compared, out, form, all_)
@@ -148,9 +155,12 @@ def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
     """Trace a function call that runs Pallas kernels."""
     from flashsim.jax import trace_kernel
 
-    inner = call.func
+    def called(args: Any, keywords: Any) -> Any:
+        return call.func(*args, **keywords)
+
+    called.__qualname__ = getattr(call.func, "__qualname__", "the function")  # for errors
     return trace_kernel(
-        lambda args, keywords: inner(*args, **keywords),
+        called,
         *(call.args, call.keywords),
         problem=problem,
         **options,
@@ -162,6 +172,8 @@ def _split(target: str) -> tuple[Path, str]:
     path = Path(file)
     if not path.is_file():
         raise OptionError(f"there is no file {file!r}; pass FILE.py:function")
+    if path.suffix != ".py":
+        raise OptionError(f"{file!r} is not a Python file; pass FILE.py:function")
     return path, function
 
 
@@ -200,22 +212,26 @@ def _call(
     settings: dict[str, str],
     library: str,
     ndim: int | None,
+    layout: str | None,
     seed: int,
-) -> tuple[Callable[[], Any], bool]:
+) -> tuple[functools.partial[Any], bool]:
     """Return the user's function with its arguments bound, and whether it computes attention."""
     if hasattr(called, "run") and hasattr(called, "arg_names"):
         raise OptionError(
             f"{name} is itself a kernel; name a function that launches the kernel with a grid and "
             "strides (or use flashsim.triton.trace(kernel, grid, ...) in Python)"
         )
+    if isinstance(called, type) and hasattr(called, "apply"):
+        called = called.apply  # a torch.autograd.Function
     if not callable(called):
         raise OptionError(f"{name} is {shown(called)}, not a function; name a function of the file")
     from flashsim.own_kernels.names import paper_name
 
     parameters = inspect.signature(called).parameters
     loose = any(declared.kind is declared.VAR_POSITIONAL for declared in parameters.values())
-    axes = ndim or _axes(called) or 4
-    arrays = _Arrays(p, axes, library, seed)
+    said = _axes(called)
+    layout = layout or ("bnhd" if _heads_third(said) else "bhnd")
+    arrays = _Arrays(p, ndim or len(said) or 4, layout, library, seed)
     rng = np.random.default_rng(seed)
     if loose:  # torch.autograd.Function.apply
         words = [arrays.of(paper) for paper in ("Q", "K", "V")]
@@ -249,23 +265,38 @@ def _call(
     return functools.partial(called, **keywords), attention
 
 
+def _given(call: functools.partial[Any]) -> str:
+    """Say with which arguments the reader's function was called, after an error in it."""
+    words = []
+    for name, value in [*((f"argument {n}", x) for n, x in enumerate(call.args)),
+                        *call.keywords.items()]:  # fmt: skip
+        shape = getattr(value, "shape", None)
+        words.append(f"{name}={value!r}" if shape is None else f"{name} {tuple(shape)}")
+    called = f"; it was called with {', '.join(words)}" if words else ""
+    return f"{called}. --ndim, --layout, -n, -d, --heads and --set change the arguments"
+
+
+_LAYOUTS = ("bhnd", "bnhd")
 _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
     """Random inputs, and the oracle's results for them, in the shapes that the user's file uses."""
 
-    def __init__(self, p: Problem, axes: int, library: str, seed: int) -> None:
+    def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
             raise OptionError(f"ndim must be 2, 3 or 4, got {axes}")
-        if axes == 2 and p.batch * p.heads > 1:
-            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
+        if layout not in _LAYOUTS:
+            raise OptionError(f"no layout {layout!r}; {choices(layout, _LAYOUTS)}")
         self._p, self._axes, self._library = p, axes, library
+        self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
         """Return an input or a result by the papers' name for it."""
+        if self._axes == 2 and self._p.batch * self._p.heads > 1:
+            raise OptionError("q has two axes, so it has one head: pass --batch 1 --heads 1")
         x = self._inputs
         known = {"Q": x.q, "K": x.k, "V": x.v, "dO": x.dout}
         if name not in known and name not in self._more:
@@ -280,6 +311,9 @@ class _Arrays:
         lead = array.ndim - 2 if name not in ("L", "delta") else array.ndim - 1
         kept = array.shape[lead:]
         shape = {4: array.shape, 3: (-1, *kept), 2: kept}[self._axes]
+        if self._swapped and array.ndim == 4:
+            array = array.swapaxes(1, 2)
+            shape = array.shape
         return self.own(np.ascontiguousarray(array.reshape(shape)))
 
     def own(self, array: np.ndarray) -> Any:
@@ -293,18 +327,40 @@ class _Arrays:
         return torch.from_numpy(array)
 
 
-def _axes(called: Any) -> int | None:
-    """Return how many names a function unpacks shapes to: 3 for ``heads, n, d = q.shape``."""
+def _axes(called: Any) -> tuple[str, ...]:
+    """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
+
+    A `torch.autograd.Function` unpacks shapes in its `forward`. The shape of q comes before those
+    of other arrays. Without such a line, no names are returned.
+    """
+    from flashsim.own_kernels.names import paper_name
+
+    if getattr(called, "__name__", "") == "apply":
+        called = getattr(getattr(called, "__self__", None), "forward", called)
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(called))))
     except (OSError, TypeError, SyntaxError):
-        return None
-    for node in ast.walk(tree):
+        return ()
+    found: list[tuple[bool, tuple[str, ...]]] = []
+    nodes: list[ast.AST] = [*ast.iter_child_nodes(tree.body[0])]
+    while nodes:
+        node = nodes.pop()
+        if not isinstance(node, (ast.FunctionDef, ast.Lambda, ast.ClassDef)):
+            nodes += ast.iter_child_nodes(node)  # a function inside has shapes of its own
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Attribute):
-            target = node.targets[0]
+            target, array = node.targets[0], node.value.value
             if node.value.attr == "shape" and isinstance(target, ast.Tuple):
-                return len(target.elts)
-    return None
+                words = tuple(ast.unparse(one) for one in target.elts)
+                of_q = isinstance(array, ast.Name) and paper_name(array.id) == "Q"
+                if 2 <= len(words) <= 4:
+                    found.append((not of_q, words))
+    return min(found, key=lambda one: one[0], default=(True, ()))[1]
+
+
+def _heads_third(axes: tuple[str, ...]) -> bool:
+    """Whether a function calls the third of four axes heads: ``batch, seqlen, nheads, d``."""
+    head = [bool(re.fullmatch(r"(n|num)?_?(q_?)?h(eads?)?(_?q)?", x, re.I)) for x in axes]
+    return len(head) == 4 and head[2] and not head[1]
 
 
 def _written(traced: Any, out: Path) -> list[str]:

@@ -1,7 +1,8 @@
 """The closed forms: requested bytes of each stage of each algorithm.
 
-Every term is a statement about an algorithm. For example, "in a Q-outer loop, K is read once per
-visit" is ``load K: heads * row_cols * d * e``. This module shares no code with the simulator.
+Every term of a closed form is a statement about an algorithm. For example, "in a Q-outer loop, K is
+read once per visit" is ``load K: heads * row_cols * d * e``. This module shares no code with the
+simulator.
 """
 
 from __future__ import annotations
@@ -48,14 +49,15 @@ class Forms:
         return self.heads * self.p.n_q * self.a
 
     def matrix(self, item: int) -> int:
-        """Return the bytes of the bias or its gradient, over all its matrices."""
+        """Return the bytes of the bias, or of its gradient, over all its (n_q, n_kv) matrices."""
         return self.lead * self.p.n_q * self.p.n_kv * item
 
     def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:
-        """Return the bytes of the scales that are loaded with tiles of Q, K and V.
+        """Return the bytes of the FP8 scales that are loaded with tiles of Q, K and V.
 
-        Each tile is loaded with 4 B per scale block that it overlaps. The outer tiles are loaded
-        once for each of `owners` heads or groups, the inner tiles at every visit.
+        Each load of a tile also loads the scales of all scale blocks that the tile overlaps, 4 B
+        each. The tiles of the outer loop are loaded once for each of `owners` heads or groups, the
+        tiles of the inner loop at every visit.
         """
         if self.p.scales is None:
             return {}
@@ -77,12 +79,12 @@ class Forms:
     def functions(
         self, algorithm: str, stage: str, outer: str, s: Schedule
     ) -> dict[tuple[str, str], int]:
-        """Return the bytes that functions read, or add to gradients, in a stage with scores.
+        """Return the bytes that score and mask functions read, or add to gradients, in one stage.
 
-        Every visit reads the captured elements of the score function, and every visit of a MASKED
-        tile also those of the mask function. Each element depends on the row, the column, the
-        score, or only the head. A Q-outer loop reads the elements of rows and of the head once per
-        row tile.
+        Every visit reads the elements of captured arrays that the score function uses; every visit
+        of a MASKED tile also reads those that the mask function uses. Which element a function
+        reads depends on the row, the column, both, or only the head. A Q-outer loop reads the
+        elements that depend only on the row or the head once per row tile.
         """
         p, h, moved = self.p, self.heads, {}
         if stage == "delta" and p.sinks:
@@ -162,7 +164,7 @@ class Forms:
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
         """Return the bytes of a stage of FlashDecoding, as ``{(op, tensor): bytes}``.
 
-        The keys of a row tile may be split into parts, each of which loads Q again. If there are
+        FlashDecoding may split the keys of a row tile into parts, and each part loads Q again. With
         several parts, the first stage stores a partial O and L per part in HBM, and the combining
         stage loads them.
         """

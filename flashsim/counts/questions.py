@@ -76,7 +76,7 @@ def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
 
 
 def select_chip(chip: Mapping[str, int], op: str | None) -> int:
-    """Return the on-chip bytes that are read, written, or both."""
+    """Return the bytes that tile operations read from SRAM, write to it, or both."""
     if op is None:
         return sum(chip.values())
     checks.one_of("on-chip operation", op, ("read", "write"))
@@ -84,7 +84,7 @@ def select_chip(chip: Mapping[str, int], op: str | None) -> int:
 
 
 def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
-    """Return the bytes as ``{tensor: {op: bytes}}``."""
+    """Return the moved bytes, summed over stages, as ``{tensor: {op: bytes}}``."""
     result: dict[str, dict[str, int]] = {}
     for (_, op, tensor), nbytes in transfers.items():
         row = result.setdefault(tensor, dict.fromkeys(OPS, 0))
@@ -95,7 +95,7 @@ def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
 def by_operation(
     transfers: Transfers, stages: Container[str] | None = None
 ) -> dict[tuple[str, str], int]:
-    """``{(op, tensor): bytes}``, summed over all stages, or over those named."""
+    """Return ``{(op, tensor): bytes}``, summed over all stages or over the stages named."""
     total: dict[tuple[str, str], int] = {}
     for (stage, op, tensor), nbytes in transfers.items():
         if stages is None or stage in stages:
@@ -104,9 +104,9 @@ def by_operation(
 
 
 def in_words(p: Problem) -> str:
-    """Return the sizes, the type and the mask of a problem as text, for titles.
+    """Return a problem's sizes, element type and mask as text, for the titles of tables.
 
-    "1 x 16 / 4 heads" means a batch of 1, with 16 query heads and 4 key heads.
+    For example, "1 x 16 / 4 heads" means a batch of 1 with 16 query heads and 4 key heads.
     """
     heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
     width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"

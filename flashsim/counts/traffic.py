@@ -1,8 +1,9 @@
 """Traffic in closed form: the bytes that a schedule moves, computed without a run.
 
-The closed forms themselves are in `forms`. They need sums over a schedule's visits. For causal and
-windowed problems, these sums cost O(row tiles), so a million queries take milliseconds. This module
-shares no code with the simulator; the tests assert that both give equal integers.
+The closed forms themselves are in the module `forms`. The forms need sums over a schedule's visits
+(pairs of a query tile and a key tile). For causal and windowed problems, these sums cost O(row
+tiles), so a million queries take milliseconds. This module shares no code with the simulator; the
+tests assert that both count the same bytes and FLOPs.
 """
 
 from __future__ import annotations
@@ -78,13 +79,13 @@ class Traffic:
 
     @property
     def parts(self) -> int:
-        """The largest number of parts into which the keys of a row tile are split."""
+        """The largest number of parts into which the keys of any row tile are split."""
         return max(int(walk.part_counts.max(initial=1)) for walk in self._schedules.values())
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Return the requested bytes between HBM and SRAM, over all heads.
 
-        Without arguments, all operations and tensors are summed.
+        Without arguments, the method sums over all operations and tensors.
         """
         return select(self.transfers, op, tensor)
 
@@ -131,7 +132,7 @@ class Traffic:
     def on_chip(self, op: str | None = None) -> int:
         """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
 
-        Without `op`, both are summed.
+        Without `op`, the method returns the sum of bytes read and written.
         """
         return select_chip(self._work()[1], op)
 
@@ -157,9 +158,9 @@ class Traffic:
         return int(max(held, default=0)) if stage.buffers else 0
 
     def _paged_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that reads a paged cache.
+        """Return the peak on-chip bytes of a stage that reads a paged KV cache.
 
-        A visit loads one page number per page of its tile, not one per key.
+        For each page of its key tile, a visit loads one page number from the block table.
         """
         s = self.schedule(stage)
         ptr, col, _ = s.row_csr
@@ -174,8 +175,8 @@ class Traffic:
     def _strip_peak(self, stage: plans.Stage) -> int:
         """Return the peak on-chip bytes of a stage that works on whole rows of scores.
 
-        Each buffer has the size of a row of the longest sequence's keys. Rows of shorter sequences
-        fill only a part of it.
+        Each buffer holds whole rows of scores, as long as the longest sequence's keys. Rows of
+        shorter sequences fill only a part of the buffer.
         """
         tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
@@ -193,13 +194,13 @@ class Traffic:
     def workspace(self) -> int:
         """Return the bytes of HBM used for accumulators, dP and dS.
 
-        Inputs, outputs and saved tensors are not included.
+        The result does not include inputs, outputs and saved tensors.
         """
         parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
         return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
     def table(self) -> report.Table:
-        """Return a table of bytes by tensor and direction, FLOPs, intensity and peak SRAM."""
+        """Return a table of bytes by tensor and operation, FLOPs, intensity and peak SRAM."""
         return summary(self)
 
     def __repr__(self) -> str:
@@ -239,8 +240,9 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Return the bytes that any algorithm must move: each input and each output once.
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
-    inputs, out, dout, LSE (and its gradient), and writes dq, dk, dv (and the bias's gradient). Only
-    "flash2-once" does not read out, so it may move fewer bytes.
+    inputs, out, dout and LSE (with `dlse`, also the gradient of the LSE). It writes dq, dk and dv
+    (and the bias's gradient). The algorithm "flash2-once" does not read out, so it alone may move
+    fewer bytes.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -260,10 +262,11 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Return the bytes moved if each stage reads and writes each of its tensors once.
 
-    A cache would cause this traffic that never misses twice within a kernel, and that is empty at
-    the start of each kernel. For FlashAttention-2's forward pass, which is one kernel, this equals
-    the compulsory bytes. For standard attention, it also includes the N x N matrices. Computing all
-    scores in a single tile requests exactly these bytes. A mask does not reduce them.
+    This is the traffic of a cache that starts each kernel empty and, within a kernel, never misses
+    twice on the same data. For FlashAttention-2's forward pass, which is one kernel, the result
+    equals the compulsory bytes. For standard attention, the result also includes the N x N
+    matrices. A run that computes all scores in a single tile requests exactly these bytes. A mask
+    does not reduce the result.
     """
     p = replace(problem, mask=None, mask_mod=None, block_mask=None, causal=False, window=None)
     whole = Tiling(p.n_q, p.n_kv)
@@ -271,10 +274,11 @@ def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
 
 
 def saved(problem: Problem, algorithm: str) -> int:
-    """Return the bytes of HBM kept from forward to backward, including the inputs.
+    """Return the bytes that stay in HBM from forward to backward, including the inputs.
 
-    Standard attention keeps P (and, with a softcap, its derivative): O(N^2). FlashAttention-1 keeps
-    out, l and m, and FlashAttention-2 keeps out and LSE: O(N). "flash2-once" does not keep out.
+    Standard attention keeps P (and, with a softcap, the softcap's derivative), which takes O(N^2)
+    bytes. FlashAttention-1 keeps out, l and m, and FlashAttention-2 keeps out and LSE, which take
+    O(N) bytes. The algorithm "flash2-once" does not keep out.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
@@ -285,7 +289,7 @@ _RESULTS = {"O", "dQ", "dK", "dV", "dBias", "dF", "dSink"}
 def workspace(problem: Problem, algorithm: str, direction: str = "forward", parts: int = 1) -> int:
     """Return the bytes of HBM that a pass uses besides inputs, outputs and saved tensors.
 
-    `parts` is the largest number of parts into which the keys of a query are split.
+    `parts` is the largest number of parts into which the keys of any query are split.
     """
     written = set(plans.tensors_of(problem, algorithm, direction, "store", "reduce"))
     rest = written - _kept(problem, algorithm) - _RESULTS
@@ -315,7 +319,7 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 def live(problem: Problem, algorithm: str) -> int:
     """Return the bytes of HBM in use during a backward pass.
 
-    They are the saved tensors, the workspace, out, dout (dlse) and the gradients.
+    The bytes are those of the saved tensors, the workspace, out, dout (and dlse) and the gradients.
     """
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout

@@ -1,17 +1,17 @@
 """The work per visit: floating-point operations by kind, and bytes read and written on chip.
 
-Each stage is a short list of tile operations. The cost of each is linear in the tile's rows,
-columns and scores. So the same list gives the cost of one visit or, from sums over a schedule, of
-all visits.
+This module describes the work of each stage as a short list of tile operations. The cost of each
+operation is linear in the tile's rows, columns and scores. So the same list gives the cost of one
+visit or, from sums over a schedule's tiles, the cost of all visits.
 
-The counting rules are: A multiply-add in a matrix product is 2 FLOPs. ``exp`` counts exponentials,
-logarithms and tanh (of a GPU's special-function unit), and ``max`` counts comparisons. Subtractions
-count as ``add``. A row sum or row maximum over n elements is n operations. Operations that handle
-rows without keys are not counted. A tile operation reads each operand once from SRAM and writes its
-result once; reuse in registers is ignored. A masked tile costs as much as a full tile, because the
-hardware computes the whole tile. ``function`` counts each floating-point operation of a score
-function and its derivative once. A mask function compares integers, so its operations are not
-counted.
+The rules for counting follow. A multiply-add in a matrix product is 2 FLOPs. The kind ``exp``
+counts exponentials, logarithms and tanh (which a GPU's special-function unit computes), and the
+kind ``max`` counts comparisons. The kind ``add`` includes subtractions. A row sum or row maximum
+over n elements is n operations. Operations that handle rows without keys are not counted. A tile
+operation reads each operand once from SRAM and writes its result once; reuse in registers is
+ignored. A masked tile costs as much as a full tile, because the hardware computes the whole tile.
+The kind ``function`` counts each floating-point operation of a score function and its derivative
+once. A mask function compares integers, so its operations are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Return the cost of a tile, or of many tiles if the arguments are sums over them."""
+        """Return the cost of one tile, or of many if the arguments are sums over them."""
         return self.row * rows + self.col * cols + self.score * scores
 
 
@@ -50,9 +50,10 @@ class TileOp:
 
 @dataclass(frozen=True)
 class StageWork:
-    """The tile operations of one stage, per visit and per outer step.
+    """The tile operations of one stage, listed per visit and per outer step.
 
-    In a stage that merges parts of the keys, those of an outer step are counted per part.
+    In a stage that merges partial results of split keys, the operations of an outer step are
+    counted once per part.
     """
 
     visit: tuple[TileOp, ...] = ()
@@ -60,22 +61,22 @@ class StageWork:
 
 
 def scores(n: int) -> Cost:
-    """Return a cost of `n` operations per score."""
+    """Return the cost of `n` operations per score."""
     return Cost(score=n)
 
 
 def rows(n: int, score: int = 0) -> Cost:
-    """Return a cost of `n` operations per row, and `score` operations per score."""
+    """Return the cost of `n` operations per row, plus `score` operations per score."""
     return Cost(row=n, score=score)
 
 
 def columns(n: int) -> Cost:
-    """Return a cost of `n` operations per column."""
+    """Return the cost of `n` operations per column."""
     return Cost(col=n)
 
 
 def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
-    """Return the tile operations of one stage; none for a stage without arithmetic."""
+    """Return the tile operations of one stage; a stage without arithmetic has none."""
     d, dv, p = problem.head_dim, problem.head_dim_v, problem
     if direction == "forward":
         table = _forward(p, d, dv, algorithm)
@@ -239,7 +240,7 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """Return the FLOPs by kind of the tile operations, from sums over all tiles."""
+    """Return the FLOPs by kind of tile operations, given sums over all tiles."""
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():
@@ -252,7 +253,7 @@ def on_chip_bytes(
 ) -> dict[str, int]:
     """Return the bytes that the tile operations read from and write to SRAM.
 
-    The dict is ``{"read": bytes, "write": bytes}``.
+    The result is ``{"read": bytes, "write": bytes}``.
     """
     size = {b.name: Cost(b.per_row, b.per_col, b.per_score) for b in stage.buffers}
     result = {"read": 0, "write": 0}

@@ -1,4 +1,6 @@
-"""Returns the results of empty jobs, whose batch, queries or keys have size 0, for every engine.
+"""Returns the results of empty jobs, which need no computation, for every engine.
+
+A job is empty if its batch, queries or keys have size 0.
 
 The results are zeros and an LSE of -inf, as in
 `torch.nn.functional.scaled_dot_product_attention`. No kernel runs, so there is no trace.
@@ -19,7 +21,9 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for jobs in which a size is 0; their `Problem` has a size of 1 instead.
+    """An engine for empty jobs, in which a size is 0.
+
+    The job's `Problem` has a size of 1 instead.
 
     Parameters
     ----------
@@ -44,7 +48,7 @@ class Nothing:
         return {}
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-        """Return gradients filled with zeros, whatever `dout` and `dlse` are."""
+        """Return gradients that are all zeros, whatever `dout` and `dlse` are."""
         p = job.problem
         plans.stages(p, job.algorithm, "backward")  # raises if the algorithm has no such pass
         like = {f"d{name}": x for name, x in job.arrays.items()}

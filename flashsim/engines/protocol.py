@@ -1,7 +1,7 @@
-"""The interface between api and engines: an engine receives a `Job` and returns an `Outcome`.
+"""The interface between `flashsim.api` and engines: an engine turns a `Job` into an `Outcome`.
 
-An engine is a module with ``OPTIONS``, `forward`, `recall`, `backward` and `constant`, of the types
-in `Engine`. Engines never import the api or each other.
+An engine is a module that defines ``OPTIONS``, `forward`, `recall`, `backward` and `constant`, with
+the types in the class `Engine`. Engines never import `flashsim.api` or each other.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashsim.trace.events import StageTrace
 
 @dataclass(frozen=True)
 class Job:
-    """One forward pass to run.
+    """The description of one forward pass to run, for an engine.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class Job:
     mask_arrays: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the memo, so that a pickled `Result` has only the request."""
+        """Return the fields without the memo, so that a pickled `Result` has only the request."""
         return {**self.__dict__, "memo": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -69,12 +69,12 @@ class Job:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The user's arrays, by name."""
+        """The user's arrays q, k, v and, if there is one, bias, by name."""
         arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
         return {name: x for name, x in arrays.items() if x is not None}
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
-        """Return the job with other arrays and fields; the memo stays unless `others` has one."""
+        """Return this job with other arrays and fields; the memo stays unless it is in `others`."""
         job = object.__new__(Job)  # `dataclasses.replace` takes as long as a kernel launch
         job.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return job
@@ -120,18 +120,19 @@ class Outcome(NamedTuple):
     finite: Set[str] = frozenset()
 
     def unseen(self, *names: str) -> dict[str, Any]:
-        """Return those of the named arrays that may contain NaN or infinity."""
+        """Return the arrays, among those named, that may contain NaN or infinity."""
         return {name: self.arrays[name] for name in names if name not in self.finite}
 
 
 class Engine(Protocol):
-    """The functions of an engine module.
+    """The functions that every engine module has.
 
-    An engine may have more functions. `orders_dq(job, saved)` returns whether the engine can add to
-    dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
-    backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)` returns
-    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
-    that supports only DLPack to a type that the engine supports.
+    An engine may have more functions, all optional. The function `orders_dq(job, saved)` returns
+    whether the engine can add to dQ in a fixed order (`Job.deterministic`). The function
+    `fuses(job, saved)` returns whether the fused backward is the fastest if dQ may be summed in any
+    order. The function `stores_dq(job, saved)` returns whether "flash2-once" is faster than the
+    job's algorithm. The function `adopt(name, array)` converts an array that supports only DLPack
+    to a type that the engine supports.
     """
 
     OPTIONS: frozenset[str]
@@ -149,13 +150,15 @@ class Engine(Protocol):
         """
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-        """Run the backward pass; `job.tiling`, `algorithm` and `trace` apply to this pass.
+        """Run the backward pass, with the tiling, algorithm and trace setting of `job`.
 
-        `dlse`, (batch, heads, n_q) like the LSE, is an array if ``job.problem.dlse`` is true.
+        If ``job.problem.dlse`` is true, `dlse` is an array (batch, heads, n_q), like the LSE.
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return a constant array of the job's library and device, for `engines.nothing`.
+        """Return an array filled with one value, of the job's library and on its device.
 
-        Raises the same errors as `forward` for a job that the engine does not support.
+        The module `engines.nothing` uses it.
+
+        The function raises the same errors as `forward` for a job that the engine does not support.
         """

@@ -163,9 +163,9 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 
 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
-    """Return the job with queries and live keys of all entries packed along the sequence axis.
+    """Return the job with all batch entries packed along the sequence axis: queries and live keys.
 
-    The keys of a shared prefix are the first, and occur once.
+    The keys of a shared prefix come first, and occur once.
     """
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
@@ -184,19 +184,22 @@ def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
 
 
 def _by_entry(x: np.ndarray, batch: int) -> np.ndarray:
-    """Reshape (1, heads, batch * n_q[, width]) to (batch, heads, n_q[, width])."""
+    """Reshape an array (1, heads, batch * n_q[, width]) to (batch, heads, n_q[, width])."""
     rest = x.shape[3:]
     return x.reshape(x.shape[1], batch, x.shape[2] // batch, *rest).swapaxes(0, 1)
 
 
 def _packed(x: np.ndarray, p: Problem) -> np.ndarray:
-    """Rearrange (batch, heads, n_q, width) to `Split`'s (batch, kv_heads, n_q * group, width)."""
+    """Rearrange (batch, heads, n_q, width) to (batch, kv_heads, n_q * group, width).
+
+    These are the rows as `Split` numbers them.
+    """
     groups = x.reshape(p.batch, p.kv_heads, p.group, p.n_q, x.shape[-1])
     return groups.swapaxes(2, 3).reshape(p.batch, p.kv_heads, p.n_q * p.group, x.shape[-1])
 
 
 def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
-    """Rearrange (batch, kv_heads, n_q * group[, width]) to (batch, heads, n_q[, width])."""
+    """Rearrange (batch, kv_heads, n_q * group[, width]) back to (batch, heads, n_q[, width])."""
     rest = x.shape[3:]
     rows = x.reshape(p.batch, p.kv_heads, p.n_q, p.group, *rest)
     return rows.swapaxes(2, 3).reshape(p.batch, p.heads, p.n_q, *rest)
@@ -205,7 +208,7 @@ def _unpacked(x: np.ndarray, p: Problem) -> np.ndarray:
 def _room(
     job: Job, direction: str, hbm: Hbm, split: Split = WHOLE, parts: int = 1
 ) -> dict[str, np.ndarray]:
-    """Allocate all results of a pass in HBM, and return the arrays by the papers' names."""
+    """Allocate all results of a pass in HBM, and return them by their names in the papers."""
     p, arrays = job.problem, {}
     for name in plans.tensors_of(p, job.algorithm, direction, "store", "reduce"):
         its, dtype = shape(p, name), dtype_of(p, name)
@@ -239,9 +242,10 @@ def _run(algorithm, machine: Machine) -> None:
 
 
 def _lse(machine: Machine, saved: Mapping[str, Any]) -> np.ndarray:
-    """Return the LSE per row.
+    """Return the LSE, one number per row.
 
-    FlashAttention-2 stores it. For other algorithms it is m + log l, or was kept by `note_lse`.
+    FlashAttention-2 stores the LSE as L. For other algorithms, the LSE is computed as m + log l, or
+    `note_lse` has kept it.
     """
     if "L" in saved:
         return saved["L"]

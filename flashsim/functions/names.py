@@ -115,6 +115,15 @@ def _relu(x: Any) -> Any:
     return _recorder_of((x,)).symbol("max", x, 0)
 
 
+def _leaky_relu(x: Any, negative_slope: Any = 0.01, inplace: bool = False) -> Any:
+    r = _recorder_of((x,))
+    return r.symbol("where", r.symbol("lt", x, 0), r.symbol("mul", x, negative_slope), x)
+
+
+def _masked_fill(x: Any, mask: Any, value: Any) -> Any:
+    return _where(mask, value, x)
+
+
 def _sign(x: Any) -> Any:
     r = _recorder_of((x,))
     one = 1 if r.kind(x) != FLOAT else 1.0
@@ -192,6 +201,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
         )
     },
     **{"expit": _applies("sigmoid"), "trunc": _trunc, "relu": _relu, "sign": _sign},
+    **{"leaky_relu": _leaky_relu, "masked_fill": _masked_fill},
     **{"square": _square, "softplus": _softplus, "logaddexp": _logaddexp},
     **{"silu": _silu, "swish": _silu, "gelu": _gelu},
     **dict.fromkeys(("lt", "less"), _applies("lt")),

@@ -59,6 +59,8 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
     try:
         called = recorder.wrap(function)
         result = called(*(Symbol(recorder, recorder.builder.arg(a)) for a in arguments))
+        if result is None or isinstance(result, (str, tuple, list, dict)):
+            raise FunctionError(f"it returns {shown(result)}; it must return one value per score")
         root = recorder.node(result)
     except FlashSimError as error:
         raise FunctionError(f"{name} cannot be traced{_line(error)}: {error}") from error

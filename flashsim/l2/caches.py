@@ -1,8 +1,8 @@
-"""Two simulated caches, compiled by Numba: a textbook cache, and a cache built like a GPU's L2.
+"""Simulates two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2.
 
-`replay` simulates a fully associative cache of whole tiles, which evicts the least recently used
-tile. The stack distances in `distances` give the same results for all cache sizes at once.
-`replay_sets` simulates a set-associative cache with partitions.
+The function `replay` simulates a fully associative cache of whole tiles, which evicts the least
+recently used tile. The stack distances in the module `distances` give the same results for all
+cache sizes at once. The function `replay_sets` simulates a set-associative cache with partitions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _unlink(links, tile):
 @keep
 @njit
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
-    """Replay requests; count the bytes read from DRAM and the bytes that evictions write to it.
+    """Replay requests; count bytes read from DRAM and bytes written to DRAM by evictions.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Put a line in an empty way or in the least recently used way; return that way."""
+    """Put a cache line in an empty way or in the least recently used way; return that way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -110,11 +110,11 @@ def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
 def replay_sets(
     ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
 ):
-    """Replay requests; count the lines read from DRAM and the lines that evictions write to it.
+    """Replay requests; count cache lines read from DRAM and lines written to DRAM by evictions.
 
-    An SM sends its requests to its own partition. A line whose home is the other partition is read
-    through that partition, and both partitions keep a copy. A store or a reduction goes to the
-    line's home partition, and the copy in the other partition is dropped.
+    An SM sends all its requests to the partition to which it belongs. A line whose home is the
+    other partition is read through that other partition, and both partitions keep a copy. A store
+    or a reduction goes to the line's home partition, and a copy in the other partition is dropped.
 
     Parameters
     ----------

@@ -1,10 +1,10 @@
-"""A disk cache for Numba's compiled code, which compiles again if the disk fails.
+"""A disk cache for Numba's compiled code; if the disk fails, the code is compiled again.
 
 Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
-if one of its files is truncated. With this cache, each such failure costs one compilation and
-prints a line to stderr. Before code is used, its key and its checksum, which are stored with it,
-are compared. A checksum does not show who wrote a file, and loading a file runs its code. So a
-folder to which other users can write is not used.
+if one of its files is truncated. With the cache in this module, each such failure costs one
+compilation and prints a line to stderr. Before the cache uses stored code, it compares the key and
+the checksum that are stored with the code. A checksum does not show who wrote a file, and loading a
+file runs the code in it. So the cache does not use a folder to which other users can write.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from numba.core.serialize import dumps
 
 
 def keep(function: Any) -> Any:
-    """Decorate a function of ``@njit`` so that its compiled code is cached on disk.
+    """Decorate a function compiled by ``@njit``, so that its compiled code is cached on disk.
 
-    It replaces ``@njit(cache=True)``, and is written above a plain ``@njit``.
+    The decorator replaces ``@njit(cache=True)``, and is written above a plain ``@njit``.
     """
     try:
         function._cache = _Disk(function.py_func)
@@ -46,7 +46,7 @@ def kept(function: Any) -> bool:
 
 
 class _Disk(FunctionCache):
-    """Numba's cache of one function; a failure is reported, and affects only one load or save."""
+    """Numba's disk cache of one function, which reports a failed load or save and goes on."""
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
@@ -56,11 +56,13 @@ class _Disk(FunctionCache):
         )
 
     def open_to_others(self, source: str) -> Path | None:
-        """Return the folder or the file that another user could have written, or None.
+        """Return the cache's folder, or a file in it, if another user could have written it.
 
-        The folder must belong to this user, to root or to the owner of the source file, whose code
-        runs anyway. The folder's group may write if it is the private group of a user, as on
-        systems with umask 002.
+        Otherwise return None.
+
+        The owner of the folder must be this user, root, or the owner of the source file, whose code
+        runs anyway. The folder's group may have write access if it is one user's private group, as
+        on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None
@@ -78,7 +80,7 @@ class _Disk(FunctionCache):
         return None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the code compiled for these types, or None."""
+        """Return the stored code compiled for these types, or None."""
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # unpickling a damaged file may raise any error
@@ -100,19 +102,19 @@ class _Disk(FunctionCache):
 
 
 class _Files(IndexDataCacheFile):
-    """Cache files whose entries each store their key and checksum.
+    """Numba's cache files, with entries that also store their key and a checksum.
 
-    Numba writes the index first, and restarts the numbering of files when sources change. So after
-    a failed write the index may point to an older entry, which the stored key reveals.
+    Numba writes a cache's index first, and restarts the numbering of files when sources change. So
+    after a failed write, the index may point to an older entry; the key in that entry reveals this.
     """
 
     def save(self, key: Any, data: Any) -> None:
-        """Write an entry with its key and checksum."""
+        """Write an entry of the cache, with its key and checksum."""
         blob = dumps(data)
         super().save(key, (key, hashlib.sha256(blob).digest(), blob))
 
     def load(self, key: Any) -> Any:
-        """Return the entry of this key, or None."""
+        """Return the cache's entry for this key, or None."""
         entry = super().load(key)
         if entry is None:
             return None
@@ -125,13 +127,13 @@ class _Files(IndexDataCacheFile):
 
 
 class _Memory(NullCache):
-    """A cache that saves nothing, for machines without a writable cache folder."""
+    """A cache that saves nothing, for machines without a writable folder for the cache."""
 
     def __init__(self, said: bool = False) -> None:
         self._said = said
 
     def save_overload(self, sig: Any, cres: Any) -> None:
-        """Report that the compiled code is not saved."""
+        """Report that compiled code is not saved; the report appears only once."""
         if not self._said:
             _say("no folder for compiled code is writable", None, _AGAIN)
 

@@ -1,4 +1,4 @@
-"""`Curve`: DRAM traffic as a function of the size of L2, exact for every size at once."""
+"""`Curve`: DRAM traffic as a function of L2's size, exact for every size."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from flashsim.schedule.names import LOAD, STORE
 @own_errors
 @dataclass(frozen=True)
 class Curve:
-    """DRAM reads and writes of a fully associative LRU cache, for every cache size.
+    """DRAM reads and writes of a fully associative LRU cache, as a function of its size.
 
-    It is computed from stack distances: Mattson, Gecsei, Slutz and Traiger, "Evaluation techniques
-    for storage hierarchies", 1970. Writes follow Thompson and Smith, "Efficient (stack) algorithms
-    for analysis of write-back and sector memories", 1989.
+    The reads are computed from stack distances: Mattson, Gecsei, Slutz and Traiger, "Evaluation
+    techniques for storage hierarchies", 1970. The writes follow Thompson and Smith, "Efficient
+    (stack) algorithms for analysis of write-back and sector memories", 1989.
 
     Attributes
     ----------
@@ -47,7 +47,7 @@ class Curve:
 
     @classmethod
     def measure(cls, stream: Stream, size: np.ndarray) -> Curve:
-        """Compute the curve from the requests of one kernel, in one pass."""
+        """Compute the curve from one kernel's requests, in one pass over them."""
         from flashsim.l2.distances import COLD, distances
 
         near, strayed = distances(stream.ids, stream.codes, size)
@@ -63,11 +63,11 @@ class Curve:
         )
 
     def reads(self, l2_bytes: Any) -> Any:
-        """Return DRAM bytes read with an L2 of that size (a number or an array of numbers)."""
+        """Return the bytes read from DRAM with an L2 of that size (a number or an array)."""
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
     def writes(self, l2_bytes: Any) -> Any:
-        """Return dirty bytes evicted to DRAM while the kernel runs, with an L2 of that size."""
+        """Return the dirty bytes that an L2 of that size evicts to DRAM while the kernel runs."""
         return self._at(l2_bytes, self.write_steps, self.write_saved, self.most_written)
 
     @property
@@ -76,7 +76,7 @@ class Curve:
         return int(self.most - (self.saved[-1] if len(self.saved) else 0))
 
     def enough(self) -> int:
-        """Return the smallest L2, in bytes, with which only each tile's first read goes to DRAM."""
+        """Return the smallest L2, in bytes, with which each tile is read from DRAM only once."""
         return int(self.steps[-1]) if len(self.steps) else 0
 
     @staticmethod
@@ -90,7 +90,7 @@ class Curve:
 
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of `at`, ascending, and the sum of `nbytes` up to each of them."""
+    """Return the distinct values of `at`, ascending, and for each the sum of `nbytes` up to it."""
     from flashsim.l2.distances import tally
 
     steps, sums = tally(at, nbytes)

@@ -1,4 +1,4 @@
-"""Stack distances: the smallest cache in which each request hits (compiled by Numba)."""
+"""Computes stack distances, compiled by Numba: the smallest cache in which each request hits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _add(tree, at, value):
 @keep
 @njit
 def _sum(tree, at):
-    """Return the sum of entries 0 .. at."""
+    """Return the sum of the first `at` + 1 entries of a Fenwick tree."""
     at += 1
     total = 0
     while at:
@@ -38,11 +38,11 @@ def _sum(tree, at):
 def distances(ids, codes, size):
     """Return every request's stack distance in bytes, and the largest distance after each write.
 
-    The distance of a request is the size of all distinct tiles requested since the last request of
-    its own tile, including that tile. The request hits in a cache of C bytes exactly if the
-    distance is at most C (Mattson et al. 1970). The second result is the tile's largest distance
-    from a write until its next write or the end. A cache of C bytes writes the tile back once if
-    that distance exceeds C, and otherwise not.
+    A request's stack distance is the size of all distinct tiles requested since the last request of
+    its own tile, including that tile. A request hits in a cache of C bytes exactly if its distance
+    is at most C (Mattson et al. 1970). The second result is, for each write of a tile, the largest
+    distance of its requests until the next write or the end. A cache of C bytes writes the tile to
+    DRAM once if that largest distance exceeds C, and otherwise not.
 
     Returns
     -------
@@ -104,8 +104,8 @@ def distances(ids, codes, size):
 def tally(keys, weights):
     """Return the distinct keys, unordered, and the sum of the weights of each.
 
-    Keys must be at least 0. This uses a hash table, which is much faster than sorting, because
-    millions of requests have a few thousand distinct distances.
+    The keys must be at least 0. The function uses a hash table, which is much faster than sorting,
+    because millions of requests have only a few thousand distinct distances.
     """
     bits = 12
     table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
@@ -131,9 +131,9 @@ def tally(keys, weights):
 @keep
 @njit
 def _find(table, key):
-    """Return the index of a key in a hash table, or of the free slot in which to put it.
+    """Return a key's index in a hash table, or the index of the free slot in which to put it.
 
-    The table's length is a power of two.
+    The length of the table is a power of two.
     """
     mask = len(table) - 1
     at = (key * 0x9E3779B97F4A7C1 >> 20) & mask  # Fibonacci hashing

@@ -1,7 +1,7 @@
-"""Interleaves the thread blocks' requests in the order in which the SMs issue them.
+"""Interleaves the requests of thread blocks, in the order in which the SMs issue them.
 
-The code is compiled by Numba. A request is a tile number and a code: its operation (`names.OPS`),
-plus SIDE if the SM belongs to the second partition.
+Numba compiles the functions in this module. A request to L2 is a tile number and a code: its
+operation (`names.OPS`), plus SIDE if the SM belongs to the second partition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a acts before slot b; on a tie, the lower slot number acts first."""
+    """Return whether slot a acts before slot b; at equal times, the lower number acts first."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -44,7 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append requests first .. last - 1 of the table for one block and visit (tile pair)."""
+    """Append requests first .. last - 1 of the table, for one block and one visit (tile pair)."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
@@ -71,12 +71,13 @@ def weave(
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them.
 
-    Block b belongs to loop ``walks[b]``: a loop over the tiles of one head, or of one group of
-    query heads. The block owns ``outers[b]``: an outer tile, or one part of it. It makes the visits
-    (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members` query heads. As
-    many blocks run at once as `time` has slots; when a block ends, the next one starts. A visit
-    takes a time of 1 plus a random number between -`jitter` and `jitter`. With `ranks`, a visit
-    waits until that many other visits of its inner tile have started.
+    Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
+    query heads. Block b owns entry ``outers[b]``: an outer tile, or one part of its keys. The block
+    makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members`
+    query heads. As many blocks run at once as `time` has slots; when a block ends, the next block
+    starts in its slot. A visit takes 1 unit of time, plus a random number between -`jitter` and
+    `jitter`. If `ranks` is not empty, a visit waits until that many other visits of its inner tile
+    have started.
 
     Parameters
     ----------

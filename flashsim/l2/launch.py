@@ -1,4 +1,4 @@
-"""`L2Model`: the order in which thread blocks start, how many run at once, and the L2 cache."""
+"""`L2Model`: the options of the L2 model, such as the launch order and the cache's structure."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SIDE = 4
 @own_errors
 @dataclass(frozen=True)
 class L2Model:
-    """Options of the L2 model: the order of a kernel's requests, and the structure of the cache.
+    """Options of the L2 model: the order of a kernel's requests, and the cache's structure.
 
     Parameters
     ----------
@@ -120,13 +120,13 @@ class L2Model:
         checks.seed(self.seed)
 
     def parts(self, device: Device) -> int:
-        """Return the number of partitions of the cache."""
+        """Return the number of partitions of the simulated cache."""
         return 1 if self.ways is None else self.partitions or device.l2_partitions
 
     def sides(self, slots: int, device: Device) -> np.ndarray:
-        """Return the partition of each slot's SM, uint8 (slots,).
+        """Return the partition to which each slot's SM belongs, uint8 (slots,).
 
-        With 2 partitions, half of the SMs belong to each, drawn at random.
+        With 2 partitions, half of the SMs belong to each; they are drawn at random.
         """
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
@@ -134,7 +134,7 @@ class L2Model:
     def jitter_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the jitter as a share of a visit's time, at most 1."""
+        """Return the jitter as a fraction of a visit's time, at most 1."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return min(1.0, self.jitter / seconds) if seconds else 0.0
 
@@ -148,7 +148,7 @@ class L2Model:
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the seconds of a visit's matrix products at peak; 0 if the peak is unknown."""
+        """Return the seconds of a visit's matrix products at peak; 0 if no peak is known."""
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -159,7 +159,7 @@ class L2Model:
         return flops / each
 
     def slots(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-        """Return how many thread blocks run at once: SMs times blocks per SM."""
+        """Return how many thread blocks run at the same time: SMs times blocks per SM."""
         return device.sm_count * (self.blocks_per_sm or occupancy(stage, schedule, device))
 
     def order(
@@ -172,7 +172,7 @@ class L2Model:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return each thread block's loop number and outer tile, in starting order, int32 each.
 
-        There is one loop per head, or per group of query heads.
+        Each head, or each group of query heads, has one loop.
 
         Parameters
         ----------
@@ -201,9 +201,9 @@ class L2Model:
     def waves(
         self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device, blocks: int
     ) -> np.ndarray:
-        """Return the wave of each of `blocks` thread blocks, in the order they start.
+        """Return the number of the wave in which each of `blocks` thread blocks starts.
 
-        With "in-step", every group of heads runs in the same whole number of waves
+        With "in-step", every group of heads takes the same whole number of waves
         (kernels/hopper/tile_scheduler.cuh).
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
@@ -215,7 +215,7 @@ class L2Model:
         return block // whole * each + block % whole // at_once
 
     def _together(self, stage: plans.Stage, schedule: Schedule, tiles: int, device: Device) -> int:
-        """Return the number of loops (heads, or groups of query heads) that start as one group."""
+        """Return how many loops (heads, or groups of query heads) form one group of the launch."""
         if self.launch not in ("grouped", "in-turns"):
             return heads_of(stage, schedule.problem)[0]
         return self.heads_in_group or clump_size(

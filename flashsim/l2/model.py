@@ -1,4 +1,7 @@
-"""Predicts DRAM traffic by the L2 model: `dram` for the device's L2, `curves` for every L2 size."""
+"""Predicts DRAM traffic by the L2 model.
+
+The function `dram` does so for the device's L2, `curves` for every size of L2.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ LINE, LEAST_SETS, LEAST_LINES, SPARE = 128, 256, 50_000, 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """DRAM bytes of one kernel by tensor: read, written, and still dirty in L2 at its end."""
+    """One kernel's DRAM bytes by tensor: read, written, and at its end still dirty in L2."""
 
     name: str
     read: dict[str, int]
@@ -38,7 +41,7 @@ class StageDram:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Dram:
-    """Predicted DRAM traffic of a pass.
+    """The predicted DRAM traffic of a pass.
 
     Attributes
     ----------
@@ -83,12 +86,12 @@ class Dram:
         )
 
     def hit_rate(self) -> float:
-        """Return the share of loaded and reduced bytes that hit in L2."""
+        """Return the fraction of loaded and reduced bytes that hit in L2."""
         asked = self.requested.bytes("load") + self.requested.bytes("reduce")
         return 1 - self.bytes("read") / asked
 
     def intensity(self) -> float:
-        """Return FLOPs per byte of DRAM traffic."""
+        """Return the arithmetic intensity: FLOPs per byte of DRAM traffic."""
         return self.requested.flops() / self.bytes()
 
     def table(self) -> report.Table:
@@ -140,7 +143,7 @@ class Dram:
 
 @own_errors
 def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
-    """Replay the requests of a pass through the L2 of its device.
+    """Predict the DRAM traffic of a pass: replay its requests through its device's L2.
 
     Parameters
     ----------
@@ -176,17 +179,17 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
 
 @own_errors
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
-    """Return the DRAM bytes of each kernel (stage) as a function of L2's size.
+    """Return each kernel's (stage's) DRAM bytes as a function of L2's size.
 
-    One pass over the requests gives the bytes for all sizes. The cache is the textbook cache of
-    `L2Model(ways=None)`, and each kernel starts with an empty cache.
+    A single pass over the requests yields the bytes for all sizes. The simulated cache is the
+    textbook cache of `L2Model(ways=None)`, and each kernel starts with an empty cache.
     """
     tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Check both arguments, and return the model, which is the default model for None."""
+    """Check the pass and the model, and return the model; None selects the default model."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
@@ -212,7 +215,7 @@ def _streams(requested: Traffic, model: L2Model) -> tuple[TileNumbers, Iterator[
 
 
 class _WholeTiles:
-    """The textbook cache, simulated by `caches.replay`."""
+    """A textbook cache (fully associative, whole tiles), simulated by `caches.replay`."""
 
     def __init__(self, tiles: TileNumbers, device: Device) -> None:
         self.tiles, self.capacity = tiles, device.l2_bytes
@@ -225,7 +228,7 @@ class _WholeTiles:
         self.state, self.used = np.zeros(count + 1, np.uint8), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
-        """Replay a kernel's requests; return the bytes read and written, by tensor."""
+        """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""
         from flashsim.l2.caches import replay
 
         size = self.tiles.size
@@ -235,7 +238,7 @@ class _WholeTiles:
         return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty, by tensor."""
+        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
         from flashsim.l2.caches import DIRTY
 
         dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
@@ -244,11 +247,12 @@ class _WholeTiles:
 
 
 class _Sets:
-    """A GPU's L2: `caches.replay_sets` over a sample of its sets.
+    """A cache like a GPU's L2, simulated by `caches.replay_sets` for a sample of its sets.
 
-    Only the lines that hash to a set can be in it, so a sample of the sets represents all sets (set
-    sampling: Kessler, Hill and Wood, 1994). Each tile has its share of lines in the sample. The
-    counts of a tensor's sampled lines are scaled to all of its bytes.
+    A set can contain only the lines that hash to it, so a sample of the sets represents all sets
+    (set sampling: Kessler, Hill and Wood, 1994). Each tile has a proportional number of its lines
+    in the sample. The counts of a tensor's sampled lines are scaled up to all of the tensor's
+    bytes.
     """
 
     def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:
@@ -280,7 +284,7 @@ class _Sets:
         self.dirty, self.clock = np.zeros(self.shape, bool), np.zeros(1, np.int64)
 
     def replay(self, part: Stream) -> tuple[dict[str, int], dict[str, int]]:
-        """Replay a kernel's requests; return the bytes read and written, by tensor."""
+        """Replay a kernel's requests; return the DRAM bytes read and written, by tensor."""
         from flashsim.l2.caches import replay_sets
 
         fetched, lost = np.zeros((2, len(self.tiles.size)), np.int64)
@@ -291,7 +295,7 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty, by tensor."""
+        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()

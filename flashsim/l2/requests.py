@@ -1,4 +1,4 @@
-"""Converts a schedule to the requests of one kernel: arrays of tile numbers in issue order."""
+"""Converts a schedule to one kernel's requests to L2: tile numbers in issue order."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PART = 3
 
 @dataclass(frozen=True)
 class Stream:
-    """The requests of one stage (kernel).
+    """The requests that one stage (kernel) makes to L2.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Stream:
 
 
 class TileNumbers:
-    """The numbers and sizes of all tiles of all tensors in one pass.
+    """Numbers and sizes of all tiles of all tensors of one pass.
 
     Attributes
     ----------
@@ -85,12 +85,12 @@ class TileNumbers:
         self.size = np.concatenate(sizes)
 
     def matrices(self, tensor: TensorShape) -> int:
-        """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
+        """Return how many matrices a tensor has: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == QUERY else 1
         return matrices(self.problem, tensor.owner) // members
 
     def tiles(self, tensor: TensorShape) -> int:
-        """Return the number of tiles of one head's matrix."""
+        """Return the number of tiles in one matrix of a tensor."""
         t_r, t_c = self.schedule.t_r, self.schedule.t_c
         parts = int(self.schedule.part_counts.sum()) if tensor.axis == PART else 0
         return {ROW: t_r, COL: t_c, PART: parts}.get(tensor.axis, t_r * t_c)
@@ -105,7 +105,7 @@ class TileNumbers:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return the sum of a value per tile over each tensor, without tensors whose sum is 0."""
+        """Return the sum of a value per tile over each tensor's tiles; sums of 0 are left out."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
@@ -120,7 +120,7 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return how many tiles one kernel requests, over all heads.
 
-    The schedule's tables are built only if keys are split (`stage.parts`).
+    This builds the schedule's tables only if keys are split (`stage.parts`).
     """
     before, each, whole, rest = (sum(move.transfers for move in moves) for moves in _moves(stage))
     if stage.parts:
@@ -135,9 +135,10 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 
 
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
-    """Return four lists of moves: before the visits, at each visit, and two after them.
+    """Return four lists of a stage's moves: before the visits, at each visit, and two after them.
 
-    The third list is for an outer tile with all its keys; the fourth is for one of several parts.
+    The third list is for an outer tile whose keys are all in one part; the fourth is for one of
+    several parts.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -146,7 +147,7 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
 
 
 def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Return how many query heads the thread block of a key head processes in sequence."""
+    """Return how many query heads the block of a key head processes one after the other."""
     return group if stage.per == "group" and schedule.members == 1 else 1
 
 
@@ -217,10 +218,10 @@ def stream(
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return the relative time of a visit on each slot, because blocks share their SM's units.
+    """Return the relative time of a visit on each slot; blocks on one SM share its units.
 
-    Blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs run
-    fewer blocks than others, and the blocks on them are faster.
+    The blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs
+    run fewer blocks than others, and the blocks on those SMs are faster.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -228,7 +229,7 @@ def _pace(slots: int, device: Device) -> np.ndarray:
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """Return a tensor's shape as `tensors` does, except that a partial result has axis PART."""
+    """Return a tensor's layout as `tensors.shape` does, with axis PART for a partial result."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
@@ -238,9 +239,10 @@ def _visits(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return each block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
-    A block normally owns an outer tile. If a row tile's keys are split over several blocks, each
-    block owns one part (`several` is True). A block of a merging stage owns a row tile with several
-    parts, and visits those parts. Stages that clear or round a bias gradient process it whole.
+    Without split keys, a block owns an outer tile. If a row tile's keys are split over several
+    blocks, each of these blocks owns one part (`several` is True). In a stage that merges parts, a
+    block owns a row tile with several parts, and visits those parts. A stage that clears or rounds
+    a bias gradient visits all tiles of the gradient.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -269,9 +271,9 @@ def _visits(
 def _requests(
     tiles: TileNumbers, moves: Iterable[plans.Move], *, merges: bool
 ) -> list[tuple[int, ...]]:
-    """Return one row of `weave`'s table for each move between HBM and SRAM.
+    """Return one row of the table for `weave` for each move between HBM and SRAM.
 
-    In a merging kernel, the inner tiles are the parts.
+    In a kernel that merges parts, the inner tiles are the parts.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
@@ -284,11 +286,12 @@ def _requests(
 
 
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
-    """Return the numbers of each query head's own matrix, its key matrix and its bias matrix.
+    """Return the numbers of the matrices that each query head uses: query, key and bias matrix.
 
-    The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, the
-    numbers are those of the loop. A bias that heads or batch entries share has fewer matrices than
-    there are heads. If query heads are packed, `members` of them share one matrix.
+    The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, all
+    three are the number of the bias matrix. A bias that several heads or batch entries share has
+    fewer matrices than there are heads. If query heads are packed, `members` of them share one
+    query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

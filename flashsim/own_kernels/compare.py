@@ -154,7 +154,9 @@ def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
     """Yield the reasons for excess bytes: masked tiles, repeated loads, rows of the next head."""
     a = g.record.accesses
     masked = masked_visits(g)
-    for code in range(len(g.labels)):
+    for code, tensor in enumerate(g.record.tensors):
+        if tensor.dtype.startswith(("int", "uint")):
+            continue  # offsets and lengths: loading such a number again costs nothing
         for op in np.unique(a["op"][a["tensor"] == code]).tolist():
             mine = np.flatnonzero((a["tensor"] == code) & (a["op"] == op) & (a["active"] > 0))
             if not len(mine):

@@ -5,11 +5,17 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
+
+from flashsim.errors import FlashSimError, TraceError
+
+#: An error of a reader's file is quoted up to so many characters: torch's can fill pages.
+_WORDS = 500
 
 
 def imports(text: str) -> set[str]:
@@ -25,6 +31,33 @@ def imports(text: str) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+@contextmanager
+def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
+    """Turn an exception of a reader's file into a `TraceError` that names its line.
+
+    `hint` follows the message: what the file was given, for example.
+    """
+    try:
+        yield
+    except FlashSimError:
+        raise
+    except Exception as error:
+        raise TraceError(f"{_told(path, error)}{hint}") from error
+
+
+def _told(path: Path, error: Exception) -> str:
+    """Return the file, the line and its text, and the error in words."""
+    words = " ".join(str(error).split())[:_WORDS]
+    said = f"{type(error).__name__}: {words}" if words else type(error).__name__
+    if isinstance(error, SyntaxError):
+        return f"{error.filename}, line {error.lineno}: {type(error).__name__}: {error.msg}"
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename).resolve() == path.resolve()]
+    if not inside:
+        return f"{path}: {said}"
+    return f"{path}, line {inside[-1].lineno}, `{inside[-1].line}`: {said}"
 
 
 @contextmanager
@@ -53,4 +86,4 @@ def imported(path: Path) -> ModuleType:
     return made
 
 
-__all__ = ["beside", "imported", "imports"]
+__all__ = ["beside", "imported", "imports", "readers_errors"]

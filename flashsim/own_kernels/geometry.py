@@ -9,7 +9,8 @@ tile sizes and, unless the user states it, the attention problem.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,10 +21,12 @@ from flashsim.own_kernels.names import labels
 from flashsim.own_kernels.record import KernelRecord
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import MAX_HEAD_DIM, Problem
+from flashsim.schedule.names import LOAD
 from flashsim.schedule.tensors import AXES, COL, ROW, STATISTICS, TILE
 
 #: Usual parameter names of a kernel's causal flag and scale.
 _CAUSAL = ("causal", "is_causal")
+_OFFSETS = re.compile(r"cu|seq|off|ptr|start|loc|len|bound|lim", re.IGNORECASE)
 _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 
@@ -54,6 +57,9 @@ class Geometry:
         box in it: first row, number of rows, first column, number of columns.
     spans : int32 (accesses,)
         How many matrices (heads) the bounding box spans: more than 1 if it reaches the next head.
+    shapes : list of tuple of int
+        The tensors' shapes. If a tensor stacks the rows of all heads, its shape here has an axis
+        of heads.
     problem : Problem
     """
 
@@ -62,16 +68,21 @@ class Geometry:
         record: KernelRecord,
         names: Mapping[str, str] | None = None,
         problem: Problem | None = None,
+        values: Sequence[np.ndarray] = (),
     ) -> None:
         self.record = record
         self.labels = labels([t.name for t in record.tensors], names)
+        self.shapes = [
+            _stacked(t.shape, label, problem)
+            for t, label in zip(record.tensors, self.labels, strict=True)
+        ]
         self._boxes()
         self._matrices()
         self.sides = [Sides(AXES.get(x, -1), *self._layout[n]) for n, x in enumerate(self.labels)]
         self._known_heads(problem)
         self._split_boxes()
         self._place_others()
-        self.problem = self._problem(problem)
+        self.problem = self._problem(problem, values)
 
     # -- boxes ----------------------------------------------------------------------------------
 
@@ -86,26 +97,31 @@ class Geometry:
             if not len(mine):
                 continue
             self._of[t.code] = mine
-            shape = t.shape or (1,)
+            shape = self.shapes[t.code] or (1,)
             self._low[t.code] = _indices(a["first"][mine], shape)
             self._high[t.code] = _indices(a["last"][mine], shape)
+            if shape != (t.shape or (1,)):  # a box over two heads holds whole rows of both
+                across = self._low[t.code][0] != self._high[t.code][0]
+                self._low[t.code][1:, across] = 0
+                self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
         """Find out which tensors are matrices or vectors, and which axis holds their rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
+            shape = self.shapes[t.code]
             thinner = any(
                 len(other.shape) > 1
                 and other.size == t.size * other.shape[-1]
-                and t.shape[-1] in other.shape[:-1]
+                and shape[-1] in self.shapes[other.code][:-1]
                 for other in tensors
-                if t.shape and other is not t
+                if shape and other is not t
             )
-            vector = len(t.shape) < 2 or label in STATISTICS or label == "L_part" or thinner
-            rows = max(len(t.shape) - 1, 0)
+            vector = len(shape) < 2 or label in STATISTICS or label == "L_part" or thinner
+            rows = max(len(shape) - 1, 0)
             if not vector:
-                rows = len(t.shape) - 2
+                rows = len(shape) - 2
                 if t.code in self._low:
                     extent = (self._high[t.code] - self._low[t.code]).max(axis=1)[:-1]
                     if extent.any():
@@ -129,7 +145,7 @@ class Geometry:
         self.lengths: list[int] = []
         self.widths: list[int] = []
         for t, side in zip(self.record.tensors, self.sides, strict=True):
-            shape = t.shape or (1,)
+            shape = self.shapes[t.code] or (1,)
             others = [x for x in range(len(shape)) if x != side.rows]
             if not side.vector:
                 others.remove(len(shape) - 1)
@@ -205,7 +221,35 @@ class Geometry:
                     return value
         return None
 
-    def _problem(self, given: Problem | None) -> Problem:
+    @property
+    def scale(self) -> float | None:
+        """The launches' own scale; None if no argument is called so."""
+        given = self.constant(_SCALE)
+        return float(given) if isinstance(given, (int, float)) else None
+
+    def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
+        """Return the offsets of packed sequences that a kernel loads; none without them.
+
+        They are integers that begin with 0 and end with the number of queries or keys.
+        """
+        found: dict[str, list[int]] = {}
+        a = self.record.accesses
+        for t, value in zip(self.record.tensors, values, strict=False):
+            if value.ndim != 1 or len(value) < 2 or value.dtype.kind not in "iu":
+                continue
+            ops = a["op"][a["tensor"] == t.code]
+            rises = value[0] == 0 and (np.diff(value) >= 0).all()
+            if not rises or not len(ops) or (ops != LOAD).any() or not _OFFSETS.search(t.name):
+                continue
+            of_keys = value[-1] == n_kv and (value[-1] != n_q or "q" in found)
+            if of_keys or value[-1] == n_q:
+                found.setdefault("k" if of_keys else "q", value.tolist())
+        if not found or (len(found) == 1 and n_q != n_kv):
+            return {}
+        q = found.get("q") or found["k"]
+        return {"cu_seqlens_q": q, "cu_seqlens_k": found.get("k", q)}
+
+    def _problem(self, given: Problem | None, values: Sequence[np.ndarray] = ()) -> Problem:
         if given is not None:
             return given
         rows = self._pick(ROW, ("Q", "O", "dO", "dQ"))
@@ -245,6 +289,7 @@ class Geometry:
                 kv_heads=kv_heads // batch,
                 dtype=dtype,
                 causal=bool(causal),
+                **self._packed(n_q, n_kv, values),  # type: ignore[arg-type]
                 scale=_scale(scale, width),  # type: ignore[arg-type]
             )
         except FlashSimError as error:
@@ -286,6 +331,19 @@ class Geometry:
         q = max((q for q, _ in found), default=0) or self.problem.n_q
         k = max((k for _, k in found), default=0) or self.problem.n_kv
         return [(mine_q or q, mine_k or k) for mine_q, mine_k in found]
+
+
+def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int, ...]:
+    """Return a tensor's shape, with an axis of heads if the problem says that it stacks heads."""
+    axis = AXES.get(label, -1)
+    if p is None or axis not in (ROW, COL) or p.cu_seqlens_q is not None:
+        return shape
+    heads, n = (p.heads, p.n_q) if axis == ROW else (p.kv_heads, p.n_kv)
+    heads *= p.batch
+    wide = 1 if label in STATISTICS else 2
+    if heads == 1 or len(shape) != wide or shape[0] != heads * n:
+        return shape
+    return (heads, n, *shape[1:])
 
 
 def _scale(given: object, width: int) -> float | None:

@@ -79,7 +79,7 @@ class KernelTrace:
             )
         self.record = record
         self.device = Device.get(device)
-        self.geometry = Geometry(record, names, problem)
+        self.geometry = Geometry(record, names, problem, values)
         kernels = list(dict.fromkeys(one.kernel for one in record.launches))
         self.name = name or ", ".join(kernels)[:60]
         self.outputs = dict(outputs or {})

@@ -42,6 +42,8 @@ class Way:
         Keys past the end, which fill up the last tile, count with a score of 0.
     skip_last : {"", "tile", "rest"}
         Leave out the last key tile: "tile" always, "rest" only if it is not whole.
+    skip_first : bool
+        Leave out the first key tile.
     step : bool
         Key tile j begins at key j, not at j times the tile's size.
     one_head : {"", "first", "modulo"}
@@ -54,6 +56,8 @@ class Way:
     rows : int
         Rows per program if the loop over keys ends at the program's diagonal, so that no later
         tile is visited; 0 if the loop covers all keys.
+    early : bool
+        The loop over keys ends before the program's diagonal tile.
     """
 
     factor: float = 1.0
@@ -65,11 +69,13 @@ class Way:
     exp2: bool = False
     padded: bool = False
     skip_last: str = ""
+    skip_first: bool = False
     step: bool = False
     one_head: str = ""
     axis: int = -1
     lse: str = "e"
     rows: int = 0
+    early: bool = False
 
 
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
@@ -79,7 +85,8 @@ def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarr
     lse = np.zeros((heads, p.n_q))
     keep = _kept(p, way)
     if way.rows:
-        ends = (np.arange(p.n_q) // way.rows + 1) * way.rows + p.n_kv - p.n_q
+        tile = np.arange(p.n_q) // way.rows + (not way.early)
+        ends = tile * way.rows + p.n_kv - p.n_q
         keep = keep & (np.arange(p.n_kv) < -(-ends // block_k)[:, None] * block_k)
     for head in range(heads):
         key = _key_head(p, head, way)
@@ -129,6 +136,8 @@ def _one(
     starts = list(range(0, n, block))
     if way.step:
         starts = list(range(len(starts)))
+    if way.skip_first:
+        starts = starts[1:]
     if way.skip_last == "tile" or (way.skip_last == "rest" and n % block):
         starts = starts[:-1]
     power = np.exp2 if way.exp2 else np.exp
@@ -155,6 +164,7 @@ def _one(
         "no m": np.log(safe),
         "log2": m + np.log2(safe),
     }[way.lse]
+    out[l == 0] = lse[l == 0] = np.nan  # rows that saw no key: kernels differ there
     return out, lse
 
 
@@ -227,8 +237,16 @@ def backward(p: Problem, x: Arrays, way: Back, block_k: int) -> dict[str, np.nda
 Made = Callable[[], dict[str, np.ndarray]]
 
 
-def known(p: Problem, x: Arrays, block_q: int, block_k: int) -> Iterator[tuple[str, Made]]:
-    """Yield each known mistake as its description and a function that computes its results."""
+def known(
+    p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
+) -> Iterator[tuple[str, Made]]:
+    """Yield each known mistake: its description, and a function that computes its results.
+
+    `scale` is the kernel's own, if it differs from the problem's.
+    """
+    if scale is not None:
+        text = f"the scores are multiplied by {scale:.6g}; the scale is {p.scale:.6g}"
+        yield text, lambda: forward(replace(p, scale=scale), x, Way(), block_k)
     for text, way in _forward_mistakes(p, block_q, block_k):
         yield text, lambda way=way: forward(p, x, way, block_k)  # type: ignore[misc]
     if "dO" in x:
@@ -280,6 +298,11 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
             "the causal mask is shifted by one: a query does not see its own key (> instead of >=)",
             replace(way, shift=-1),
         )
+        yield (
+            "the loop over keys ends before the diagonal: (i + 1) * BLOCK rows see keys, not i * "
+            "BLOCK",
+            replace(way, rows=block_q, early=True),
+        )
         for rows in (0, block_q):
             yield (
                 "the causal mask is shifted by one: a query also sees the next key",
@@ -308,6 +331,7 @@ def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[
         )
     if p.n_kv > block_k:
         yield "the last key tile is left out", replace(way, skip_last="tile")
+        yield "the first key tile is left out", replace(way, skip_first=True)
         yield (
             "key tile j begins at key j: its index is not multiplied by the tile's size",
             replace(way, step=True),

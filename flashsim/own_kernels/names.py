@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from flashsim.errors import OptionError, choices
 from flashsim.schedule.names import TENSORS
 
-_ENDINGS = re.compile(r"_?(ptr|pointer|desc|descriptor|base|ref|hbm|global)$", re.IGNORECASE)
+_ENDINGS = re.compile(r"_?(ptr|pointer|desc|descriptor|base|ref|hbm|gmem|global)$", re.IGNORECASE)
+_BEGINNINGS = re.compile(r"^(ptr|pointer|desc|descriptor|tma|gmem|hbm)_", re.IGNORECASE)
 _PAPERS = {
     "Q": "q query queries",
     "K": "k key keys",
@@ -32,7 +33,7 @@ _KNOWN = {word: paper for paper, words in _PAPERS.items() for word in words.spli
 def paper_name(parameter: str) -> str | None:
     """Return the papers' name for a kernel's parameter ("k_ptr": "K"), or None if unknown."""
     word = parameter
-    while (shorter := _ENDINGS.sub("", word)) not in ("", word):
+    while (shorter := _ENDINGS.sub("", _BEGINNINGS.sub("", word))) not in ("", word):
         word = shorter
     return _KNOWN.get(word.lower())
 

@@ -1,4 +1,4 @@
-"""Attention problems, masks and GPU models, and the float64 attention that checks results."""
+"""Attention problems, masks, GPU models, and float64 attention with which results are checked."""
 
 from flashsim.problem.hardware import Device
 from flashsim.problem.masks import BlockMask

@@ -1,7 +1,7 @@
-"""Checks of arguments; each function returns the accepted value in a standard form.
+"""Checks arguments; each function returns the accepted value in a standard form.
 
-The errors name the argument and the value: `DTypeError` for a value of the wrong type,
-`ShapeError` for lengths and shapes, `OptionError` for any other invalid value.
+The errors name the argument and the value. They are `DTypeError` for a value of the wrong type,
+`ShapeError` for lengths and shapes, and `OptionError` for any other invalid value.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def place(name: str, value: Any, among: int) -> int:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return `value` as True or False."""
+    """Return `value`, which must be True or False, as a Python bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise DTypeError(f"{name} must be True or False, got {shown(value)}")
     return bool(value)
@@ -70,14 +70,17 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is an object of this class; the error's text names `how` to make one."""
+    """Return `value` if it is an object of this class.
+
+    The error's text says `how` to make one.
+    """
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
 
 
 def path(name: str, value: Any) -> str:
-    """Return `value` as a path, if a file can have that path."""
+    """Return `value` as a path, if a file can have such a path."""
     try:
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise DTypeError(f"{name} must be the path of a file, got {shown(value)}")
@@ -98,7 +101,7 @@ def seed(value: Any) -> int:
 def as_array(name: str, values: Any) -> np.ndarray:
     """Return any array-like, including an array on a GPU, as a NumPy array.
 
-    8-bit and 16-bit floats of torch become float32.
+    Numbers of torch's 8-bit and 16-bit float types become float32.
     """
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
@@ -143,7 +146,7 @@ def number(name: str, value: Any, low: float = -math.inf) -> float:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a supported dtype."""
+    """Return the name of a dtype, which flashsim must support."""
     try:
         known = isinstance(dtype, (type, np.dtype))
         name = np.dtype(dtype).name if known else dtype
@@ -161,7 +164,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Return the window's key counts to the left and the right, -1 for no limit; or None."""
+    """Return how many keys a window keeps to the left and right (-1: no limit), or None."""
     if window is None:
         return None
     try:
@@ -182,9 +185,9 @@ def window(window: Any) -> tuple[int, int] | None:
 
 
 def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
-    """Return the offsets of packed sequences, which must rise from `first` to `total`.
+    """Return the offsets of packed sequences, which must never decrease from `first` to `total`.
 
-    Two equal neighbours are valid: that sequence is empty.
+    Two equal offsets in a row are valid: the sequence between them is empty.
     """
     array = as_array(name, values)
     if array.ndim != 1 or array.size < 2 or array.dtype.kind not in "iu":

@@ -1,6 +1,6 @@
 """GPU models: the capacity and the bandwidth of each memory level, and the peak compute rates.
 
-Each device cites its sources by letter:
+Each device cites the sources of its figures by letter:
 
  [V] NVIDIA Tesla V100 GPU Architecture whitepaper (WP-08608), tables 1 and 4.
  [T] NVIDIA Turing GPU Architecture whitepaper (WP-09183), appendix on the Tesla T4.
@@ -24,16 +24,17 @@ Each device cites its sources by letter:
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
 
-FP8 peaks are the dense peaks of [L], [W], [S], [H] and [B]. They were entered from memory and not
-checked in these documents. Copies of their tables on other websites agree for the H100 (3,957.8
-with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200 (9,000 with
-sparsity). For the RTX 4090, websites print both 330.3 and 660.6 TFLOP/s. This module uses 330.3,
-the peak with float32 accumulation, which it also uses for the card's FP16.
+FP8 peaks are the dense peaks of [L], [W], [S], [H] and [B]. The FP8 peaks were entered from memory
+and not checked in these documents. Copies of these documents' tables on other websites agree for
+the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200
+(9,000 with sparsity). For the RTX 4090's FP8 peak, websites print both 330.3 and 660.6 TFLOP/s.
+This module uses 330.3, the peak with float32 accumulation, which it also uses for the card's FP16.
 
-Off-chip capacities are the "GB" of data sheets read as GiB, because devices report about as much:
-an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Matrix peaks are *dense*,
-with float32 accumulation, at boost clock. A data sheet's figure "with sparsity" is halved. A GPU
-has no unit for a dtype without a peak. Bandwidth 0 means that no figure is published.
+Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
+as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix
+products are *dense*, with float32 accumulation, at boost clock. For these peaks, a data sheet's
+figure "with sparsity" is halved. If a device lists no peak for a dtype, the GPU has no unit for it.
+A bandwidth of 0 means that no figure is published.
 """
 
 from __future__ import annotations
@@ -161,8 +162,8 @@ class Device:
     def peak(self, dtype: str, *, tensor_cores: bool = True) -> float:
         """Return the peak FLOP/s for matrix products of `dtype`.
 
-        It is the peak of tensor cores, or of CUDA cores if the GPU has no tensor cores for `dtype`
-        or `tensor_cores` is False.
+        The result is the peak of tensor cores, or of CUDA cores if the GPU has no tensor cores for
+        `dtype` or `tensor_cores` is False.
         """
         if not isinstance(dtype, str):
             raise DTypeError(f"dtype must be a name such as 'float16', got {shown(dtype)}")
@@ -180,7 +181,10 @@ class Device:
         return self.peak(dtype) / self.hbm_bandwidth
 
     def with_sram(self, sram_bytes: int) -> Device:
-        """Return the device with another on-chip capacity per block, for studies that vary M."""
+        """Return a copy of the device with another on-chip capacity per block.
+
+        Studies use it to vary M, the on-chip capacity in the papers.
+        """
         sram_bytes = checks.positive_int("sram_bytes", sram_bytes)
         return replace(
             self,
@@ -193,7 +197,7 @@ class Device:
     def get(cls, device: str | Device) -> Device:
         """Return the preset of that name, or `device` itself if it is a `Device`.
 
-        Case, spaces and hyphens in the name do not matter.
+        Upper and lower case, spaces and hyphens in the name do not matter.
 
         Raises
         ------
@@ -214,9 +218,9 @@ class Device:
 def reported(
     name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
 ) -> Device:
-    """Return the preset of a GPU that a driver reports; its name and its figures must match.
+    """Return the preset of a GPU, given its name and figures as a driver reports them.
 
-    They do not match for a part of a GPU (MIG), or for another model of the same name.
+    Nothing matches a part of a GPU (MIG), or another model of the same name.
 
     Parameters
     ----------
@@ -266,7 +270,7 @@ def _rebuild(values: dict) -> Device:
 
 @cache
 def _key(name: str) -> str:
-    return "".join(c for c in name.lower() if c.isalnum())
+    return "".join(c for c in name.lower() if c not in " -_")
 
 
 def _tera(**peaks: float) -> dict[str, float]:
@@ -274,7 +278,7 @@ def _tera(**peaks: float) -> dict[str, float]:
 
 
 def _fp8(peak: float) -> dict[str, float]:
-    """Return the same peak for both FP8 types, and for products that mix them."""
+    """Return the FP8 peak for both FP8 types, and for products that mix both types."""
     return {"float8_e4m3fn": peak, "float8_e5m2": peak}
 
 

@@ -1,6 +1,7 @@
-"""Links between GPUs: specified bytes per second in each direction.
+"""Links between GPUs, with their specified bytes per second in each direction.
 
-Each link cites its sources by letter. Letters without a document below are explained in `hardware`.
+Each link cites the sources of its figures by letter. Letters whose document is not listed below are
+explained in `hardware`.
 
  [V], [A], [H] NVLink 2, 3, 4: 6, 12 and 18 links of 25 GB/s per direction.
  [N] NVIDIA, "NVLink and NVLink Switch" (nvidia.com/en-us/data-center/nvlink): fifth generation,
@@ -12,8 +13,8 @@ Each link cites its sources by letter. Letters without a document below are expl
      ("Insights into DeepSeek-V3", arXiv:2505.09343, on the H800 node).
  [R] Table 2 of Ring attention (arXiv:2310.01889) assumes one 100 Gb/s InfiniBand port per GPU.
 
-Real messages reach less than a specified bandwidth: two H200s exchanged 256 MiB through NCCL at 285
-GB/s per direction, of 450 GB/s specified.
+Real messages do not reach the specified bandwidth. Two H200s exchanged 256 MiB through NCCL at 285
+GB/s per direction, where 450 GB/s are specified.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from flashsim.problem import checks
 @own_errors
 @dataclass(frozen=True)
 class Link:
-    """A link from one GPU to others.
+    """A link that connects one GPU to others.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
-"""Checks which keys of a KV cache are live: the lengths, the pages and a shared prefix.
+"""Checks which keys of a KV cache are live (in use): lengths, pages and a shared prefix.
 
-Decoding in the simulator and on a GPU uses these checks for `cache_seqlens`, `block_table` and
+Decoding uses these checks, in the simulator and on a GPU, for `cache_seqlens`, `block_table` and
 `shared_prefix`, so both raise the same errors.
 """
 
@@ -15,7 +15,7 @@ from flashsim.problem import checks
 
 
 def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) -> tuple[int, ...]:
-    """Return `cache_seqlens` as integers; None means that every entry fills its cache.
+    """Return `cache_seqlens` as integers; None means that every batch entry fills its cache.
 
     Parameters
     ----------
@@ -53,7 +53,7 @@ def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) ->
 
 
 def check_prefix(prefix: int, lengths: tuple[int, ...]) -> None:
-    """Raise `OptionError` if an entry has fewer keys than the shared prefix."""
+    """Raise `OptionError` if a batch entry has fewer keys than the shared prefix."""
     for b, n in enumerate(lengths):
         if n < prefix:
             raise OptionError(
@@ -65,7 +65,9 @@ def check_prefix(prefix: int, lengths: tuple[int, ...]) -> None:
 def check_pages(
     table: np.ndarray, lengths: tuple[int, ...], page: int, pages: int, prefix: int
 ) -> None:
-    """Raise `OptionError` unless all live keys have valid pages, and shared keys the same pages.
+    """Raise `OptionError` unless all live keys have valid pages.
+
+    The keys of a shared prefix must have the same pages in all entries.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Block-sparse masks, mask functions of users, and the largest score that counts as masked."""
+"""Block-sparse masks, users' mask functions, and the largest score that counts as masked."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from flashsim.problem import checks
 def masked_score(dtype: Any) -> float:
     """Return the largest score that counts as masked: half the lowest finite number of `dtype`.
 
-    `dtype` is the type in which scores are computed. Model code often masks a score by adding the
-    lowest number of a type. A row of only such scores counts as a row without keys, although the
-    scores are finite. Rounding has lost their differences, and the log n in their LSE.
+    The argument `dtype` is the type in which scores are computed. The limit exists because model
+    code often masks a score by adding the lowest finite number of a type. If a row has only such
+    scores, it counts as a row without keys, although the scores are finite. In such a row, rounding
+    has lost the differences of the scores, and the log n in their LSE.
     """
     return float(np.finfo(dtype).min) / 2
 
@@ -61,9 +62,9 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Call a mask function on both index arrays, and return its booleans.
+    """Call a mask function on arrays of query and key indices, and return its booleans.
 
-    Raises a `MaskError` if the function fails or does not return one boolean per score.
+    The call raises a `MaskError` if the function fails or does not return one boolean per score.
     """
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))

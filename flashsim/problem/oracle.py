@@ -1,8 +1,8 @@
-"""Attention and its gradients in float64, and plain attention in any type for comparison.
+"""Attention and its gradients in float64, and plain attention in any type, to check results.
 
-This module has no tiles, and shares no code with an engine. It builds each mask as a whole matrix
-from `Problem.keep`. Its functions use N x N arrays, so they serve to check results, not to run
-large problems. They accept arrays of any library and return NumPy arrays.
+This module has no tiles, and shares no code with an engine. Each mask is built as a whole matrix
+from `Problem.keep`. The functions use N x N arrays, so they serve to check results, not to run
+large problems. The functions accept arrays of any library and return NumPy arrays.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return out and LSE of plain attention, with every intermediate rounded to `dtype`.
 
-    `dtype` is an element type or "tf32". With "float64", the result is the oracle. With the input's
-    type, it is the result of an implementation without tiles, and its error is the reference for
-    the errors of tiled implementations.
+    The argument `dtype` is an element type or "tf32". With "float64", the result is exact enough to
+    check others: it is the oracle. With the input's type, the result is that of an implementation
+    without tiles; its error is the reference for the errors of tiled implementations.
 
     Parameters
     ----------
@@ -86,12 +86,14 @@ def gradients(
 ) -> dict[str, np.ndarray]:
     """Return the gradients of ``sum(out * dout) + sum(lse * dlse)`` by name.
 
-    The names are "dq", "dk" and "dv", with a bias also "dbias", with sinks also "dsinks", and
-    "d:<name>" for each captured array of `problem.score_grads`.
+    The result's keys are "dq", "dk" and "dv", with a bias also "dbias", with sinks also "dsinks",
+    and "d:<name>" for each captured array of `problem.score_grads`.
 
     The gradients follow arXiv:2205.14135, appendix B.2:
     dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
-    The derivative of the LSE by the scores is P, so `dlse`, (batch, heads, n_q), adds P dlse to dS.
+
+    The derivative of the LSE by a score is that score's P, so `dlse`, (batch, heads, n_q), adds
+    P dlse to dS.
     """
     p = problem
     q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)
@@ -135,7 +137,7 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Compare `gradients` with central differences, along one random direction for each input.
+    """Compare `gradients` with central differences, along one random direction per input.
 
     Returns
     -------
@@ -168,8 +170,9 @@ def finite_difference(
 def tf32(x: np.ndarray) -> np.ndarray:
     """Round float32 values to NVIDIA's tf32, which has 10 bits of mantissa.
 
-    Values are rounded to nearest, and ties away from 0. If tf32 is allowed, tensor cores round the
-    operands of float32 products in this way. The relative error is at most 2**-11.
+    The rounding is to nearest, with ties away from 0. If a library allows tf32, tensor cores round
+    the operands of float32 products in this way. The relative error of the rounding is at most
+    2**-11.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
@@ -209,7 +212,7 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any)
 def _checked_of_functions(
     p: Problem, captured: Any, sinks: Any
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    """Return the captured arrays of the score function, and the sinks in float64, after checks."""
+    """Return a score function's captured arrays, and the sinks in float64, after checking both."""
     wanted = () if p.score_mod is None else p.score_mod.arrays
     if not isinstance(captured, Sequence) or len(captured) != len(wanted):
         names = ", ".join(a.name for a in wanted) or "none"
@@ -242,9 +245,9 @@ def _probabilities(
     captured: Sequence[np.ndarray],
     sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, _Before]:
-    """Return P, its LSE, and the values that the backward pass needs before the softmax.
+    """Return P, the LSE, and the values before the softmax that the backward pass needs.
 
-    Each has shape (batch, heads, n_q, ..).
+    Each array has shape (batch, heads, n_q, ..).
     """
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
@@ -277,7 +280,10 @@ def _probabilities(
 
 
 def _indices(p: Problem) -> dict[str, np.ndarray]:
-    """Return a function's arguments b, h, q, k for every score; q and k count per sequence."""
+    """Return the arguments b, h, q, k of a function for every score.
+
+    The indices q and k count from the start of each sequence.
+    """
     q, k = np.arange(p.n_q), np.arange(p.n_kv)
     for s in p.sequences:
         q[s.q_start : s.q_stop] -= s.q_start
@@ -291,10 +297,11 @@ def _through_function(
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """Return the gradients of the score function's input score and of its captured arrays.
 
-    They are computed by forward-mode differentiation: node after node, with respect to the score
-    and to each element that the function reads. The engines use reverse mode
-    (`flashsim.functions.derivative`) instead, so this is an independent check. The derivatives of
-    elements are then summed by the index at which the function read them.
+    The gradients are computed by forward-mode differentiation: node after node, with respect to the
+    score and to each element that the function reads. The engines use reverse mode
+    (`flashsim.functions.derivative`) instead, so this function is an independent check. For each
+    captured array, the derivatives are then summed by the index at which the function read the
+    array.
     """
     arguments = {"score": raw, **_indices(p)}
     graph = p.score_mod
@@ -323,7 +330,7 @@ def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round to `dtype` results whose sums are in float64, which is more precise than `dtype`."""
+    """Round results to `dtype`; their sums are in float64, which is more precise."""
     if dtype == "tf32":
         return tf32(x).astype(np.float64)
     return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

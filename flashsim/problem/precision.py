@@ -1,8 +1,8 @@
 """`Precision`: the types to which an algorithm rounds its intermediate results.
 
-Every intermediate result that a kernel could store in fewer bits has a named rounding point. Most
-kernels round only P and dS, to the inputs' type, before they enter products. They keep all other
-intermediate results in float32.
+Each intermediate result that a kernel could store in fewer bits is a rounding point, which has a
+name. Most published kernels round only P and dS, to the inputs' type, before they enter products.
+Such kernels keep all other intermediate results in float32.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the rounding points of an algorithm; only "inputs" if `POINTS` does not list it."""
+    """Return the names of an algorithm's rounding points; only "inputs" if `POINTS` lacks it."""
     return POINTS.get(algorithm, ("inputs",))
 
 
 def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
-    """Round `x * factor` to a type, then divide by the factor.
+    """Round `x * factor` to a type, and return the result divided by the factor.
 
     The factor is a power of two, so the division is exact. In a type without infinity
-    (float8_e4m3fn), values that are too large become NaN, as in `ml_dtypes`.
+    (float8_e4m3fn), a value that is too large becomes NaN, as in `ml_dtypes`.
     """
     with np.errstate(over="ignore", invalid="ignore"):
         if factor == 1.0:
@@ -66,7 +66,7 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The type of every rounding point of an algorithm; None keeps the algorithm's own type.
+    """The type to which an algorithm rounds at each of its rounding points; None keeps its own.
 
     A `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
 
@@ -115,7 +115,7 @@ class Precision:
     _repr_html_ = report.card
 
     def __new__(cls, *_: Any, **options: Any) -> Precision:
-        """Raise flashsim's error for an unknown keyword, in place of Python's own."""
+        """Raise flashsim's own error for an unknown keyword, instead of Python's."""
         known = [point.name for point in fields(cls)]
         for name in options:
             if name not in known:
@@ -139,12 +139,12 @@ class Precision:
 
     @property
     def points(self) -> dict[str, str]:
-        """The points that are set, and their types."""
+        """The rounding points that are set, and their types."""
         every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 
     def check(self, algorithm: str) -> None:
-        """Raise `OptionError` if a point is set that the algorithm does not have."""
+        """Raise `OptionError` if a rounding point is set that the algorithm does not have."""
         for name in self.points:
             if name not in points_of(algorithm):
                 raise OptionError(
@@ -154,9 +154,9 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """Return the roundings of a published kernel.
+        """Return the `Precision` of a published kernel.
 
-        `dtype` is the type of its inputs, float16 or bfloat16.
+        The argument `dtype` is the type of the kernel's inputs, float16 or bfloat16.
 
         Raises
         ------
@@ -206,7 +206,7 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 
 
 class Roundings(NamedTuple):
-    """The roundings of one stage, by the papers' names of tensors.
+    """The types to which one stage rounds, by the papers' names of tensors.
 
     Attributes
     ----------
@@ -228,7 +228,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """Return the roundings of one stage."""
+        """Return the types to which one stage rounds."""
         p, forward = problem, direction == "forward"
         points = precision.points
         types = _usual(p, forward) | {
@@ -261,10 +261,11 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """Return the usual types of P and dS as operands, which are the inputs' type.
+    """Return the types to which kernels usually round P and dS: those of the inputs.
 
-    With FP8 inputs they are e4m3 in the forward pass and bfloat16 in the backward pass.
-    FlashAttention-3 has no FP8 backward pass, so a 16-bit backward pass follows its FP8 forward.
+    With FP8 inputs, the types are e4m3 in the forward pass and bfloat16 in the backward pass.
+    FlashAttention-3 has no backward pass in FP8, so a 16-bit backward pass follows its FP8 forward
+    pass.
     """
     if forward:
         return {"P": P_OF_FP8 if p.fp8 else p.dtype}
@@ -277,13 +278,13 @@ TERMS, FRACTION = 32, 13
 
 
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-    """``into += a @ b``, summed as Hopper's tensor cores sum products of FP8 operands.
+    """Add ``a @ b`` to `into`, summed as Hopper's tensor cores sum products of FP8 operands.
 
-    A tensor core adds 32 products and the running sum at once. It shifts each addend to the largest
-    exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
-    arXiv:2412.19437, section 3.5.2). The new sum is truncated to 14 bits too. Truncation rounds
-    towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science 2021). Products of
-    FP8 numbers are exact.
+    A tensor core adds 32 products and the running sum at once. The tensor core shifts each addend
+    to the largest exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
+    arXiv:2412.19437, section 3.5.2). The tensor core truncates the new sum to 14 bits too.
+    Truncation rounds towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science
+    2021). The products of FP8 numbers themselves are exact.
 
     Parameters
     ----------
@@ -303,6 +304,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """Return the value of the last bit that a tensor core keeps of numbers of this size."""
+    """Return the value of the last bit that a tensor core keeps, for numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

@@ -1,10 +1,10 @@
-"""`Problem`: which attention to compute, validated once, without how to compute it.
+"""`Problem`: a description of which attention to compute, but not how, validated once.
 
-Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim). A causal mask
-is aligned at the bottom right. `window=(left, right)` is inclusive, and -1 means no limit. Scores
-are ``score_mod(softcap(scale * q @ k.T) + bias)``, and are masked last. A score near the lowest
-finite number counts as masked (`masks.masked_score`). A row that sees no key has out = 0 and
-lse = -inf.
+Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim). Causal masks
+are aligned at the bottom right: the last query sees all keys. The limits in `window=(left, right)`
+are inclusive, and -1 means no limit. Scores are ``score_mod(softcap(scale * q @ k.T) + bias)``, and
+masks apply last. A score near the lowest finite number counts as masked (`masks.masked_score`). A
+query that sees no key has out = 0 and lse = -inf.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MAX_HEAD_DIM = 576
 
 @lru_cache(maxsize=32)
 def numpy_dtype(name: str) -> np.dtype:
-    """Return the dtype of that name, from NumPy or, if NumPy lacks it, from `ml_dtypes`."""
+    """Return the NumPy dtype of this name; types that NumPy lacks come from `ml_dtypes`."""
     if name == "bfloat16" or name in checks.FP8:
         import ml_dtypes
 
@@ -63,9 +63,10 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """The difference between the key on a query's diagonal and the query's own index.
+        """The index of the key on a query's diagonal, minus the query's index.
 
-        The diagonal is aligned at the bottom right. All keys of a prefix lie left of the diagonal.
+        The diagonal ends at the bottom right, with the last query and the last key. All keys of a
+        shared prefix lie on the left of the diagonal.
         """
         if self.prefix:
             return self.k_stop - 1 - self.q_start
@@ -259,7 +260,7 @@ class Problem:
         put("score_grads", tuple(name for name in able if name in wanted))
 
     def _extents(self) -> dict[str, int]:
-        """Return the number of values of each argument b, h, q, k of a function."""
+        """Return how many values each argument b, h, q, k of a function can have."""
         longest_q = max(s.q_stop - s.q_start for s in self.sequences)
         longest_k = max(s.k_stop - s.k_start for s in self.sequences)
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
@@ -267,8 +268,8 @@ class Problem:
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
         """Return `scale` or `softcap` after checking its range.
 
-        It must be finite in the type in which scores are computed. A softcap above 0 must be at
-        least that type's smallest normal number.
+        The value must be finite in the type in which scores are computed. A softcap above 0 must be
+        at least the smallest normal number of that type.
         """
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
@@ -301,7 +302,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Check that every query sees the whole prefix, and that the prefix fills its pages."""
+        """Raise unless every query sees the whole shared prefix, and the prefix fills its pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with it "
@@ -370,12 +371,12 @@ class Problem:
 
     @property
     def has_functions(self) -> bool:
-        """Whether scores go through a mask function, a score function or sinks."""
+        """Whether the problem has a mask function, a score function or sinks."""
         return self.mask_mod is not None or self.score_mod is not None or self.sinks
 
     @property
     def mask_graph(self) -> Graph | None:
-        """The expression of the mask function; None if there is none."""
+        """The traced expression of the mask function; None if there is no mask function."""
         return None if self.mask_mod is None else self.mask_mod.graph
 
     @property
@@ -395,7 +396,7 @@ class Problem:
 
     @cached_property
     def result_dtype(self) -> str:
-        """Type of out, of gradients and of scores in HBM: the inputs' type, or bfloat16 for FP8."""
+        """Type of out, gradients and scores in HBM: the inputs' type, or bfloat16 for FP8."""
         return "bfloat16" if self.fp8 else self.dtype
 
     @property
@@ -415,7 +416,7 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences, with a shared prefix as the first.
+        """The packed sequences; a shared prefix is the first of them.
 
         Without `cu_seqlens`, there is a single sequence with all queries and keys.
         """
@@ -428,7 +429,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Number of block-table entries for live keys, over the whole batch; 0 without pages."""
+        """Number of block-table entries that live keys use, in the whole batch; 0 without pages."""
         size = self.page_size
         if size is None:
             return 0
@@ -436,12 +437,12 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """Number of keys that a query sees left of the diagonal; `n_q + n_kv` means no limit."""
+        """How many keys left of its diagonal a query sees; `n_q + n_kv` means no limit."""
         return self._side(0)
 
     @property
     def right(self) -> int:
-        """Number of keys that a query sees right of the diagonal; 0 if causal."""
+        """How many keys right of its diagonal a query sees; 0 if causal."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:
@@ -452,7 +453,7 @@ class Problem:
 
     @property
     def banded(self) -> bool:
-        """Whether causality and the window are the only mask, so rows keep one interval of keys."""
+        """Whether no mask but causality and window applies, so that a row keeps one run of keys."""
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
@@ -464,9 +465,9 @@ class Problem:
     def keep(
         self, sequence: Segment, q: np.ndarray, k: np.ndarray, *, functions: bool = True
     ) -> np.ndarray:
-        """Return which scores are kept, for packed indices `q` (rows) and `k` (keys).
+        """Return which scores the masks keep, for packed indices `q` (rows) and `k` (keys).
 
-        All indices must belong to one sequence. If `mask_mod` differs between batch entries or
+        The indices must all belong to one sequence. If `mask_mod` differs between batch entries or
         heads, a score counts as kept if any of them keeps it. ``functions=False`` ignores
         `mask_mod`.
 
@@ -487,10 +488,10 @@ class Problem:
         return kept
 
     def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
-        """Return which scores are kept by all masks that are the same for all heads.
+        """Return which scores are kept by the masks that are the same for all heads.
 
-        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
-        `rel` is the distance from the diagonal.
+        The arguments `q` and `k` are indices from the start of a sequence, and broadcast against
+        each other. The argument `rel` is the distance of each key from the query's diagonal.
         """
         kept = (rel >= -self.left) & (rel <= self.right)
         if self.block_mask is not None:
@@ -504,7 +505,8 @@ class Problem:
     def keep_per_head(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
         """Return which scores `mask_mod` keeps.
 
-        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
+        The arguments `q` and `k` are indices from the start of a sequence, and broadcast against
+        each other.
 
         Returns
         -------

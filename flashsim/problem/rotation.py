@@ -1,10 +1,10 @@
-"""Incoherent processing: rotates rows by a Hadamard matrix, which spreads out outliers.
+"""Incoherent processing for FP8: rotates rows by a Hadamard matrix, which spreads out outliers.
 
-An outlier in one of a row's d elements determines the FP8 scale of the row's block, so all other
-elements lose precision. A rotation M spreads the outlier over all d elements. Rotating q and k by
-the same M keeps every product: (q M) (k M)^T = q M M^T k^T = q k^T. M is a diagonal matrix of
-random signs times a Hadamard matrix divided by sqrt(d). The method is that of QuIP#
-(arXiv:2402.04396) and FlashAttention-3 (arXiv:2407.08608, section 3.3).
+If one of a row's d elements is an outlier, it determines the FP8 scale of the row's block, so all
+other elements lose precision. A rotation M spreads the outlier over all d elements. Rotating q and
+k by the same M keeps every product: (q M) (k M)^T = q M M^T k^T = q k^T. The rotation M is a
+diagonal matrix of random signs times a Hadamard matrix divided by sqrt(d). QuIP# (arXiv:2402.04396)
+and FlashAttention-3 (arXiv:2407.08608, section 3.3) use this method.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def random_signs(d: int, seed: int) -> np.ndarray:
 def hadamard(x: np.ndarray) -> np.ndarray:
     """Return ``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d.
 
-    The fast Walsh-Hadamard transform computes it in d log d additions per row: sums and differences
-    of neighbours, then of neighbouring pairs, then of groups of four, and so on. H / sqrt(d) is
-    symmetric and orthogonal, so it is its own inverse.
+    The fast Walsh-Hadamard transform computes the product in d log d additions per row: sums and
+    differences of neighbours, then of neighbouring pairs, then of groups of four, and so on. The
+    matrix H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
 
     Parameters
     ----------
@@ -57,5 +57,5 @@ def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return ``x M^T``, which undoes `rotated`, for q and k and also for their gradients."""
+    """Return ``x M^T``, the inverse of `rotated`, for q and k and also for their gradients."""
     return hadamard(x) * signs.astype(x.dtype)

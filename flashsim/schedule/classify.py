@@ -1,10 +1,11 @@
-"""Classifies tiles under a mask function as FULL, MASKED or skipped, mostly without evaluating it.
+"""Classifies the tiles of a mask function as FULL, MASKED or skipped, mostly without running it.
 
-Interval arithmetic bounds the mask over boxes of tiles, large boxes first. If the bounds prove that
-the mask keeps all scores of a box, or none, all its tiles are classified at once. Any other box is
-divided, down to single tiles. If the bounds do not classify a single tile, the mask is evaluated at
-a few of its scores: one kept and one masked score prove that the tile is MASKED. Only the remaining
-tiles are evaluated score by score. The result equals an evaluation of every score.
+Interval arithmetic bounds the mask's values over boxes of tiles, large boxes first. If the bounds
+prove that the mask keeps all scores of a box, or none, all tiles of the box are classified at once.
+Any other box is divided into smaller boxes, down to single tiles. If the bounds do not classify a
+single tile, the mask is evaluated at a few of its scores: one kept and one masked score prove that
+the tile is MASKED. Only tiles that are still open are evaluated score by score. The classification
+equals that of an evaluation of every score.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Boxes of tiles that are visited: rows i0 .. i1 - 1, columns j0 .. j1 - 1, and FULL or MASKED.
+    """Boxes of visited tiles: rows i0 .. i1 - 1, columns j0 .. j1 - 1, each FULL or MASKED.
 
-    No two boxes overlap. A MASKED box is a single tile.
+    No two boxes overlap. A MASKED box always is a single tile.
     """
 
     i0: np.ndarray
@@ -40,13 +41,16 @@ class Boxes(NamedTuple):
         return int(((self.i1 - self.i0) * (self.j1 - self.j0)).sum())
 
     def only(self, kind: int) -> Boxes:
-        """The boxes of one kind."""
+        """Return the boxes of one kind, FULL or MASKED."""
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the fields of `Sums` over all tiles, given the heights of rows, widths of columns.
+        """Return the fields of `Sums` over all tiles.
 
-        The tiles are not listed one by one.
+        The argument `heights` has the numbers of rows of the row tiles, `widths` the numbers of
+        columns of the column tiles.
+
+        The sums are computed box by box, without a list of tiles.
         """
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
@@ -56,7 +60,7 @@ class Boxes(NamedTuple):
         return visits, row_cols, col_rows, area
 
     def csr(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the tiles as ``(ptr (rows + 1,), col, kind)``, columns ascending in each row.
+        """Return the boxes' tiles as ``(ptr (rows + 1,), col, kind)``, columns in ascending order.
 
         Raises
         ------
@@ -89,7 +93,7 @@ def classify(
     block_k: int,
     elements: Evaluate,
 ) -> Boxes:
-    """Return the visited tiles of a problem with a mask function.
+    """Return the visited tiles of a problem with a mask function, as boxes.
 
     Parameters
     ----------
@@ -162,10 +166,10 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Classify single tiles that the bounds leave open.
+    """Classify single tiles that the mask's bounds leave open.
 
-    The mask is first evaluated at a few scores of each tile, and then, if these leave the tile
-    open, at all of its scores.
+    The mask is evaluated first at a few scores of each tile and, if these leave the tile open, at
+    all of its scores.
     """
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
@@ -182,7 +186,7 @@ def _tiles(
 def _probed(
     problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether any, and whether all, of a few scores of each tile are kept."""
+    """Return whether the mask keeps any, and whether it keeps all, of a few scores of each tile."""
     p, mask = problem, problem.mask_mod
     assert mask is not None
     sequences = p.sequences

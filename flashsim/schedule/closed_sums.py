@@ -1,7 +1,9 @@
-"""Closed-form sums over visits of contiguous tiles: exact for any length, without a table.
+"""Closed-form sums over visits (tile pairs), exact for any length and without a table.
 
-An outer tile visits the inner tiles lo .. hi - 1. Both lo and hi are floors of linear functions of
-the outer tile's number, clipped to the existing tiles. So every sum in this module is a sum of
+They need the inner tiles of each outer tile to be contiguous.
+
+Each outer tile visits the inner tiles lo .. hi - 1. Both lo and hi are floors of linear functions
+of the outer tile's number, clipped to the existing tiles. So every sum in this module is a sum of
 floors.
 """
 
@@ -13,9 +15,9 @@ from typing import NamedTuple
 class Strip(NamedTuple):
     """The tiles of one sequence: outer tiles of `block` rows, and inner tiles of `inner` positions.
 
-    A position is a query or a key. The inner axis has `n` positions. The outer axis has `rows`
-    rows: `members` rows per outer position. Outer position p sees those of the inner positions
-    p + offset - left .. p + offset + right that exist.
+    A position is a query or a key. The inner axis of the score matrix has `n` positions. The outer
+    axis has `rows` rows: `members` rows for each outer position. The outer position p sees the
+    inner positions p + offset - left .. p + offset + right, as far as they exist.
     """
 
     rows: int
@@ -33,7 +35,7 @@ class Strip(NamedTuple):
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """Return an outer tile's rows, its first visited inner tile, and one past the last."""
+        """Return an outer tile's row count, its first visited inner tile, and one past the last."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -42,10 +44,10 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """Return the first FULL inner tile of an outer tile, and one past the last.
+        """Return the first FULL inner tile that an outer tile visits, and one past the last.
 
-        Both are equal if no inner tile is FULL. A ragged last inner tile lacks positions, so it is
-        never FULL.
+        Both numbers are equal if no inner tile is FULL. A ragged last inner tile lacks positions,
+        so it is never FULL.
         """
         start = tile * self.block
         first = start // self.members + self.offset
@@ -61,7 +63,7 @@ class Strip(NamedTuple):
     def sums(self) -> tuple[int, int, int, int]:
         """Return the number of visits, and the sums of three sizes over all visits.
 
-        The sizes are the inner tile's positions, the outer tile's rows, and rows x positions.
+        The three sizes are the inner tile's positions, the outer tile's rows, and their product.
         """
         if not self.tiles:
             return 0, 0, 0, 0
@@ -92,7 +94,7 @@ class Strip(NamedTuple):
         )
 
     def fulls(self) -> int:
-        """Return the number of FULL visits, whose scores are all kept, over all outer tiles."""
+        """Return the number of FULL visits, whose scores are all kept, of all outer tiles."""
         if not self.tiles:
             return 0
         lo, hi = self.full(self.tiles - 1)
@@ -110,11 +112,13 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (rows, positions of the largest visited inner tile) of the largest outer tiles.
+        """Return (rows, positions) for the largest outer tiles.
 
-        The largest inner tile that an outer tile visits is the first that it visits, because only
-        the last inner tile of a sequence is smaller. The first visited inner tile never moves back
-        from one outer tile to the next. So the first outer tile that sees any position has the
+        The positions are those of the largest inner tile that the outer tile visits.
+
+        Of the inner tiles that an outer tile visits, the first is the largest, because only the
+        last inner tile of a sequence is smaller. This first inner tile never moves back from one
+        outer tile to the next. So of all outer tiles, the first that sees any position visits the
         largest inner tile.
         """
         if not self.tiles:
@@ -127,11 +131,11 @@ class Strip(NamedTuple):
         return extents
 
     def _reaching(self, position: int) -> int:
-        """Return the first outer tile with a row at `position` or later, at most the last tile."""
+        """Return the first outer tile with a row at `position` or later; at most the last."""
         return self._within(-(-(self.members * position - self.block + 1) // self.block))
 
     def _beyond(self, position: int) -> int:
-        """Return the first outer tile with only rows at `position` or later, at most the last."""
+        """Return the first outer tile with all rows at `position` or later; at most the last."""
         return self._within(-(-(self.members * position) // self.block))
 
     def _within(self, tile: int) -> int:
@@ -141,9 +145,9 @@ class Strip(NamedTuple):
 def _floors(first: int, stop: int, step: int, shift: int, over: int) -> int:
     """Return the sum of floor((step i + shift) / over) for i = first .. stop - 1.
 
-    It takes O(log over) divisions. The integer parts of step / over and shift / over form
-    arithmetic series. The rest of the sum counts lattice points under a line. Swapping the axes
-    keeps that count, and leads to Euclid's algorithm on `step` and `over`.
+    The algorithm takes O(log over) divisions. The integer parts of step / over and shift / over
+    form arithmetic series. The rest of the sum counts lattice points under a line. Swapping the
+    axes keeps the count of points, and leads to Euclid's algorithm on `step` and `over`.
     """
     count, shift, total = stop - first, shift + step * first, 0
     while count > 0:

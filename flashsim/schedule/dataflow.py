@@ -6,23 +6,26 @@ outer step. Each part lists its *moves* in order: the tensors that are loaded fr
 HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
 alloc S, load bias".
 
-From these lists flashsim derives a stage's buffers (and so the tilings that fit), the events of
-engines whose kernels report only sizes, the requests to L2, the tensors that a pass saves, and the
-titles of pictures. The modules in `flashsim.algorithms`, which execute, and the closed forms in
-`counts.forms` do not use this module. The tests compare all three.
+From these lists, flashsim derives several results: a stage's buffers (and so the tilings that fit),
+and the events of engines whose kernels report only sizes. The requests to L2, the tensors that a
+pass saves, and the titles of pictures also follow from the lists. The modules in
+`flashsim.algorithms`, which execute the algorithms, and the closed forms in `counts.forms` do not
+use this module. The tests compare the results of all three.
 
 Five rules keep one itinerary valid for many problems:
 
-- A tensor that the problem does not have is left out, and so is a stage without any other tensor.
-  `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged cache. `V` is
-  left out if it is columns of K, and `dL` if the LSE has no gradient. `F`, `S_raw` and `dF` need a
-  score function. `M` needs a mask function with captured arrays. `sink` needs sinks, and `L/sink`
-  is L for a problem with sinks.
-- A Q-outer loop reads the captured elements that depend only on the head or the row at the start of
-  a step (`F_own`, `M_own`), and the others at each visit (`F`, `M`). Only MASKED tiles load `M`.
-- An accumulator `X_acc` is X itself if their types are equal.
-- A stage that only converts an accumulator is left out if the types are equal.
-- In a problem with scales, each loaded tile of Q, K or V is loaded with its scales.
+- A tensor that the problem does not have is left out, and so is a stage that has no other tensor.
+  The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
+  cache. The tensor `V` is left out if it is columns of K, and `dL` if the LSE has no gradient. The
+  tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask function with
+  captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with sinks and left
+  out in others.
+- A Q-outer loop reads captured elements that depend only on the head or the row at the start of a
+  step (`F_own`, `M_own`), and all others at each visit (`F`, `M`). Visits of FULL tiles do not load
+  `M`.
+- An accumulator `X_acc` is the tensor X itself if both have the same type.
+- A stage that only converts an accumulator to X's type is left out if both have the same type.
+- In a problem with FP8 scales, each loaded tile of Q, K or V is loaded with its scales.
 """
 
 from __future__ import annotations
@@ -80,10 +83,11 @@ class Itinerary(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in the order they run, and its name in tables and pictures.
+    """An algorithm's stages in the order in which they run, and its name in tables and pictures.
 
-    An algorithm without a backward pass has no backward stages. `form` names its variant of the
-    paper's backward pass, such as "in three passes", if the algorithm's name does not say it.
+    An algorithm without a backward pass has no backward stages. The field `form` names the
+    algorithm's variant of the paper's backward pass, such as "in three passes", if the algorithm's
+    name does not say it.
     """
 
     title: str
@@ -92,7 +96,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return the direction as printed: "forward", "backward" or "backward in three passes"."""
+        """Return the direction as text: "forward", "backward" or "backward in three passes"."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

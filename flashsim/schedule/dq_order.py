@@ -1,6 +1,6 @@
-"""Computes a fixed order in which the thread blocks of a KV-outer loop add to dQ.
+"""Computes a fixed order for additions to dQ by the thread blocks of a KV-outer loop.
 
-With a fixed order, the sums do not depend on the timing of the blocks.
+With a fixed order, the sums in dQ do not depend on the timing of the blocks.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ import numpy as np
 
 
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order in which thread blocks process columns, and each visit's rank in its row.
+    """Return the blocks' order of columns, and each visit's rank among visits of its row tile.
 
-    A visit adds to its row tile's dQ after the visits of all columns earlier in that order. So a
-    block only waits for blocks that started before it, and a deadlock is impossible. Columns whose
-    first row tile is last come first. Under a causal mask, the block of a column then reaches the
-    row tiles of the next column just after the block of that next column has finished with them.
+    A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in that
+    order. So a block waits only for blocks that started before it, and a deadlock is impossible.
+    Column tiles whose first visited row tile is last come first. Under a causal mask, the block of
+    a column tile then reaches the row tiles of the next column tile just after the block of that
+    next column tile has finished with them.
 
     Parameters
     ----------

@@ -1,6 +1,6 @@
 """`SavedMask`: the tiles that a user's mask function kept, as a trace file stores them.
 
-A trace file cannot contain the function itself.
+A trace file cannot contain the mask function itself.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 class SavedMask:
     """Replaces the mask function in a problem that was read from a trace file.
 
-    It has the tables of FULL and MASKED tiles for the tilings of that trace. They are enough for
-    schedules, counts and plots. The mask's value at single scores is lost.
+    The object has the tables of FULL and MASKED tiles for the tilings of that trace. These tables
+    are enough for schedules, counts and plots. The mask's values at single scores are lost.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ class SavedMask:
         return self.tables[tiling]
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raise `TraceError`: the function itself is not in the file."""
+        """Raise `TraceError`, because the mask function itself is not in the file."""
         raise TraceError(
             f"mask function {self.__name__!r} was not saved with its trace, which records only "
             "the tiles it kept: single scores need the function; pass mask= to the Problem"

@@ -1,7 +1,7 @@
-"""`Grid`: the tiles of a problem, and the tiles that causality and a window leave to visit.
+"""`Grid`: a problem's tiles, and which of them a causal or windowed loop visits.
 
-Queries are divided into *row tiles* and keys into *column tiles*. All rows or columns of a tile
-belong to one packed sequence.
+Queries are divided into *row tiles* and keys into *column tiles*. All rows, or all columns, of a
+tile belong to one packed sequence.
 """
 
 from __future__ import annotations
@@ -19,9 +19,12 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """The tiles of a `Schedule`, and the span of tiles that each visits under a band; no order.
+    """The tiles of a `Schedule`, and the span of tiles that each of them visits, without an order.
 
-    A band is a mask of only causality and a window, so each row keeps one interval of keys.
+    The spans exist only if the mask is a band.
+
+    A band is a mask that consists of causality and a window alone, so each row keeps one interval
+    of keys.
     """
 
     problem: Problem
@@ -55,14 +58,17 @@ class Grid:
         return edges
 
     def _refusal(self) -> Exception | None:
-        """The error to raise if there are too many tiles for tables; None if the tables fit."""
+        """The error to raise if tables of this many tiles would be too large; None if they fit."""
         contiguous = self._contiguous
         return tables.refusal(
             self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """One `Strip` per sequence if tiles are contiguous and too many for tables; else None."""
+        """One `Strip` per sequence, for sums in closed form.
+
+        The result is None unless spans exist and tables of tiles would be too large.
+        """
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
@@ -80,7 +86,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The tile's two sides, each cut to the length plus 1, so that sums do not overflow."""
+        """The two sides of a tile, each at most the length plus 1, so that sums do not overflow."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -88,19 +94,20 @@ class Grid:
 
     @property
     def members(self) -> int:
-        """Number of rows per query: 1, or with packed heads the query heads of a group."""
+        """Number of rows per query: 1 or, with packed heads, the query heads per group."""
         return self.problem.group if self.split.pack_gqa else 1
 
     @property
     def n_rows(self) -> int:
-        """Number of rows of one head, or of one head group with packed heads."""
+        """Number of rows of one head or, with packed heads, of one group of heads."""
         return self.problem.n_q * self.members
 
     @property
     def rows(self) -> np.ndarray:
         """Start, stop, offset and key_stop of each row tile, int32 (T_r, 4).
 
-        The type is int64 if a length exceeds int32; such a problem can be counted but not run.
+        The table's type is int64 if a length exceeds int32; such a problem can be counted but not
+        run.
         """
         return self._edges[0]
 
@@ -122,7 +129,7 @@ class Grid:
     def row_slice(self, i: int) -> slice:
         """Return the query rows of row tile i, as packed indices.
 
-        With packed heads, they are rows as `Split` numbers them.
+        With packed heads, the indices are rows as `Split` numbers them.
         """
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 
@@ -136,12 +143,12 @@ class Grid:
 
     @cached_property
     def sequence_of_rows(self) -> np.ndarray:
-        """Index of the packed sequence of each row tile, int64 (T_r,)."""
+        """Index of the packed sequence to which each row tile belongs, int64 (T_r,)."""
         return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[2]))
 
     @cached_property
     def sequence_of_cols(self) -> np.ndarray:
-        """Index of the packed sequence of each column tile, int64 (T_c,)."""
+        """Index of the packed sequence to which each column tile belongs, int64 (T_c,)."""
         return np.repeat(np.arange(len(self.problem.sequences)), np.diff(self._edges[3]))
 
     @cached_property
@@ -151,11 +158,11 @@ class Grid:
         return lengths[self.sequence_of_rows]
 
     def queries(self, i: int) -> np.ndarray:
-        """Return the query of each row of row tile i, as packed indices."""
+        """Return, for each row of row tile i, the packed index of its query."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Return booleans (rows, cols) of tile (i, j), True if a score is kept; None if all are.
+        """Return booleans (rows, cols) of tile (i, j), True where a score is kept; None if all are.
 
         ``functions=False`` ignores `mask_mod`.
         """
@@ -164,10 +171,10 @@ class Grid:
         return None if kept.all() else kept
 
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """Return which scores of tiles (i, j) every mask keeps.
+        """Return which scores of tiles (i, j) are kept by every mask of the problem.
 
-        The booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). In a tile that is
-        smaller than the largest tile, the last row or column is repeated.
+        The result's booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). In a tile that
+        is smaller than the largest tile, booleans of the last row or column are repeated.
         """
         p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
@@ -186,9 +193,9 @@ class Grid:
 
     @cached_property
     def row_spans(self) -> np.ndarray | None:
-        """The column tiles of each row tile, int32 (T_r, 4): lo, full_lo, full_hi, hi.
+        """The column tiles that each row tile visits, int32 (T_r, 4): lo, full_lo, full_hi, hi.
 
-        None unless the tiles of each row are one interval.
+        The result is None unless the tiles of each row are one interval.
         """
         if not self._contiguous:
             return None
@@ -197,9 +204,9 @@ class Grid:
 
     @cached_property
     def col_spans(self) -> np.ndarray | None:
-        """The row tiles of each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi.
+        """The row tiles that visit each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi.
 
-        None if `row_spans` is None, and with packed heads.
+        The result is None if `row_spans` is None, and with packed heads.
         """
         if not self._contiguous or self.members > 1:  # packed rows are not in order of queries
             return None
@@ -211,7 +218,7 @@ class Grid:
         return self.dense or self.problem.banded
 
     def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
-        """Return the span of tiles on the other axis for each tile of `table`."""
+        """Return, for each tile of `table`, the span of tiles on the other axis."""
         if other == "k":
             base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:

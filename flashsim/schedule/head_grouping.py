@@ -1,4 +1,4 @@
-"""Computes how many heads a launch processes together, so that their shared data stays in L2."""
+"""Computes how many heads a kernel processes together, so that their shared data stays in L2."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """Return how many heads (or GQA groups) to process together, so their data stays in L2.
+    """Return how many heads (or GQA groups) form a group whose data stays in L2.
 
-    These heads form a head group. A launch starts the outer tiles of one head group, the longest
-    first, and then those of the next head group. When the tiles of a head group run out, the next
-    head group fills the idle SMs. No head group follows the last, which has the remaining heads. If
-    it has only a few heads, most of the GPU idles until a few long tiles end. So of the sizes that
-    fit in L2, the function returns the one with the most heads in the last head group, and of
-    several such sizes the smallest.
+    The heads that a kernel processes together form a head group. The kernel starts the outer tiles
+    of one head group, the longest first, and then those of the next head group. When no tile of a
+    head group is left to start, the next head group fills the idle SMs. No head group follows the
+    last one, which has the remaining heads. If the last group has only a few heads, most of the GPU
+    idles until its few long tiles end. So of the group sizes that fit in L2, the function returns
+    the one with the most heads in the last group, and of several such sizes the smallest.
 
-    A size fits if its shared data takes at most 0.4 of L2, because each half of a large L2 keeps
-    its own copy. In a Q-outer loop the shared data is K and V, which the query heads of a GQA group
-    have in common. In a KV-outer loop it is Q, dO and a float32 dQ. Heads whose tiles all run at
-    once share L2 in any order, so a head group may always have that many heads.
+    A group size fits if the group's shared data takes at most 0.4 of L2, because each half of a
+    large L2 keeps its own copy. In a Q-outer loop, the shared data is K and V, which the query
+    heads of a GQA group have in common. In a KV-outer loop, the shared data is Q, dO and a float32
+    dQ. Heads whose tiles all run at once share L2 in any order, so a head group may always have
+    that many heads.
 
     Parameters
     ----------
@@ -42,8 +43,8 @@ def clump_size(
 def held(stage: Stage, problem: Problem) -> int:
     """Return the bytes that all blocks of one head (or GQA group) read or write in common.
 
-    In a Q-outer loop these are K and V, which heads of a GQA group share. In a KV-outer loop they
-    are Q, dO and a float32 dQ of the group's heads.
+    In a Q-outer loop, these bytes are K and V, which the heads of a GQA group share. In a KV-outer
+    loop, the bytes are Q, dO and a float32 dQ of the group's heads.
     """
     p = problem
     row = (p.head_dim + p.head_dim_v) * p.itemsize

@@ -1,4 +1,4 @@
-"""Names and codes of the operations in events, and the papers' names of tensors."""
+"""The names and codes of operations in events, and the papers' names of tensors."""
 
 from __future__ import annotations
 

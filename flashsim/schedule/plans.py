@@ -1,9 +1,9 @@
-"""Computes an algorithm's stages for one problem: their moves with sizes, and on-chip buffers.
+"""Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers.
 
-A stage has an *outer* loop, over query row tiles or key column tiles, and an inner loop over the
-tiles that the outer tile visits. Loaded and allocated tiles stay on chip for an outer step or for
-one visit. `Tiling.footprint` sums these buffers, and `Tiling.fit` searches for tilings whose
-buffers fit. The tests compare the buffers with the simulated SRAM.
+Each stage has an *outer* loop, over query row tiles or key column tiles, and an inner loop over the
+tiles that the outer tile visits. Tiles that are loaded or allocated stay on chip for an outer step
+or for one visit. The method `Tiling.footprint` sums these buffers, and `Tiling.fit` searches for
+tilings whose buffers fit. The tests compare the buffers with those in the simulated SRAM.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Buffer(NamedTuple):
-    """One on-chip array: its bytes per query row, per key column and per score of the tile.
+    """One on-chip buffer, with its bytes per query row, per key column and per score of the tile.
 
-    The buffer of a scale has these bytes per `every` rows or columns. `fixed` bytes are added to
-    them, whatever the tile's size.
+    For the buffer of an FP8 scale, these are the bytes per `every` rows or columns. The buffer has
+    `fixed` more bytes, whatever the tile's size.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Buffer(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One move of a stage: a load, store, reduce or alloc, its tensor, and the tile's size."""
+    """One move of a stage: its operation (load, store, reduce or alloc), tensor and buffer."""
 
     op: str
     tensor: str
@@ -79,7 +79,7 @@ class Move(NamedTuple):
 
     @property
     def code(self) -> int:
-        """The operation's code, as listed in `names`."""
+        """The number of the operation in the list `names.OPS`."""
         return OPS.index(self.op)
 
     @property
@@ -89,7 +89,10 @@ class Move(NamedTuple):
 
     @property
     def for_masked(self) -> bool:
-        """Whether only MASKED tiles make the move; in a FULL tile the buffer stays unused."""
+        """Whether only visits of MASKED tiles make the move.
+
+        In a FULL tile, the buffer stays unused.
+        """
         return self.tensor == "M"
 
     @property
@@ -100,7 +103,7 @@ class Move(NamedTuple):
 
 @dataclass(frozen=True)
 class Stage:
-    """One pass over the score matrix, for one problem.
+    """One stage (one kernel, one pass over the score matrix) of an algorithm, for one problem.
 
     Attributes
     ----------
@@ -134,7 +137,7 @@ class Stage:
 def stages(
     problem: Problem, algorithm: str, direction: str = "forward", split: Split = WHOLE
 ) -> tuple[Stage, ...]:
-    """Return the stages of an algorithm for a problem, in the order they run.
+    """Return the stages of an algorithm for a problem, in the order in which they run.
 
     Raises
     ------
@@ -244,7 +247,10 @@ def _scale(p: Problem, name: str) -> Buffer:
 
 
 def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
-    """Return a tile's buffer: in the tensor's HBM type if moved, in the accumulator type if not."""
+    """Return the buffer of a tile.
+
+    A moved tile has the tensor's type in HBM, and an allocated tile the accumulator type.
+    """
     if tensor in CAPTURED:
         of = captured(p, tensor, outer)
         row, col, score = (of.get(side, 0) for side in ("row", "col", "score"))
@@ -261,15 +267,15 @@ def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
 
 @lru_cache(maxsize=256)
 def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> tuple[str, ...]:
-    """Return the tensors that a pass moves with any of `ops`, in the order of first use."""
+    """Return the tensors that a pass moves by any operation of `ops`, in order of first use."""
     moves = (m for stage in stages(problem, algorithm, direction) for m in stage.moves)
     return tuple(dict.fromkeys(m.tensor for m in moves if m.op in ops))
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """Return the algorithm whose backward pass `deterministic` requests.
+    """Return the algorithm whose backward pass the option `deterministic` requests.
 
-    None requests `algorithm`'s own backward pass.
+    The value None requests the backward pass of `algorithm` itself.
 
     Raises
     ------
@@ -299,7 +305,7 @@ def fastest_backward(
     orders_dq: Callable[[str], bool],
     fuses: Callable[[str], bool],
 ) -> tuple[str, bool]:
-    """The algorithm that a backward pass runs, and whether it adds to dQ in a fixed order.
+    """Return the algorithm that a backward pass runs, and whether additions to dQ are ordered.
 
     Parameters
     ----------
@@ -349,7 +355,7 @@ def splits_keys(algorithm: str) -> bool:
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """Return how often a stage runs its loops, and how many query heads apart these runs start."""
+    """Return how often a stage runs its loops, and the step in query heads from run to run."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

@@ -1,4 +1,4 @@
-"""Tile sizes of published kernels."""
+"""The tile sizes of published kernels."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""`Schedule`: which score tiles exist, in which order they are visited, and which need a mask.
+"""`Schedule`: which score tiles exist, in which order they are visited, and which need masks.
 
-Every engine, kernel, count and plot follows this object. It divides the queries into *row tiles*
-and the keys into *column tiles*; all rows or columns of a tile belong to one packed sequence. A
-*visit* is one row tile times one column tile. Kernels read the schedule as int32 tables:
+Every engine, kernel, count and plot follows a `Schedule`. A schedule divides the queries into *row
+tiles* and the keys into *column tiles*; all rows or columns of a tile belong to one packed
+sequence. A *visit* is the pair of one row tile and one column tile, whose scores are computed.
+Kernels read the schedule as int32 tables:
 
 ``rows (T_r, 4)``   start, stop, offset, key_stop     of each row tile, packed indices
 ``cols (T_c, 4)``   start, stop, offset, query_stop   of each column tile
@@ -10,9 +11,9 @@ and the keys into *column tiles*; all rows or columns of a tile belong to one pa
     which full_lo .. full_hi - 1 are FULL; None if the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-`col_spans` and `col_csr` are the same tables by column, for KV-outer loops. Within a visited tile
-of a causal or windowed problem, score (q, k) is kept if and only if
-``-left <= k - (q + offset) <= right`` and k lies in the tile's sequence.
+The tables `col_spans` and `col_csr` are the same by column, for KV-outer loops. In a visited tile
+of a causal or windowed problem, score (q, k) is kept if and only if ``-left <= k - (q + offset) <=
+right`` and k lies in the tile's sequence.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over a schedule's row tiles, by whether their keys are split into parts."""
+    """Sums over a schedule's row tiles, separate for tiles whose keys are split into parts."""
 
     whole_rows: int  # over tiles whose keys are in one part: rows
     part_rows: int  # over tiles whose keys are in several parts: rows x parts
@@ -62,11 +63,11 @@ class PartSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit: the score tile of one row tile and one column tile.
+    """One visit: the tile of scores of one row tile and one column tile.
 
-    `i` and `j` are the numbers of the row tile and the column tile; `rows` and `cols` are their
-    slices of the packed sequence. `index` is the visit's number in the loop order. `kind` is FULL
-    or MASKED.
+    The fields `i` and `j` are the numbers of the row tile and the column tile; `rows` and `cols`
+    are their slices of the packed sequence. The field `index` is the visit's number in the order of
+    the loops. The field `kind` is FULL or MASKED.
     """
 
     schedule: Schedule
@@ -79,9 +80,9 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Return booleans (rows, cols), True if the score is kept; None if all scores are.
+        """Return booleans (rows, cols), True where a score is kept; None if all scores are.
 
-        `mask_mod` is ignored, because it may differ between heads.
+        The booleans ignore `mask_mod`, because it may differ between heads.
         """
         if self.kind == FULL:
             return None
@@ -140,9 +141,9 @@ class Schedule(Grid):
     def row_csr(self) -> Csr:
         """The visits by row tile: ``(ptr (T_r + 1,), col (n,), kind (n,))``, int32.
 
-        The tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. Fully masked tiles are
-        absent. A tile is FULL if every score is kept and the tile has all `block_k` keys; every
-        other tile is MASKED.
+        The tiles of row i are ``col[ptr[i]:ptr[i + 1]]``, in `key_order`. The table has no fully
+        masked tiles. A tile is FULL if every score is kept and the tile has all `block_k` keys;
+        every other tile is MASKED.
         """
         if self.row_spans is not None:
             ptr, col, kind = tables.expand(self.row_spans)
@@ -157,7 +158,7 @@ class Schedule(Grid):
 
     @cached_property
     def col_csr(self) -> Csr:
-        """The visits by column tile, rows ascending: ``(ptr (T_c + 1,), row (n,), kind (n,))``.
+        """The visits by column tile, in row order: ``(ptr (T_c + 1,), row (n,), kind (n,))``.
 
         Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
         descending order processes the columns from the last to the first.
@@ -171,7 +172,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Evaluate the mask one row of tiles at a time, in memory linear in the length."""
+        """Evaluate the mask, one row of tiles at a time, so that memory is linear in length."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -194,7 +195,7 @@ class Schedule(Grid):
 
     @cached_property
     def _boxes(self) -> Boxes | None:
-        """The visited tiles of a problem with a `mask_mod`, as boxes; None without one."""
+        """The visited tiles as boxes, if the problem has a `mask_mod`; else None."""
         p = self.problem
         if p.mask_mod is None or self.dense or isinstance(p.mask, SavedMask):
             return None
@@ -202,7 +203,7 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether any, and whether all, scores of tiles (i, j) are kept.
+        """Return whether any, and whether all, scores of each tile (i, j) are kept.
 
         The mask is evaluated at every score of the tiles.
         """
@@ -221,7 +222,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Divide `tiles` tiles into slices whose scores are evaluated in one call each."""
+        """Divide `tiles` tiles into slices; the scores of a slice are evaluated in one call."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -232,7 +233,7 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for tiles lo .. hi - 1 of row i, whether any and whether all scores are kept."""
+        """Return whether any, and whether all, scores are kept in tiles lo .. hi - 1 of row i."""
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
         edges = self.cols[lo:hi]
@@ -246,7 +247,7 @@ class Schedule(Grid):
     # -- the loops ------------------------------------------------------------------------------
 
     def outer_order(self) -> range:
-        """Return the tile numbers of the outer loop: row tiles, or column tiles in `key_order`."""
+        """Return the outer loop's tile numbers: row tiles, or column tiles in `key_order`."""
         if self.outer == "queries":
             return range(self.t_r)
         columns = range(self.t_c)
@@ -261,25 +262,25 @@ class Schedule(Grid):
 
     @cached_property
     def visited_once(self) -> bool:
-        """Whether each row tile has exactly one visit, which covers all keys that it sees."""
+        """Whether each row tile has exactly one visit, which covers all keys of its rows."""
         return self.sums.visits == self.t_r and bool((self.visit_counts == 1).all())
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """Number of parts into which each row tile's keys are split, at least 1, int64 (T_r,)."""
+        """Number of parts of each row tile's keys, at least 1, int64 (T_r,)."""
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
         """Number of row tiles that visit a shared prefix; 0 without a prefix.
 
-        They are the first row tiles, and contain the queries of all sequences.
+        These are the first row tiles, and contain the queries of all sequences.
         """
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """Slots of each row tile's partial results, int64 (T_r, 2).
+        """The slots in which each row tile stores partial results, int64 (T_r, 2).
 
         The parts of row tile i have the slots ``slots[i, 0] .. slots[i, 1] - 1``. For each query,
         the parts of a shared prefix come before the parts of its own keys.
@@ -290,20 +291,20 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """Whether a second stage merges parts for the queries of each row tile, bool (T_r,).
+        """Whether a second stage merges partial results for each row tile's queries, bool (T_r,).
 
-        It is False for the row tiles of a shared prefix: their parts are merged with those of the
-        same queries' other row tiles.
+        The value is False for the row tiles of a shared prefix: their parts are merged with those
+        of the same queries' other row tiles.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
         return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
-        """Yield the visits of one outer step, whose row tile or column tile is number `outer`.
+        """Yield the visits of one outer step, that of row tile or column tile number `outer`.
 
-        `part` selects one part of a row tile's keys. With n visits in P parts, part p has the
-        visits ``n p // P`` up to, but not including, ``n (p + 1) // P``.
+        The argument `part` selects one part of a row tile's keys. With n visits in P parts, part p
+        has the visits ``n p // P`` up to, but not including, ``n (p + 1) // P``.
         """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
@@ -320,7 +321,7 @@ class Schedule(Grid):
 
     @cached_property
     def n_visits(self) -> int:
-        """Number of score tiles visited per head (or per group with packed heads)."""
+        """Number of visits (tile pairs) per head, or per group with packed heads."""
         return self.sums.visits
 
     # -- sums -----------------------------------------------------------------------------------
@@ -329,7 +330,8 @@ class Schedule(Grid):
     def sums(self) -> Sums:
         """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous.
 
-        If there are too many contiguous tiles for tables, the sums are computed in closed form.
+        If tables of that many contiguous tiles would be too large, the sums are computed in closed
+        form.
         """
         bands = self._bands("queries")
         if bands is not None:
@@ -355,7 +357,7 @@ class Schedule(Grid):
 
     @cached_property
     def masked_sums(self) -> Sums:
-        """The same sums over the visits of MASKED tiles, which read the mask's captured arrays."""
+        """Sums over the visits of MASKED tiles alone, which read the mask's captured arrays."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
         if self._boxes is not None:
@@ -368,7 +370,10 @@ class Schedule(Grid):
 
     @cached_property
     def page_counts(self) -> np.ndarray:
-        """Number of cache pages with keys of each column tile, int64 (T_c,); 0 without pages."""
+        """Number of KV-cache pages that hold keys of each column tile, int64 (T_c,).
+
+        The numbers are 0 without pages.
+        """
         size = self.problem.page_size
         if size is None:
             return np.zeros(self.t_c, np.int64)
@@ -379,11 +384,11 @@ class Schedule(Grid):
 
     @cached_property
     def page_reads(self) -> int:
-        """Sum over visits of the number of cache pages with keys of the visited tile."""
+        """The sum, over all visits, of the number of KV-cache pages in which the tile has keys."""
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
-        """Return the sum over visits of `each`, int64 (T_c,), at the visited column tile."""
+        """Return the sum over all visits of the column tile's value in `each`, int64 (T_c,)."""
         if self.row_spans is not None:
             reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
@@ -391,7 +396,7 @@ class Schedule(Grid):
 
     @cached_property
     def part_sums(self) -> PartSums:
-        """Sums over all row tiles of their rows and parts."""
+        """Sums over all row tiles of their numbers of rows and parts."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         several = (self.part_counts > 1) | (self.prefix_tiles > 0)
         return PartSums(
@@ -400,10 +405,10 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each outer tile's size, and the size of the largest inner tile that it visits.
+        """Return the size of each outer tile, and of the largest inner tile that it visits.
 
-        The latter is 0 for an outer tile without visits. If there are too many tiles for tables,
-        only the largest outer tiles are returned.
+        The second size is 0 for an outer tile without visits. If tables of all tiles would be too
+        large, only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
         if bands is not None:
@@ -426,7 +431,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs exactly one visit per row tile and does not get it."""
+    """Raise `TilingError` if a stage needs one visit per row tile and does not get it."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
@@ -438,5 +443,5 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
 
 
 def _band(problem: Problem) -> Problem:
-    """Return the problem without mask functions and block_mask, with only causality and window."""
+    """Return the problem with causality and window as its only masks."""
     return replace(problem, block_mask=None, mask=None, mask_mod=None)

@@ -1,10 +1,10 @@
-"""`Split`: into how many parts the keys of a row tile are split, and whether heads are packed.
+"""`Split`: into how many parts a row tile's keys are split, and whether heads are packed.
 
-The simulator's schedule and the GPU's launches both use it and the rules in this module.
+Both the simulator's schedule and the GPU's launches use `Split` and the rules in this module.
 
 A GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles,
-one per SM. FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) also distributes the keys of each row
-tile over SMs.
+which occupy eight SMs. So FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) distributes the keys
+of each row tile over SMs too.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Split:
                 )
 
     def parts(self, visits: ArrayLike, *, alike: bool = False) -> np.ndarray:
-        """Return the number of parts of each row tile, at least 1, as int64.
+        """Return the number of parts of each row tile's keys, at least 1, as int64.
 
         Parameters
         ----------
@@ -105,7 +105,7 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """Return start and stop of one of `parts` contiguous parts of ``range(first, last)``.
+    """Return start and stop of part `part`, of `parts` contiguous parts of ``range(first, last)``.
 
     The lengths of the parts differ by at most one.
     """
@@ -123,22 +123,24 @@ def check_splits(splits: Any) -> None:
 
 
 def fill_once(blocks: int, processors: int, visits: int) -> int:
-    """Return the most parts per row tile for which all parts of all row tiles run at once.
+    """Return the largest number of parts per row tile for which all parts run at the same time.
 
-    There are `blocks` row tiles, each with `visits` key tiles. Smaller parts that need several
-    waves do not end sooner, and each part writes and reads a partial O. So if the row tiles alone
-    occupy every SM, their keys are not split.
+    There are `blocks` row tiles, each with `visits` key tiles. More, smaller parts would need
+    several waves and would not end sooner, and each part writes and reads a partial O. So if the
+    row tiles alone occupy every SM, the function returns 1.
     """
     return max(1, min(processors // blocks, visits))
 
 
 def fa3(blocks: int, processors: int, visits: int) -> int:
-    """Return the number of parts by FlashAttention-3's rule, without its case for K, V beyond L2.
+    """Return the number of parts by FlashAttention-3's rule.
 
-    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention. It
+    The rule's case for K and V that exceed L2 is left out.
+
+    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention. The rule
     returns one part if the row tiles alone occupy 0.8 of the SMs, or if there are at most 4 key
-    tiles. Otherwise it returns the smallest number of parts, up to 128, whose waves are filled at
-    least 0.85 times as well as with the best number.
+    tiles. Otherwise the rule returns the smallest number of parts, up to 128, whose waves are
+    filled at least 0.85 times as well as with the best number.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -148,11 +150,12 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Return the smallest part length, in key tiles, that yields at most `capacity` parts in all.
+    """Return the smallest length of parts, in key tiles, for at most `capacity` parts in all.
 
-    `tiles` is the number of key tiles of each row tile. If more than `capacity` row tiles have key
-    tiles, the result is all key tiles divided by `capacity`, which is the average load. The result
-    is at least `least`. Row tiles of equal length have at most as many parts as by `fill_once`.
+    The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
+    tiles have key tiles, the result is the total number of key tiles divided by `capacity`, which
+    is the average load. The result is at least `least`. If all row tiles have equally many key
+    tiles, they get at most as many parts as by `fill_once`.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

@@ -1,4 +1,4 @@
-"""Chooses how many parts to split keys into, and computes how many thread blocks fill a device."""
+"""Chooses into how many parts to split keys, and computes how many blocks fill a device."""
 
 from __future__ import annotations
 
@@ -55,11 +55,12 @@ def choose(
 ) -> tuple[Tiling, Split]:
     """Return the tiling (default: `Tiling.fit`) and the split of a forward pass.
 
-    An algorithm that does not split keys has the split `WHOLE`. The number of parts is at most the
-    largest number of key tiles that a row tile visits. "auto" uses `fill_once` and "fa3" uses
-    `fa3`. Both assume that one thread block runs per SM, and that all row tiles visit as many key
-    tiles as the longest. With a shared prefix, the number of row tiles is replaced by the number of
-    all visits divided by the visits of the longest row tile.
+    If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
+    largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
+    `fill_once` chooses the number, with "fa3" the function `fa3`. Both functions assume that one
+    thread block runs per SM, and that all row tiles visit as many key tiles as the longest. With a
+    shared prefix, the two functions receive, as number of row tiles, all visits divided by the
+    visits of the longest row tile.
 
     Raises
     ------
@@ -92,7 +93,7 @@ def fill(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> Filling:
-    """Return the number of thread blocks that fill a device, and those of a forward pass.
+    """Return how many thread blocks fill a device, and how many a forward pass has.
 
     Raises
     ------
@@ -108,10 +109,11 @@ def fill(
 
 
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Return how many thread blocks of a stage fit on one SM at the same time, by on-chip bytes.
+    """Return how many thread blocks of a stage fit on one SM together, by their on-chip bytes.
 
-    This model counts accumulators as shared memory. So more blocks may fit of a kernel that keeps
-    its accumulators in registers. If you know the kernel, pass `blocks_per_sm`.
+    The function counts accumulators as if they were in shared memory. So of a kernel that keeps
+    accumulators in registers, more blocks may fit. If you know the kernel's number, pass it as
+    `blocks_per_sm` to `L2Model`.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q

@@ -1,4 +1,4 @@
-"""Builds tables of tiles, and refuses problems whose tables would be too large."""
+"""Builds the tables of tiles, and refuses problems whose tables would be too large."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ INT32 = int(np.iinfo(np.int32).max)
 def refusal(
     problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
 ) -> UnsupportedError | TilingError | None:
-    """Return the error to raise if these tiles and their sums are too many for tables, or None.
+    """Return the error to raise for tiles too many for tables and their sums; None if they fit.
 
-    No table is allocated for this check. The error is a `TilingError` if larger tiles would help.
+    The check allocates no table. The error is a `TilingError` if larger tiles would help, and
+    otherwise an `UnsupportedError`.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
     if p.n_q * members * p.n_kv >= 2**63:
@@ -47,7 +48,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return the table of one sequence's tiles: start, stop, offset, and the other axis's end."""
+    """Return one sequence's table of tiles: start, stop, offset, and the end of the other axis."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
@@ -56,7 +57,7 @@ def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: t
 
 
 def check_visits(visits: int) -> None:
-    """Raise `TilingError` if there are more visits than a table holds."""
+    """Raise `TilingError` if a table cannot hold this many visits."""
     if visits > INT32:
         raise TilingError(
             f"the loop makes {visits:,} visits, but a table of visits is limited to {INT32:,}; use "
@@ -65,7 +66,7 @@ def check_visits(visits: int) -> None:
 
 
 def expand(spans: np.ndarray) -> Csr:
-    """Return the spans as a CSR matrix, with one entry for each tile of each span."""
+    """Return spans of tiles as a CSR matrix, with one entry for each tile of each span."""
     lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
     ptr = np.concatenate([[0], np.cumsum(hi - lo)])
     check_visits(int(ptr[-1]))
@@ -76,7 +77,7 @@ def expand(spans: np.ndarray) -> Csr:
 
 
 def reversed_rows(ptr: np.ndarray) -> np.ndarray:
-    """Return the indices that reverse each row of a CSR matrix."""
+    """Return the indices that reverse the order within each row of a CSR matrix."""
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
 

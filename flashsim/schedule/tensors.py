@@ -1,4 +1,4 @@
-"""The layout of each tensor: the axis of its tiles, its number of matrices, its width in HBM."""
+"""The layout of each tensor in HBM: its tiles' axis, its number of matrices, its width."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ _WIDTHS = {  # elements per row; other tensors have one per row or score
 
 
 class TensorShape(NamedTuple):
-    """A tensor's layout in HBM.
+    """The layout of a tensor in HBM.
 
     The tensor is divided into tiles along `axis`, and has `elements` elements of `itemsize` bytes
-    per row or score. A statistic, which is one number per row, has ``vector=True``. A scale is one
-    number for several rows.
+    per row, column or score. A statistic (one number per row) has ``vector=True``. An FP8 scale is
+    one number for several rows.
     """
 
     axis: int
@@ -58,7 +58,7 @@ class TensorShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """Bytes per row, column or score."""
+        """The tensor's bytes per row, column or score."""
         return self.elements * self.itemsize
 
 
@@ -83,17 +83,17 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def function_of(problem: Problem, name: str) -> Graph | None:
-    """Return the function that reads a tensor of CAPTURED; None if the problem has none."""
+    """Return the user's function that reads a tensor of CAPTURED; None if there is no function."""
     if name.startswith("F"):
         return problem.score_mod
     return problem.mask_graph
 
 
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
-    """Return the bytes of a tensor of CAPTURED per head, row, column and score of a tile.
+    """Return a tile's bytes of a tensor of CAPTURED, per head, row, column and score.
 
-    A Q-outer loop reads the elements that depend only on the head or the row at the start of an
-    outer step (`_own`), and the others at each visit. A KV-outer loop reads all of them at each
+    At the start of an outer step, a Q-outer loop reads the elements that depend only on the head or
+    the row (`_own`); it reads the others at each visit. A KV-outer loop reads all elements at each
     visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
@@ -104,9 +104,9 @@ def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
 
 
 def title(problem: Problem, name: str, direction: str) -> str:
-    """Return a tensor's name for tables.
+    """Return the name of a tensor in tables.
 
-    For captured arrays, it has the user's own variable names before the tensor's name, which
+    For captured arrays, the user's own variable names precede the tensor's name, which
     `bytes(tensor=...)` accepts: "slopes (F_own)".
     """
     if name not in (*CAPTURED, "dF"):
@@ -135,7 +135,7 @@ def reduced(problem: Problem) -> int:
 
 
 def rows_a_scale(problem: Problem, name: str) -> int:
-    """Return how many rows of Q, K or V share one scale."""
+    """Return how many rows of Q, K or V share one FP8 scale."""
     if isinstance(problem.scales, tuple):
         return problem.scales[AXES[name]]
     return problem.n_q if AXES[name] == ROW else problem.n_kv
@@ -152,8 +152,8 @@ def matrices(problem: Problem, owner: int) -> int:
 def whole_bytes(problem: Problem, name: str) -> int:
     """Return the bytes of a tensor in HBM over all heads.
 
-    For `O_part` and `L_part`, these are the bytes of one part of the keys. A matrix of scores has
-    only the scores within each packed sequence.
+    For `O_part` and `L_part`, the result is the bytes of one part of the keys. For a matrix of
+    scores, only the scores within each packed sequence count.
     """
     p, its = problem, shape(problem, name)
     if name == "table":

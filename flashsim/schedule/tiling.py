@@ -1,4 +1,4 @@
-"""`Tiling`: the size of a score tile, its on-chip bytes, and the best tiling that fits."""
+"""`Tiling`: the size of a tile of scores, its on-chip bytes, and the best size that fits."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ SIDES = (16, 32, 64, 128, 256, 512)
 @own_errors
 @dataclass(frozen=True)
 class Tiling:
-    """One score tile: `block_q` query rows by `block_k` key columns (the papers' B_r and B_c).
+    """The size of a tile of scores: `block_q` query rows by `block_k` key columns.
+
+    The papers call these B_r and B_c.
 
     Raises
     ------
@@ -45,13 +47,16 @@ class Tiling:
         return f"{self.block_q} x {self.block_k}"
 
     def divides(self, cells: BlockMask | None) -> bool:
-        """Return whether each tile lies in one cell of a block mask; True without a block mask."""
+        """Return whether each tile lies in one cell of a block mask.
+
+        The result is True without a block mask.
+        """
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Return whether each tile is made of whole scale blocks, or lies within one.
+        """Return whether each tile consists of whole FP8 scale blocks, or lies within one.
 
-        True if the problem has no scale blocks.
+        The result is True if the problem has no scale blocks.
         """
         if not isinstance(problem.scales, tuple):
             return True
@@ -61,7 +66,7 @@ class Tiling:
         return all(side >= n or not (side % every and every % side) for side, every, n in sides)
 
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
-        """Return the tile without the part that lies beyond the problem's score matrix."""
+        """Return the tile, cut to the size of the problem's score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
         rows = problem.n_q * (problem.group if split.pack_gqa else 1)
         return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
@@ -75,8 +80,8 @@ class Tiling:
     ) -> dict[str, dict[str, int]]:
         """Return the on-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
 
-        A stage that works on whole rows (standard attention's softmax) counts one row, because it
-        can process rows one at a time.
+        For a stage that works on whole rows (standard attention's softmax), one row counts, because
+        the stage can process rows one at a time.
         """
         stages = plans.stages(problem, algorithm, direction, split)
         tile = self.clip(problem, split)
@@ -95,11 +100,11 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """Return the on-chip bytes of the stage that needs the most, with all its tiles at once.
+        """Return the on-chip bytes of the stage that needs the most, with all its buffers at once.
 
-        For example, FlashAttention-2 forward keeps Q, K, V, O, the scores S, and the statistics m
-        and l. In float32, with 64 x 64 tiles at d = 64, the first five take 81,920 B, and m and l
-        512 B more.
+        For example, FlashAttention-2's forward pass keeps Q, K, V, O, the scores S, and the
+        statistics m and l on chip. In float32, with 64 x 64 tiles and head_dim 64, the first five
+        take 81,920 B, and m and l 512 B more.
         """
         tables = self.buffers(problem, algorithm, direction, split).values()
         return max(sum(table.values()) for table in tables)
@@ -112,7 +117,7 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> None:
-        """Raise unless every stage fits in one block's on-chip memory.
+        """Raise an error unless every stage fits in one thread block's on-chip memory.
 
         Raises
         ------
@@ -156,10 +161,10 @@ class Tiling:
         algorithms: Sequence[str],
         directions: Sequence[str] = ("forward",),
     ) -> Tiling:
-        """Return one tiling that fits on chip in several algorithms, for a fair comparison.
+        """Return one tiling that fits on chip for several algorithms, so that a comparison is fair.
 
-        It is the first of 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on that fits in all of them.
-        Algorithms that need all keys in one tile ("flash2-once") are not considered.
+        The tiling is the first of 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on that fits for all of
+        them. The search leaves out algorithms that need all keys in one tile ("flash2-once").
 
         Raises
         ------
@@ -198,16 +203,16 @@ class Tiling:
 
         Only the tile side of the *outer* loop reduces HBM traffic. In a Q-outer loop, K and V are
         read once for each of the ``n_q / block_q`` row tiles. In a KV-outer loop, Q (and O) are
-        read once for each of the ``n_kv / block_k`` column tiles. So the outer side is chosen
-        first, and the inner side is as large as then fits. For an algorithm with both loops (a
-        three-pass backward), the smaller side is enlarged first. Sides are powers of two from 16
-        to 512.
+        read once for each of the ``n_kv / block_k`` column tiles. So the search chooses the outer
+        side first, and then the largest inner side that fits. For an algorithm with both kinds of
+        loops (a three-pass backward), the search enlarges the smaller side first. The sides are
+        powers of two from 16 to 512.
 
-        The first line of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score
-        tile, so its tiles can need more than M. An algorithm that splits keys has tiles of at most
-        128 keys, so that the parts are nearly equal; `flashsim.schedule.split_kv.fill` computes how
-        many parts fill a device. An algorithm with one key tile per row tile has all keys of a
-        sequence in one tile.
+        In arXiv:2205.14135, the first line of Algorithm 1, B_c = ceil(M / 4d), leaves out the score
+        tile, so the paper's tiles can need more than M. If an algorithm splits keys, its tiles have
+        at most 128 keys, so that the parts are nearly equal; `flashsim.schedule.split_kv.fill`
+        computes how many parts fill a device. If an algorithm needs one key tile per row tile, its
+        tile has all keys of a sequence.
 
         Raises
         ------
@@ -219,7 +224,7 @@ class Tiling:
 
     @classmethod
     def preset(cls, name: str, head_dim: int, *, causal: bool = False) -> Tiling:
-        """Return a published kernel's tile for this head_dim; `PRESETS` lists names and sources.
+        """Return a published kernel's tile for this head_dim; `PRESETS` lists kernels and sources.
 
         Raises
         ------
@@ -241,7 +246,10 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """Search up to 72 tilings for `Tiling.fit`; results are cached by the arguments."""
+    """Search up to 72 tilings for `Tiling.fit`.
+
+    Results are cached by the arguments.
+    """
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)
@@ -289,7 +297,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Halve sides while a smaller one still spans the matrix: for 17 queries, 32 replaces 512."""
+    """Halve a side as long as the half still spans the matrix: for 17 queries, 32 replaces 512."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

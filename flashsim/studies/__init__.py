@@ -1,1 +1,1 @@
-"""Studies that teach and check: lessons, reproduced papers, verification, predicted times."""
+"""Studies built on flashsim, which teach and check: lessons, reproduced papers, predicted times."""

@@ -1,4 +1,4 @@
-"""Demonstration: runs a real model's attention, checks the output, and compares algorithms."""
+"""The demonstration: runs a real model's attention, checks its output, compares algorithms."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ class DemoLayer:
 
     @property
     def passed(self) -> bool:
-        """Whether the output of FlashAttention-2, the default of `run`, agrees with the model's."""
+        """Whether FlashAttention-2's output (the default of `run`) agrees with the model's."""
         return self.differences["flash2"] < LIMIT
 
     def bytes_moved(self) -> Table:
-        """Return a table of the bytes that each algorithm moved between HBM and the chip."""
+        """Return a table of the bytes that each algorithm moved between HBM and SRAM."""
         traces = self.comparison.traces
         first = traces[0]
         table = Table(
@@ -118,7 +118,7 @@ def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
 
 @own_errors
 def demo(out: Path) -> list[DemoLayer]:
-    """Run every bundled layer, and write the traces of FlashAttention-2 to the folder `out`."""
+    """Run every layer that comes with flashsim, and write FlashAttention-2's traces to `out`."""
     out.mkdir(parents=True, exist_ok=True)
     return [_layer(name, out) for name in SAMPLES]
 

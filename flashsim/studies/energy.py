@@ -1,14 +1,14 @@
 """Predicts the energy of a kernel: the energy of its operations, plus the board's idle power.
 
-The constants were measured with NVML's energy counter. Each unit that a kernel can use alone was
-measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores
-and sums are fitted to some of the attention passes in that file, and tested on the others
+The energy constants were measured with NVML's energy counter. A unit that a kernel can use alone
+was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products,
+scores and sums are fitted to some of the attention passes in that file, and tested on the others
 (docs/reference/predictions.md).
 
-A busy chip that reaches its power limit lowers its clock until its power is below the limit. The
-voltage falls with the clock, and the energy of the SMs' operations falls in proportion to the
-clock. This was measured for one product at 1,980 and at 1,540 MHz (1.06 and 0.82 pJ per FLOP).
-HBM's energy stays the same.
+If a busy chip reaches its power limit, the chip lowers its clock until its power is below the
+limit. The voltage falls with the clock, and the energy of the SMs' operations falls in proportion
+to the clock. This proportion was measured for one product at 1,980 and at 1,540 MHz (1.06 and 0.82
+pJ per FLOP). HBM's energy does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from flashsim.problem.hardware import Device
 
 @dataclass(frozen=True)
 class Use:
-    """The work of a kernel that costs energy.
+    """The quantities of a kernel's work that cost energy.
 
     Attributes
     ----------
@@ -52,9 +52,9 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """The cost of each of many repeated calls: seconds, joules, and the clock.
+    """The cost of one of many repeated calls: seconds, joules, and the clock.
 
-    The clock is a share of the highest clock.
+    The clock is given as a fraction of the highest clock.
     """
 
     seconds: float
@@ -64,7 +64,7 @@ class Sustained(NamedTuple):
 
 @dataclass(frozen=True)
 class Energy:
-    """A chip's energy constants at its highest clock.
+    """The energy constants of a chip at its highest clock.
 
     Attributes
     ----------
@@ -100,11 +100,12 @@ class Energy:
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Return the cost of repeated kernels under the board's power limit.
+        """Return the cost of kernels, repeated many times, under the board's power limit.
 
-        `seconds` is their time at the highest clock. At a share x of that clock, they take 1 / x of
-        the time, and the SMs use x times the energy; HBM's energy stays the same. The power equals
-        the limit if ``x^2 inside + x hbm = (most - waiting) seconds``.
+        The argument `seconds` is the kernels' time at the highest clock. At a fraction x of the
+        highest clock, the kernels take 1 / x of that time, and the SMs use x times the energy;
+        HBM's energy stays the same. With the energies `inside` of the SMs and `hbm` of HBM, the
+        power equals the limit if ``x^2 inside + x hbm = (most - waiting) seconds``.
         """
         inside, hbm = sum(map(self._inside, uses)), sum(self.hbm * use.hbm for use in uses)
         left, clock = (self.most - self.waiting) * seconds, 1.0
@@ -114,7 +115,7 @@ class Energy:
         return Sustained(seconds / clock, joules, clock)
 
     def _inside(self, use: Use) -> float:
-        """Return the joules of the SMs and L2."""
+        """Return the joules that the SMs and L2 use at the highest clock."""
         return (
             self.flop[use.by_threads] * use.flops
             + self.score * use.scores
@@ -150,6 +151,6 @@ def energy_of(device: Device | str) -> Energy | None:
 
 
 def joules(use: Use, seconds: float, device: Device) -> float | None:
-    """Return the joules of a kernel at the highest clock; None if the device was never measured."""
+    """Return a kernel's joules at the highest clock; None for a device that was never measured."""
     energy = energy_of(device)
     return None if energy is None else energy.joules(use, seconds)

@@ -1,11 +1,11 @@
-"""Roofline: whether bandwidth or arithmetic bounds a pass, for each way of counting its bytes.
+"""The roofline model: whether bandwidth or arithmetic bounds a pass, for each way to count bytes.
 
-The method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of matrix
-products count, because only products run on tensor cores, whose peak is `Device.peak`.
-`Traffic.flops` also includes exponentials and other operations, whose peak is lower.
+The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
+matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. The
+method `Traffic.flops` also includes exponentials and other operations, whose peak is lower.
 
 The bytes of a pass can be counted in several ways, which are often confused (`COUNTS`). So each
-point names its way of counting.
+roofline point names its way of counting.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ COUNTS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One pass, with its bytes counted in one way.
+    """A roofline point: one pass, with its bytes counted in one way.
 
     Attributes
     ----------
@@ -68,15 +68,15 @@ class Point:
 
     @property
     def bandwidth(self) -> float:
-        """Bandwidth in bytes per second that bounds these bytes: L2's for requested, else HBM's.
+        """Bandwidth in bytes per second: L2's for requested bytes, else HBM's.
 
-        0 if the device's L2 bandwidth is not published.
+        The value is 0 if the device's L2 bandwidth is not published.
         """
         return self.device.l2_bandwidth if self.count == "requested" else self.device.hbm_bandwidth
 
     @property
     def intensity(self) -> float:
-        """Matrix-product FLOPs per byte."""
+        """The arithmetic intensity: FLOPs of matrix products per byte."""
         return self.flops / self.bytes
 
     @property
@@ -93,16 +93,16 @@ class Point:
 
     @property
     def achieved(self) -> float | None:
-        """FLOP/s that the kernel reached in `seconds`; None if its time is unknown."""
+        """The FLOP/s that the kernel reached in `seconds`; None if its time is unknown."""
         return None if self.seconds is None else self.flops / self.seconds
 
     @property
     def joules(self) -> float | None:
-        """Lower bound on the energy in joules; None for a device whose energy was never measured.
+        """A lower bound on the energy in joules; None for a device that was never measured.
 
-        It follows Choi and others, "A roofline model of energy", IPDPS 2013. It includes the matrix
-        products, these bytes, and the board's idle power for `seconds` (or for the least time by
-        the roofline), but no exponentials.
+        The bound follows Choi and others, "A roofline model of energy", IPDPS 2013. The bound
+        includes the matrix products, these bytes, and the board's idle power for `seconds` (or for
+        the least time by the roofline), but no exponentials.
         """
         energy = energy_of(self.device)
         if energy is None or not self.attainable:
@@ -114,7 +114,7 @@ class Point:
 
     @property
     def bound(self) -> str:
-        """The limit of the pass: "arithmetic", "HBM", "L2", or "unknown"."""
+        """The unit that limits the pass: "arithmetic", "HBM", "L2", or "unknown"."""
         if self.ridge is None:
             return "unknown"
         if self.intensity >= self.ridge:
@@ -124,20 +124,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Roofline:
-    """Points of one problem on one device; prints as a table."""
+    """The roofline points of one problem on one device; prints as a table."""
 
     problem: Problem
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
-        """Return the first point with this way of counting."""
+        """Return the first point whose bytes were counted in this way."""
         for point in self.points:
             if point.count == count:
                 return point
         raise OptionError(f"no point {count!r}; {choices(count, [p.count for p in self.points])}")
 
     def table(self) -> report.Table:
-        """Return a table with one row per point."""
+        """Return a table with one row per roofline point."""
         first = self.points[0]
         table = report.Table(
             f"{in_words(self.problem)} on {first.device.name}: "
@@ -227,11 +227,14 @@ def roofline(
 
 @own_errors
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """Return the idealised bytes of textbooks: each tensor once, plus one N x N matrix if standard.
+    """Return the idealised bytes that textbooks count: each tensor once.
 
-    Forward, the tensors are q, k, v and out. Backward, they are these and their gradients, without
-    LSE, delta or an accumulator. Real standard attention writes and reads both S and P, which is
-    four times one matrix. Real FlashAttention reads K and V once per row tile.
+    Standard attention also has one N x N matrix.
+
+    In the forward pass, the tensors are q, k, v and out. In the backward pass, the tensors are
+    these and their gradients, without LSE, delta or an accumulator. In reality, standard attention
+    writes and reads both S and P, which is four times one matrix. In reality, FlashAttention reads
+    K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem

@@ -15,11 +15,10 @@ from flashsim.functions.tracing import Traced, trace_mask, trace_score
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
-from flashsim.torch import ops
+from flashsim.torch import flex_compiled, ops
 from flashsim.torch.functional import check_sinks, default_backend, taken
 
 
-@torch.compiler.disable
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -37,8 +36,7 @@ def flex_attention(
     """Compute attention with a score function and a mask, like torch's `flex_attention`.
 
     It has a gradient on the CPU and on a GPU: for query, key, value, sinks, and each captured
-    tensor of `score_mod` with ``requires_grad``. Code compiled by ``torch.compile`` runs this
-    function uncompiled.
+    tensor of `score_mod` with ``requires_grad``. It works under ``torch.compile(fullgraph=True)``.
 
     Parameters
     ----------
@@ -78,17 +76,68 @@ def flex_attention(
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if sinks is not None:
         check_sinks(sinks, query)
+    if torch.compiler.is_dynamo_compiling() and flex_compiled.known():
+        out, lse = _compiled(query, key, value, score_mod, block_mask, scale, sinks, backend)
+        return (out, lse) if return_lse else out
+    out, lse = uncompiled(
+        *(query, key, value, score_mod, block_mask, scale, sinks),
+        backend=backend or default_backend(query),
+    )
+    return (out, lse) if return_lse else out
+
+
+def uncompiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    block_mask: Any,
+    scale: float | None,
+    sinks: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse: `flex_attention` of arguments that were checked."""
     score = None if score_mod is None else trace_score(score_mod)
     mask = None if block_mask is None else _mask(block_mask, query, key)
     wanted = []
     if score is not None:
         pairs = zip(score.graph.arrays, score.arrays, strict=True)
         wanted = [(a.name, x) for a, x in pairs if isinstance(x, Tensor) and x.requires_grad]
-    asked = _Asked(
-        score, mask, scale, tuple(n for n, _ in wanted), backend or default_backend(query)
+    asked = _Asked(score, mask, scale, tuple(n for n, _ in wanted), backend)
+    return _Flex.apply(query, key, value, sinks, asked, *(x for _, x in wanted))
+
+
+flex_compiled.compiled.otherwise = uncompiled
+
+
+def _compiled(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float | None,
+    sinks: Tensor | None,
+    backend: str | None,
+) -> tuple[Tensor, Tensor]:
+    """Call `flex_compiled.compiled`: Dynamo traces this function, and what it calls."""
+
+    def plain(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return score
+
+    def everything(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q == q
+
+    mask = everything if block_mask is None else block_mask
+    if _is_block_mask(mask, query, key):
+        mask = _of_blocks(block_mask)
+    return flex_compiled.compiled(
+        *(query, key, value),
+        score_mod or plain,
+        (sinks, mask),
+        scale,
+        {"backend": backend or default_backend(query)},
     )
-    out, lse = _Flex.apply(query, key, value, sinks, asked, *(x for _, x in wanted))
-    return (out, lse) if return_lse else out
 
 
 class _Asked(NamedTuple):
@@ -140,13 +189,23 @@ class _Flex(torch.autograd.Function):
 
 def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
     """Return the mask function of torch's `BlockMask`, or of a plain function."""
+    if not _is_block_mask(block_mask, query, key):
+        return MaskFunction.of(block_mask)
+    mask = MaskFunction.of(block_mask.mask_mod)
+    if _same_tiles(mask, _blocks(block_mask)[0], block_mask, query, key):
+        return mask
+    return MaskFunction(*trace_mask(_of_blocks(block_mask)))
+
+
+def _is_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> bool:
+    """Return whether it is a `BlockMask`; raise an error unless it is one or a function."""
     if not hasattr(block_mask, "kv_num_blocks"):
         if not callable(block_mask):
             raise MaskError(
                 f"block_mask must be a BlockMask or a function (b, h, q_idx, kv_idx), got "
                 f"{shown(block_mask)}"
             )
-        return MaskFunction.of(block_mask)
+        return False
     n_q, n_kv = query.shape[2], key.shape[2]
     made_for = tuple(getattr(block_mask, "seq_lengths", (n_q, n_kv)))
     if made_for != (n_q, n_kv):
@@ -154,10 +213,12 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
             f"block_mask was made for {made_for[0]} x {made_for[1]} scores, and query and key make "
             f"{n_q} x {n_kv}; pass these lengths to create_block_mask"
         )
-    mask = MaskFunction.of(block_mask.mask_mod)
+    return True
+
+
+def _of_blocks(block_mask: Any) -> Callable[..., Any]:
+    """Return a `BlockMask` as a function: its own one, limited to the blocks that it lists."""
     listed, full = _blocks(block_mask)
-    if _same_tiles(mask, listed, block_mask, query, key):
-        return mask
     size_q, size_k = block_mask.BLOCK_SIZE
     function, last_b, last_h = block_mask.mask_mod, listed.shape[0] - 1, listed.shape[1] - 1
 
@@ -165,19 +226,28 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
         at = (b if last_b else 0, h if last_h else 0, q // size_q, k // size_k)
         return full[at] | (listed[at] & function(b, h, q, k))
 
-    return MaskFunction(*trace_mask(blocks))
+    return blocks
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return which blocks a mask lists, and which as full: bool (batch, heads, rows, columns)."""
-    listed = block_mask.to_dense().bool()
-    full = torch.zeros_like(listed)
-    if block_mask.full_kv_num_blocks is not None:
-        counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
-        columns = torch.arange(indices.shape[-1], device=indices.device)
-        b, h, row, column = (columns < counts[..., None]).nonzero(as_tuple=True)
-        full[b, h, row, indices[b, h, row, column].long()] = True
-    return listed, full
+    """Return which blocks are listed, and which as full: booleans (batch, heads, rows, columns)."""
+    listed = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
+    if block_mask.full_kv_num_blocks is None:
+        return listed, torch.zeros_like(listed)
+    full = _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices)
+    return listed | full, full
+
+
+def _dense(counts: Tensor, indices: Tensor) -> Tensor:
+    """Return which blocks are listed, as booleans: the first `counts` indices of each row.
+
+    It also works with fake tensors.
+    """
+    columns = indices.shape[-1]
+    number = torch.arange(columns, device=indices.device)
+    at = torch.where(number < counts[..., None], indices, columns).long()
+    listed = torch.zeros((*indices.shape[:-1], columns + 1), device=indices.device)
+    return listed.scatter(-1, at, 1.0)[..., :columns] > 0
 
 
 def _same_tiles(

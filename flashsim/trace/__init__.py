@@ -1,4 +1,4 @@
-"""Traces: the recorded events of a run, and questions about them."""
+"""Traces: the recorded events of a run, and methods that answer questions about them."""
 
 from flashsim.trace.trace import Trace
 

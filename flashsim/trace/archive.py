@@ -1,9 +1,9 @@
-"""Reads an untrusted ``.npz`` archive safely, with NumPy's own reader of array headers.
+"""Reads an ``.npz`` file that may come from an untrusted source, with NumPy's reader of headers.
 
-NumPy allocates as much memory as an array's header declares, and checks a member's checksum only
-if it happens to read to the member's end. So before an array is read, the zip directory and the
-array's own header must state the size that the caller expects. The member is then read to its end,
-where `zipfile` compares the checksum.
+By itself, NumPy allocates as much memory as an array's header declares, and checks the checksum of
+an archive's member only if it happens to read to the member's end. So before this module reads an
+array, the zip directory and the array's own header must both state the size that the caller
+expects. The module then reads the member to its end, where `zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PART_BYTES = 1 << 25
 
 
 class Archive:
-    """The members of an open ``.npz`` file.
+    """The members of an ``.npz`` file that is open for reading.
 
     Raises
     ------
@@ -41,11 +41,11 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays, in the order of the directory."""
+        """The names of the arrays, in the order of the zip directory."""
         return list(self._infos)
 
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:
-        """Return an array's shape from its header, after checking its type and number of axes."""
+        """Return an array's shape, from its header, after checking its type and number of axes."""
         with self._zip.open(self._infos[name]) as member:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # the version that NumPy writes for our types
@@ -75,10 +75,11 @@ class Archive:
         shape: tuple[int, ...],
         check: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Return the array, after checking that it has this type and shape.
+        """Return an array, after checking that it has this type and this shape.
 
-        `check` is called with each chunk of the array as it is read, and may raise or change the
-        chunk. So a large array that is wrong from its beginning costs only its first chunk.
+        The function `check` receives each chunk of the array as it is read, and may raise or change
+        the chunk. So for a large array that is wrong from its beginning, only the first chunk is
+        read.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):

@@ -1,8 +1,9 @@
-"""Builds the events of one stage from the sizes that an engine's kernels noted.
+"""Builds the events of one stage from sizes that an engine's kernels reported.
 
-The stage's dataflow table says which transfers and allocations a step and a visit make, and in
+The dataflow table says which transfers and allocations a step and a visit of the stage make, and in
 which order. The engine's kernels report which visits they executed, and the bytes of every
-transfer. So a tile that a kernel skips or cuts short is also missing or short in the trace.
+transfer. So if a kernel skips a tile or cuts it short, the tile is missing or short in the trace
+too.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def assemble(
 ) -> StageTrace:
     """Return the events of a stage that visits score tiles.
 
-    A move is an entry of the dataflow table: a transfer or an allocation.
+    A move is one entry of the dataflow table: a transfer or an allocation.
 
     Parameters
     ----------
@@ -75,9 +76,9 @@ def assemble(
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
     """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
 
-    `heights`, int64 (T,), are the numbers of rows of the row tiles. A row of scores spans the keys
-    of its sequence. A row of a bias gradient spans all keys, because the whole matrix is cleared
-    and rounded.
+    `heights`, int64 (T,), are the numbers of rows of the row tiles. Each row of scores spans the
+    keys of its sequence. Each row of a bias gradient spans all keys, because the whole matrix is
+    cleared and rounded.
     """
     keys = (
         schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)
@@ -94,10 +95,10 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
+    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is that of moves.
 
-    If an engine `reported` bytes, (.., slots), they replace the bytes of all moves between HBM and
-    SRAM. Each such move has one slot, in order.
+    If an engine `reported` bytes, (.., slots), these replace the computed bytes of all moves
+    between HBM and SRAM. Each of these moves has one slot, in their order.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
@@ -114,12 +115,12 @@ def _events(moves: tuple[Move, ...], first: int = 0) -> list[Event]:
 
 
 def _frees(moves: tuple[Move, ...]) -> list[Event]:
-    """Return the events that free each loaded or allocated tile, in the same order."""
+    """Return the events that free each tile that was loaded or allocated, in the same order."""
     return [(FREE, CODES[m.tile.name], k) for k, m in enumerate(moves) if m.holds]
 
 
 def _put(table, at, events, where, sizes) -> None:
-    """Write the same sequence of events at each of the positions `at`."""
+    """Write copies of one sequence of events, one at each of the positions `at`."""
     columns = np.stack(where, axis=1)
     for k, (op, tensor, column) in enumerate(events):
         table[at + k, :2] = op, tensor

@@ -1,9 +1,10 @@
-"""`counted`: the trace that a run would record, from its schedule and dataflow, without running it.
+"""`counted`: builds the trace that a run would record, without running it.
 
-The dataflow table lists the transfers of each step and each visit, in order. The schedule lists
-the steps and the visits. Neither depends on the values in the tensors.
-`tests/schedule/test_dataflow.py` compares the resulting events with those that the simulator
-records.
+A schedule and the dataflow table suffice for that.
+
+The dataflow table lists the transfers of each step and each visit, in order. The schedule lists the
+steps and the visits. Neither of these depends on the values in the tensors. The test
+`tests/schedule/test_dataflow.py` compares these events with those that the simulator records.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MOST_EVENTS = 1 << 24
 
 
 def counted(traffic: Traffic) -> Trace:
-    """Return the trace of the counted pass, equal to the simulator's event by event.
+    """Return the trace of the counted pass, which equals the simulator's event by event.
 
     Raises
     ------
@@ -59,7 +60,7 @@ def counted(traffic: Traffic) -> Trace:
 
 
 def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> StageTrace:
-    """Return the trace of one stage: all transfers of every tile that the schedule lists."""
+    """Return the trace of one stage: all transfers for every tile that the schedule lists."""
     heights, widths = (
         np.diff(table[:, :2])[:, 0].astype(np.int64) for table in (schedule.rows, schedule.cols)
     )
@@ -76,7 +77,7 @@ def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> Stage
 
 
 def _events(stage: plans.Stage, schedule: Schedule) -> int:
-    """Estimate the number of events of one head in a stage, without listing its tiles."""
+    """Estimate how many events one head has in a stage, without listing its tiles."""
     if stage.whole_rows:
         return schedule.problem.n_q * (2 * len(stage.visit) + 1)
     members = schedule.problem.group if stage.per == "group" else 1

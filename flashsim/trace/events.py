@@ -1,6 +1,6 @@
-"""Events: their binary layout, their vocabulary, and the events of one stage.
+"""The events of traces: their binary layout, their vocabulary, and the events of one stage.
 
-An event is 28 bytes: operation, tensor, level, stage, head, i, j, visit, bytes.
+One event takes 28 bytes: operation, tensor, level, stage, head, i, j, visit, bytes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 @dataclass(frozen=True, eq=False)
 class StageTrace:
-    """The events of one stage's loops over one head, and how often they repeat.
+    """The events of one stage's loops over one head, and how often these loops repeat.
 
-    The stage runs its loops `repeat` times, and these runs start `stride` query heads apart. In
-    `events`, ``head`` counts from the run's first query head. `costs` is the work of a user's own
-    algorithm, one row per "compute" event, int64 (computes, kinds of FLOP + 2): FLOPs by kind, then
-    bytes read from and written to SRAM. It is None for built-in algorithms, whose work
-    `counts.work` computes.
+    The stage runs its loops `repeat` times, and each run starts `stride` query heads after the one
+    before. In `events`, the field ``head`` counts from the first query head of the run. The array
+    `costs` has the work of a user's own algorithm, one row per "compute" event, int64 (computes,
+    kinds of FLOP + 2): FLOPs by kind, then bytes read from and written to SRAM. For built-in
+    algorithms, `costs` is None, because `counts.work` computes their work.
     """
 
     stage: plans.Stage
@@ -70,7 +70,7 @@ class StageTrace:
         rows: Sequence[tuple[int, ...]] | np.ndarray,
         costs: np.ndarray | None = None,
     ) -> StageTrace:
-        """Build the stage's trace from rows of (op, tensor, member, i, j, visit, bytes)."""
+        """Build a stage's trace from rows of (op, tensor, member, i, j, visit, bytes)."""
         table = np.asarray(rows, np.int64).reshape(-1, 7)
         events = np.zeros(len(table), EVENT)
         for column, name in enumerate(("op", "tensor", "head", "i", "j", "visit", "bytes")):
@@ -85,9 +85,9 @@ class StageTrace:
         return self.stage.name
 
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the numbers of rows and columns of visits, or of outer steps.
+        """Return how many rows and columns the tiles of visits, or of outer steps, have.
 
-        An outer step has -1 for `i` or `j`. A step of a Q-outer loop spans its sequence's keys
+        For an outer step, `i` or `j` is -1. A step of a Q-outer loop spans its sequence's keys
         (standard attention's softmax works on whole rows). A step of a KV-outer loop has 0 rows.
         """
         schedule = self.schedule
@@ -98,7 +98,7 @@ class StageTrace:
         return rows, cols.astype(np.int64)
 
     def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Return the sums of rows, columns and scores over executed visits, or over outer steps."""
+        """Return the sums of rows, columns and scores over visits, or over outer steps."""
         rows, cols = self.sides(tiles["i"], tiles["j"])
         return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
@@ -113,7 +113,7 @@ class StageTrace:
 
 
 def gain(events: np.ndarray) -> np.ndarray:
-    """Return by how many bytes each event changes the SRAM in use."""
+    """Return by how many bytes each event changes the amount of SRAM in use."""
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
@@ -122,7 +122,7 @@ def gain(events: np.ndarray) -> np.ndarray:
 def step_ends(events: np.ndarray) -> np.ndarray:
     """Return the index of the last event of each outer step.
 
-    That is the first event, after the step's own "compute", at which no buffer is left on chip.
+    The last event is the first, after the step's own "compute", at which no buffer is left on chip.
     """
     seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
     closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))
@@ -130,10 +130,10 @@ def step_ends(events: np.ndarray) -> np.ndarray:
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """Return the code of the on-chip buffer that each tensor is loaded into.
+    """Return, for each tensor code, the code of the on-chip buffer that the tensor is loaded into.
 
-    The buffer's name is the tensor's name without `_acc`. A tensor of a user's own algorithm has a
-    buffer of the same name.
+    The name of the buffer is the tensor's name without `_acc`. For a tensor of a user's own
+    algorithm, the buffer has the tensor's name.
     """
     table = np.arange(256)
     table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]

@@ -1,23 +1,25 @@
 """Saves and loads traces as versioned ``.npz`` files without pickle.
 
-An archive contains a header and arrays. ``header`` (JSON, as UTF-8 bytes) has the format, version,
-problem, device, stages and provenance, and the shape of each array by name. The arrays are:
+Each archive contains a header and arrays. The member ``header`` (JSON, as UTF-8 bytes) has the
+format, version, problem, device, stages and provenance, and the shape of each array by name. The
+arrays are:
 
 - ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one per stage;
 - ``block_mask``, if there is one;
 - ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the
   trace's first tiling (see `SavedMask`), and so on for its other tilings;
-- ``costs_0`` ..., the `StageTrace.costs` of a user's own algorithm.
+- ``costs_0`` ..., the field `StageTrace.costs` of each stage of a user's own algorithm.
 
-A timeline is stored field by field, as ``timeline_sm`` and so on (`events.TIMELINE`). Each start
-is stored as its difference from the start before it, and each end as a duration, which makes the
-file a third as large.
+If the trace has a timeline, each of its fields is an array of its own, such as ``timeline_sm``
+(`events.TIMELINE`). In a timeline, each start is stored as its difference from the start before it,
+and each end as a duration, which makes the file a third as large.
 
-The header names the operations, tensors, phases and roles behind the numeric codes, so a later
-flashsim may renumber them.
+The header also names the operations, tensors, phases and roles behind the numeric codes, so that a
+later flashsim may renumber them.
 
-A file may come from an untrusted source. Sizes are checked before memory is allocated (`archive`),
-and values before they are used (`validate`). A damaged or inconsistent file raises a `TraceError`.
+A trace file may come from an untrusted source. So sizes are checked before memory is allocated
+(`archive`), and values before they are used (`validate`). A damaged or inconsistent file raises a
+`TraceError`.
 """
 
 from __future__ import annotations
@@ -63,7 +65,7 @@ _INT32 = np.dtype(np.int32)
 
 
 def save(trace: Recording, path: str | os.PathLike) -> None:
-    """Write `trace` to `path`, replacing an existing file only once the new one is complete.
+    """Write `trace` to `path`; an existing file is replaced only once the new one is complete.
 
     Raises
     ------
@@ -223,9 +225,10 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray, ...]]]:
-    """Yield each of a problem's functions: its name, its graph, and its captured arrays.
+    """Yield, for each function of a problem, its name, its graph, and its captured arrays.
 
-    The arrays of a score function are left out, because the schedule does not depend on them.
+    The captured arrays of a score function are left out, because the schedule does not depend on
+    them.
     """
     if problem.mask_mod is not None:
         yield "mask_mod", problem.mask_mod.graph, problem.mask_mod.arrays
@@ -234,7 +237,7 @@ def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray,
 
 
 def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
-    """Return the type and the number of axes of each captured array of a mask function."""
+    """Return the type and number of axes of each array that a mask function captured."""
     graph = graph_of(entry)
     names = ("float32" if a.dtype == "bfloat16" else a.dtype for a in graph.arrays)
     pairs = zip(names, graph.arrays, strict=True)
@@ -363,7 +366,7 @@ def _events(
     *,
     own: bool,
 ) -> np.ndarray:
-    """Return the events of stage `n`, read-only, with the current version's codes."""
+    """Return the events of stage `n` of a file, read-only, with the current version's codes."""
     (length,) = shapes[f"events_{n}"]
     validate.length_of_events(length, walk, problem, tiling, own=own)
 
@@ -378,9 +381,9 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return the type and the number of axes of each array that the header implies.
+    """Return the type and number of axes of each array that the header implies.
 
-    Raises a ValueError unless the file has exactly these arrays.
+    The function raises a ValueError unless the file has exactly these arrays.
     """
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))

@@ -1,15 +1,15 @@
 """Exports traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
 
-A timeline that a GPU recorded (``trace="timeline"``) keeps the GPU's times. Stages that the kernel
-did not time are left out of the slices and of the counters. A simulated trace has no times, so
-they are computed from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth and of the
-FLOP/s. A step first moves its tiles and then computes, without overlap. Such times show order and
-proportion; they do not predict a kernel's time.
+If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's times. For such a
+trace, slices and counters leave out stages that the kernel did not time. A simulated trace has no
+times, so they are computed from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth
+and of the FLOP/s. In these computed times, a step first moves its tiles and then computes, without
+overlap. Computed times show order and proportion; they do not predict a kernel's time.
 
 One thread id stands for one SM and pipe (simulated), or for one SM, role and layer of overlapping
-visits (recorded). Slices nest within a thread id. All times are whole nanoseconds, as in Perfetto.
-With fractions, Perfetto would round starts and durations separately, and drop a slice that then
-ends after the slice that contains it.
+visits (recorded). The slices of one thread id are nested or disjoint. All times are whole
+nanoseconds, as in Perfetto. If times were fractions, Perfetto would round starts and durations
+separately, and drop a slice that then ends after the slice that contains it.
 """
 
 from __future__ import annotations
@@ -121,11 +121,12 @@ def _real(trace: Recording) -> Iterator[Slice]:
 def _real_counters(
     trace: Recording, spans: np.ndarray, block: np.ndarray, origin: int
 ) -> Iterator[Slice]:
-    """Yield a recorded timeline's counters: total requested HBM bytes, and SRAM in use per SM.
+    """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The times come from the timeline, the bytes from the events. The bytes of a visit are added at
-    its end, those of an outer step when its row or column tile is stored. A thread block uses its
-    stage's peak SRAM while its last role works (of a warp-specialised kernel, the last consumer).
+    The counters' times come from the timeline, and their bytes from the events. The bytes of a
+    visit are added at the visit's end, and those of an outer step when its row or column tile is
+    stored. A thread block uses its stage's peak SRAM while its last role works (of a
+    warp-specialised kernel, the last consumer).
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -154,7 +155,7 @@ def _real_counters(
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     """Return the requested bytes of each visit or outer step in `parts`, int64 (n_parts,).
 
-    If several blocks store parts of a row, the row's bytes are divided among them.
+    If several blocks store parts of one row, the bytes of the row are divided among them.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
@@ -205,13 +206,16 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """Return the events of each outer step, in order. One thread block executes one outer step."""
+    """Return the events of each outer step, in order.
+
+    In the export, each outer step is one thread block.
+    """
     last = step_ends(stage.events)
     return np.split(stage.events, last + 1)[: len(last)]
 
 
 class _Clock:
-    """Converts a block's events to slices, timed by one SM's share of the device's peaks."""
+    """Converts a block's events to slices, timed by one SM's portion of the device's peaks."""
 
     def __init__(self, trace: Recording) -> None:
         self.trace, self.used = trace, set[int]()
@@ -301,7 +305,7 @@ def _slice(
 
 
 def _thread(sm: Any, row: Any) -> Any:
-    """Return the thread id of a row of an SM; both arguments may be arrays."""
+    """Return the thread id for a row of an SM; both arguments may be arrays."""
     return (sm + 1) * _LANES + row
 
 
@@ -311,9 +315,9 @@ def _counter(name: str, pid: int, when: int, value: int) -> Slice:
 
 
 def _process(pid: int, name: str) -> Iterator[Slice]:
-    """Yield the events that set a process's name and its position in the viewer.
+    """Yield the events that set the name of a process, and its position in the viewer.
 
-    The totals come first, then SM 0, SM 1 ...
+    The process of totals comes first, then those of SM 0, SM 1 ...
     """
     yield _about("process_name", pid, 0, name)
     order = 0 if pid == _COUNTERS else 1 + pid

@@ -1,6 +1,7 @@
-"""`Recording`: the data of a trace, without the methods that query it.
+"""`Recording`: the data of a trace, without methods that query it.
 
-Trace files, timelines and the Perfetto export need only this class. `Trace` adds the methods.
+Trace files, timelines and the Perfetto export need only this class. The class `Trace` adds these
+methods.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from flashsim.trace.events import StageTrace
 class Own(NamedTuple):
     """The description of a user's own algorithm, which has no dataflow table and no closed form.
 
-    `tensors` maps the name of each tensor that is not in `TENSORS` to the axis along which the
-    tensor is divided into tiles (see `schedule.tensors`). Their codes follow those of `TENSORS`, in
-    this order. `compulsory` is the number of bytes that any algorithm for these results must move.
-    `workspace` is the number of bytes that the algorithm keeps in HBM besides inputs and results.
+    The field `tensors` maps the name of each tensor that is not in `TENSORS` to the axis along
+    which the tensor is divided into tiles (see `schedule.tensors`). In events, the codes of these
+    tensors follow those of `TENSORS`, in this order. The field `compulsory` is the number of bytes
+    that any algorithm with the same results must move. The field `workspace` is the number of bytes
+    that the algorithm keeps in HBM besides inputs and results.
     """
 
     tensors: Mapping[str, int]
@@ -36,7 +38,7 @@ class Own(NamedTuple):
 @own_errors
 @dataclass(eq=False, repr=False)
 class Recording:
-    """The record of a run.
+    """The recorded data of a run, which `Trace` extends by methods.
 
     Attributes
     ----------
@@ -68,7 +70,7 @@ class Recording:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The names of all tensors, indexed by the codes in the events."""
+        """The names of all tensors, indexed by the tensor codes in events."""
         return TENSORS if self.own is None else (*TENSORS, *self.own.tensors)
 
     @property

@@ -1,8 +1,8 @@
-"""`Steps`: the steps of one head in a trace, with the state after each step.
+"""`Steps`: the steps of one head in a trace, with the state of memory after each step.
 
 A step ends at each "compute" event: at each visit of a score tile, and at the end of each outer
-step (where FlashAttention-2 divides by l and stores O). Animations and HTML players show every
-step. `Trace.frame` returns the state after one visit, as a `Frame`.
+step (where FlashAttention-2 divides by l and stores O). Animations and HTML players show each of
+these steps. The method `Trace.frame` returns the state after one visit, as a `Frame`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _Trace = TypeVar("_Trace", bound=Recording)
 
 
 class Frame(NamedTuple):
-    """The state of one head's traversal right after visit `step`, for drawing.
+    """The state of the loops over one head right after visit `step`, for drawing.
 
-    Arrays with one entry per score tile have shape (T_r, T_c).
+    An array with one entry per score tile has shape (T_r, T_c).
     """
 
     step: int
@@ -90,7 +90,7 @@ class Steps(Generic[_Trace]):
         return np.concatenate([[0], self.ends[:-1] + 1])
 
     def moves(self, step: int) -> np.ndarray:
-        """Return the transfers of a step: its loads, stores and reductions, from `events`."""
+        """Return the events of `step` that are transfers: its loads, stores and reductions."""
         events = self.events[self.starts[step] : self.ends[step] + 1]
         return events[np.isin(events["op"], TRANSFERS)]
 
@@ -132,9 +132,9 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """The part of the keys that each step reads, or the number of parts that it merges.
+        """Texts for display: which part of split keys each step reads, or how many parts it merges.
 
-        Each is a text for display, such as "part 2 of 4"; "" if the keys are not split.
+        A text is, for example, "part 2 of 4"; it is "" if the keys are not split.
         """
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
@@ -152,14 +152,14 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def buffers(self) -> list[str]:
-        """Names of all on-chip buffers, in the order they first appear."""
+        """The names of all on-chip buffers, in the order in which they first appear."""
         owner = buffer_of(self.events["tensor"])[gain(self.events) != 0]
         codes, first = np.unique(owner, return_index=True)
         return [self.trace.tensors[code] for code in codes[np.argsort(first)]]
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """Bytes per buffer when each step uses the most SRAM, int64 (n_steps, n_buffers)."""
+        """Bytes per buffer at the moment of each step's SRAM peak, int64 (n_steps, n_buffers)."""
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)
@@ -176,16 +176,16 @@ class Steps(Generic[_Trace]):
 
     @property
     def sram_scale(self) -> int:
-        """Bytes at which the SRAM bar is full, in every step: the device's capacity per block.
+        """The bytes at which players draw the SRAM bar as full: the device's capacity per block.
 
-        A GPU kernel may keep more on chip, because it also uses registers. The bar is then full at
-        the trace's peak.
+        A GPU kernel may keep more on chip than that, because it also uses registers. For such a
+        trace, the bar is full at the trace's own peak.
         """
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """Number of visits that the step's stage made before each step, int64 (n_steps,)."""
+        """How many visits the step's stage made before each step, int64 (n_steps,)."""
         seen = np.cumsum(self.visit >= 0)
         before = np.concatenate([[0], seen[:-1]])
         first = np.searchsorted(self.stage, np.arange(len(self.trace.stages)))
@@ -197,7 +197,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state after a visit, for the traversal whose first query head is `head`."""
+        """Return the state after a visit, for the loops whose first query head is `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

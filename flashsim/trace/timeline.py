@@ -1,8 +1,8 @@
 """Finds the thread block of each span of a GPU timeline, and the row on which to draw the span.
 
 Several thread blocks may share an SM. Within a block, visits overlap if a kernel starts the next
-tile's scores during this tile's softmax. Two spans on the same row never overlap partly: they are
-nested or disjoint.
+tile's scores during the softmax of the current tile. Two spans on the same row do not overlap in
+part: they are nested or disjoint.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from flashsim.trace.recording import Recording
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The thread block and the drawing row of each span of a timeline; every SM has the same rows.
+    """The thread block and the drawing row of each span of a timeline.
+
+    Every SM has the same rows.
 
     Attributes
     ----------
@@ -105,7 +107,7 @@ def _name(block_name: str, role: str, layer: int) -> str:
 
 
 def _numbers(*columns: np.ndarray) -> np.ndarray:
-    """Return one number per row of the stacked columns; equal rows get equal numbers."""
+    """Return a number for each row of the stacked columns; equal rows get equal numbers."""
     _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
     return number.reshape(-1)
 
@@ -120,7 +122,7 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return a layer for each interval; intervals of one owner and layer do not overlap."""
+    """Return a layer for each interval, so that intervals of one owner and layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
     taken: dict[int, list[int]] = {}  # the time at which each layer of an owner becomes free
     for at in np.lexsort((end, start)).tolist():

@@ -1,7 +1,7 @@
-"""`Trace`: the recorded transfers and computations, event by event, and methods that query them.
+"""`Trace`: the recorded transfers and computations of a run, event by event, with query methods.
 
-Every head runs the same loops. So a stage stores the events of one head and how often they repeat.
-`Trace.events` returns the events of all heads.
+All heads run the same loops. So for each stage, a trace stores the events of one head and how often
+they repeat. The property `Trace.events` returns the events of all heads.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording):
-    """The recorded events of a run, with the same query methods as `Traffic`."""
+    """The recorded events of a run, with the same query methods as `Traffic`, its closed form."""
 
     # -- events ---------------------------------------------------------------------------------
 
     @cached_property
     def events(self) -> np.ndarray:
-        """Every event of every head in one structured array (dtype `EVENT`), stage by stage."""
+        """All events of all heads in one structured array (dtype `EVENT`), stage by stage."""
         parts = [stage.expand(number) for number, stage in enumerate(self.stages)]
         return np.concatenate(parts) if parts else np.zeros(0, EVENT)
 
     @property
     def n_events(self) -> int:
-        """Number of events over all heads, without expanding them."""
+        """The number of events of all heads, computed without listing them."""
         return sum(len(stage.events) * stage.repeat for stage in self.stages)
 
     @property
@@ -66,12 +66,12 @@ class Trace(Recording):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the stage with the most visits, which pictures show."""
+        """The schedule of the stage with the most visits, which plots show."""
         return self.main_stage.schedule
 
     @property
     def main_stage(self) -> StageTrace:
-        """The stage with the most visits; of several, the first."""
+        """The stage with the most visits; of several such stages, the first."""
         return max(self.stages, key=lambda s: int((s.events["visit"] >= 0).sum()))
 
     def stage(self, name: str) -> StageTrace:
@@ -85,7 +85,7 @@ class Trace(Recording):
 
     @cached_property
     def transfers(self) -> dict[tuple[str, str, str], int]:
-        """Requested bytes over all heads, as ``{(stage, op, tensor): bytes}``."""
+        """The requested bytes over all heads, as ``{(stage, op, tensor): bytes}``."""
         result: dict[tuple[str, str, str], int] = {}
         names = self.tensors
         for stage in self.stages:
@@ -132,8 +132,8 @@ class Trace(Recording):
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
         """Return the requested bytes of each score tile over all heads, int64 (T_r, T_c).
 
-        Transfers of an outer step (Q and O in a Q-outer loop) belong to no tile; `by_outer` counts
-        them.
+        The result does not include transfers of an outer step (Q and O in a Q-outer loop), which
+        belong to no single tile; `by_outer` counts them.
         """
         grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
         for stage in self.stages:
@@ -145,13 +145,14 @@ class Trace(Recording):
         return grid
 
     def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the requested bytes that belong to outer steps rather than to score tiles."""
+        """Return the requested bytes that belong to outer steps, not to single score tiles."""
         return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
 
     def by_head(self) -> np.ndarray:
         """Return the requested bytes of each query head, int64 (batch * heads,).
 
-        Transfers that serve a whole group of query heads are added to the group's first head.
+        If a transfer serves a whole group of query heads, its bytes are added to the group's first
+        head.
         """
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
@@ -175,7 +176,7 @@ class Trace(Recording):
 
     @cached_property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
-        """FLOPs by kind and on-chip bytes, computed from the executed visits and steps."""
+        """The FLOPs by kind and the on-chip bytes, computed from the executed visits and steps."""
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
         for stage in self.stages:
@@ -219,7 +220,7 @@ class Trace(Recording):
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
         """Return the bytes in each on-chip buffer after each event, for one head of a stage.
 
-        Without `stage`, it is the stage with the most visits.
+        Without `stage`, the method uses the stage with the most visits.
 
         Returns
         -------
@@ -247,8 +248,8 @@ class Trace(Recording):
     def cumulative(self) -> np.ndarray:
         """Return the cumulative requested bytes of one head, visit by visit over all stages.
 
-        Entry v is the total after v visits. A transfer outside visits is added to the visit that
-        follows it, or, at the end of a stage, to the stage's last visit.
+        Entry v of the result is the total after v visits. The bytes of a transfer outside visits
+        are added to the visit that follows it or, at the end of a stage, to the stage's last visit.
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:
@@ -267,13 +268,16 @@ class Trace(Recording):
 
     @property
     def n_visits(self) -> int:
-        """Number of visits of one head (or head group) over all stages: an animation's steps."""
+        """The number of visits of one head (or head group) over all stages.
+
+        The argument `step` of `frame` counts these visits.
+        """
         return sum(
             int(((s.events["op"] == COMPUTE) & (s.events["visit"] >= 0)).sum()) for s in self.stages
         )
 
     def frame(self, step: int = -1, head: int = 0) -> Frame:
-        """Return the state right after visit `step` of one head; -1 is the last visit.
+        """Return the state right after visit `step` of one head; `step` -1 is the last visit.
 
         Raises
         ------
@@ -290,10 +294,10 @@ class Trace(Recording):
     # -- comparisons ----------------------------------------------------------------------------
 
     def predicted(self) -> Traffic:
-        """Return the traffic by closed form for the same schedule, as `flashsim.count` does.
+        """Return the traffic of the same schedule by closed form, as `flashsim.count` does.
 
-        Unlike `flashsim.count`, this does not check whether the tiles fit in on-chip memory: a GPU
-        kernel may keep in registers the tiles that the model places in shared memory.
+        Unlike `flashsim.count`, this method does not check whether the tiles fit in on-chip memory:
+        a GPU kernel may keep in registers the tiles that the model places in shared memory.
 
         Raises
         ------
@@ -313,10 +317,10 @@ class Trace(Recording):
         )
 
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
-        """Return the DRAM bytes, by a model of the L2 cache of `device`.
+        """Return the DRAM bytes that a model of the L2 cache of `device` predicts.
 
-        Without `device`, it is the device of the trace. The schedule's requests are replayed, tile
-        by tile; see `flashsim.l2`.
+        Without `device`, the method uses the device of the trace. The model replays the schedule's
+        requests tile by tile; see `flashsim.l2`.
 
         Raises
         ------
@@ -331,9 +335,9 @@ class Trace(Recording):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return where two results differ, as ``{(stage, op, tensor): (ours, theirs)}``.
+        """Return where two results' bytes differ, as ``{(stage, op, tensor): (ours, theirs)}``.
 
-        The dict is empty if they agree.
+        The dict is empty if both agree.
 
         Raises
         ------
@@ -350,7 +354,7 @@ class Trace(Recording):
         }
 
     def same_events(self, other: Trace) -> bool:
-        """Return whether two traces have the same stages and, stage by stage, the same events.
+        """Return whether two traces have the same stages and, in each stage, the same events.
 
         Raises
         ------
@@ -365,7 +369,7 @@ class Trace(Recording):
     # -- to and from disk -----------------------------------------------------------------------
 
     def save(self, path) -> None:
-        """Write a versioned ``.npz`` (no pickle) that `Trace.load` reads back."""
+        """Write the trace to a versioned ``.npz`` file (no pickle), which `Trace.load` reads."""
         from flashsim.trace.file import save  # imported late, to keep `import flashsim` light
 
         save(self, path)
@@ -386,7 +390,7 @@ class Trace(Recording):
     def to_perfetto(self, path, *, heads: int = 1):
         """Write the trace as Chrome trace events for https://ui.perfetto.dev.
 
-        See `perfetto.write` for the parameters.
+        The function `perfetto.write` describes the parameters.
         """
         from flashsim.trace.perfetto import write
 

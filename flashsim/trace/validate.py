@@ -1,8 +1,8 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A trace file may come from an untrusted source. Before a table is read, its length must be at most
-what its problem can need, so a small file cannot fill the memory. After the table is read, every
-index in it must be in range, so that queries of the trace need no checks of their own.
+A trace file may come from an untrusted source. Before a table of the file is read, its length must
+be at most what its problem can need, so that a small file cannot fill the memory. After a table is
+read, every index in it must be in range, so that queries of the trace need no checks of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STAGE = {
 
 
 def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry`, a JSON object that has at least these keys, with values of these types."""
+    """Return `entry`, which must be a JSON object with these keys and values of these types."""
     if not isinstance(entry, dict):
         raise ValueError(f"{what} must be a JSON object, got {shown(entry)}")
     for key, kind in kinds.items():
@@ -57,7 +57,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry`, a list of n integers from `low` up to the largest possible index."""
+    """Return `entry`, which must be a list of n integers from `low` up to the largest index."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -71,7 +71,7 @@ def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
 def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     """Check the top-level fields of a trace file's header.
 
-    The constructors of the problem, the device and the stages check the fields of these.
+    The constructors of the problem, the device and the stages check the fields inside these.
     """
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
@@ -99,7 +99,7 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
 
 
 def _strings(tree: Any) -> None:
-    """Refuse text that is too long, or that contains terminal control characters."""
+    """Raise for text that is too long, or that contains terminal control characters."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             _strings(key)
@@ -116,7 +116,7 @@ def _strings(tree: Any) -> None:
 
 
 def own(value: Any) -> Own | None:
-    """Return the file's description of a user's own algorithm; None for a built-in one."""
+    """Return a file's description of a user's own algorithm; None for a built-in algorithm."""
     if value is None:
         return None
     kinds = {"tensors": list, "compulsory": int, "workspace": int}
@@ -147,12 +147,12 @@ def own(value: Any) -> Own | None:
 
 
 def own_name(name: Any) -> bool:
-    """Whether a tensor of a user's own algorithm may have this name."""
+    """Return whether a tensor of a user's own algorithm may have this name."""
     return isinstance(name, str) and name.isidentifier() and len(name) <= 24
 
 
 def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
-    """Check that a stage's table of costs has one row per "compute" event."""
+    """Raise unless a stage's table of costs has one row per "compute" event."""
     needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
     if shape != needed:
         raise ValueError(
@@ -162,12 +162,12 @@ def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
 
 
 def own_costs(costs: np.ndarray) -> None:
-    """Check that sums of FLOPs, and of on-chip bytes, cannot overflow."""
+    """Raise if a sum of FLOPs, or of on-chip bytes, could overflow."""
     within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
 def problem(fields: dict[str, Any], **masks: Any) -> Problem:
-    """Return the header's problem, after checking that int32 tables can index its lengths."""
+    """Return the problem in the header, after checking that int32 tables can index its lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
             f"problem: {', '.join(sorted(own_masks))} must be a field of the header, not of its "
@@ -185,7 +185,10 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
 
 
 def split(entry: Mapping[str, Any]) -> Split:
-    """Return the `Split` of a stage. Older files have no entry for it: they never split keys."""
+    """Return the `Split` of a stage in the file.
+
+    Files of older versions have no entry for a split, because those versions never split keys.
+    """
     value = entry.get("split", [1, False])
     if not isinstance(value, list) or len(value) not in (2, 3):
         raise ValueError(
@@ -207,7 +210,8 @@ def stage(
 ) -> tuple[plans.Stage, Tiling, int, int]:
     """Return a stage, its tiling, and the `repeat` and `stride` of its `StageTrace`.
 
-    For a user's `own` algorithm the file describes the stage; otherwise the algorithm's plan does.
+    If the file has a user's `own` algorithm, the file describes the stage; otherwise the
+    algorithm's plan does.
     """
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
@@ -246,10 +250,10 @@ def stage(
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Check that the file's buffers are well-formed; their content is not used.
+    """Raise unless the file's buffers are well-formed; their content is not used.
 
-    The loaded stage takes its buffers from the current dataflow table instead, which may have
-    changed since the file was written.
+    The loaded stage takes its buffers from the current dataflow table instead, because the table
+    may have changed since the file was written.
     """
     if len(buffers) > len(TENSORS):
         raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
@@ -270,12 +274,12 @@ def _check_buffers(buffers: list[Any]) -> None:
 
 
 def members(walk: plans.Stage, of: Problem) -> int:
-    """Return the score rows per query in a stage's loops: one for each packed head (`Split`)."""
+    """Return how many score rows a query has in a stage's loops: one per packed head (`Split`)."""
     return of.group if walk.parts and walk.per == "group" else 1
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Return the numbers of row tiles, column tiles and score tiles.
+    """Return how many row tiles, column tiles and score tiles there are.
 
     A score tile pairs a row tile with a column tile of the same sequence.
     """
@@ -290,9 +294,9 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Refuse a table of events that is too long or too short for the stage.
+    """Raise for a table of events that is too long or too short for the stage.
 
-    For a user's `own` algorithm, the problem implies no limit on the length, so a fixed limit
+    For a user's `own` algorithm, the problem implies no limit on that length, so a fixed limit
     applies.
     """
     if own:
@@ -325,7 +329,7 @@ def length_of_mask(
     tiling: Tiling,
     rows_each: int,
 ) -> None:
-    """Refuse a mask's table of tiles whose length does not match its tiling."""
+    """Raise for a mask's table of tiles whose length does not match its tiling."""
     t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
         raise ValueError(
@@ -335,7 +339,7 @@ def length_of_mask(
 
 
 def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
-    """Refuse a block mask's grid that reaches past the scores."""
+    """Raise for a block mask whose grid reaches past the scores."""
     if shape[0] * rows >= of.n_q + rows or shape[1] * cols >= of.n_kv + cols:
         raise ValueError(
             f"a block mask of {shape} cells, each of {rows} x {cols} scores, has cells past the "
@@ -344,7 +348,7 @@ def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
 
 
 def length_of_timeline(length: int, events: int) -> None:
-    """Refuse a timeline with more spans than events x phases x roles."""
+    """Raise for a timeline with more spans than events x phases x roles."""
     if length > (most := events * len(PHASES) * len(ROLES)):
         raise ValueError(
             f"the timeline must have at most {most} spans, for a trace of {events} events, got "
@@ -356,7 +360,7 @@ def length_of_timeline(length: int, events: int) -> None:
 
 
 def within(what: str, values: np.ndarray, low: int, high: int) -> None:
-    """Refuse values outside low .. high - 1."""
+    """Raise for values outside low .. high - 1."""
     if len(values) and not (low <= int(values.min()) and int(values.max()) < high):
         raise ValueError(
             f"{what}: the values must be from {low} to {high - 1}, but are from {values.min()} to "
@@ -373,9 +377,11 @@ def events(
     *,
     own: bool = False,
 ) -> None:
-    """Check some consecutive events of a stage: heads and tiles exist, byte counts are possible.
+    """Raise unless some consecutive events of a stage are valid.
 
-    `length` is the number of all events of the stage.
+    The heads and tiles must exist, and the byte counts must be possible.
+
+    The argument `length` is the number of all events of the stage.
     """
     rows_each = members(walk, of)
     t_r, t_c, pairs = tiles(of, tiling, rows_each)
@@ -408,7 +414,7 @@ def events(
 
 
 def order(table: np.ndarray, walk: plans.Stage) -> None:
-    """Check that each visit computes something, and that each step frees all its buffers."""
+    """Raise unless each visit computes something, and each step frees all its buffers."""
     if not len(table):
         return
     what = f"stage {walk.name!r}: "
@@ -426,7 +432,7 @@ def order(table: np.ndarray, walk: plans.Stage) -> None:
 
 
 def moved(stages: Sequence[StageTrace]) -> None:
-    """Refuse a trace that moves no bytes between HBM and SRAM."""
+    """Raise for a trace that moves no bytes between HBM and SRAM."""
     if not any(
         np.isin(stage.events["op"], TRANSFERS)[stage.events["bytes"] > 0].any() for stage in stages
     ):
@@ -434,7 +440,10 @@ def moved(stages: Sequence[StageTrace]) -> None:
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
-    """Check the spans: stages, heads and tiles exist, and no span ends before it begins."""
+    """Raise unless a timeline's spans are valid.
+
+    Stages, heads and tiles must exist, and no span may end before it begins.
+    """
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
     within("timeline: head", spans["head"], 0, of.batch * of.heads)
@@ -450,7 +459,10 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
-    """Check a mask's table: each row tile lists key tiles of its own sequence, in order of keys."""
+    """Raise unless a mask's table is valid.
+
+    Each row tile must list key tiles of its own sequence, in the order of keys.
+    """
     ptr, col, kind = table
     within("kinds of a mask's tiles", kind, 0, 2)
     if ptr[0] != 0 or ptr[-1] != len(col) or (np.diff(ptr) < 0).any():

@@ -38,6 +38,9 @@ class BlockPointer:
         """The type of the pointer `base`, so that `p.dtype.element_ty` works in kernels."""
         return self.base.dtype
 
+    #: Kernels also write `p.type.element_ty`.
+    type = dtype
+
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
         """Return handles of the block's pointers and of its mask, False out of checked bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)

@@ -10,9 +10,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from flashsim.problem.hardware import Device
 from flashsim.triton.installed import installed
 
 
@@ -97,17 +100,64 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
             kwargs = dict(kwargs or {})
             if func is torch.Tensor.cuda:
                 return args[0]
+            if getattr(func, "__self__", None) is torch.Tensor.is_cuda and not _torch_asks(torch):
+                return True  # "assert q.is_cuda" stands in many files
             if _on_gpu(kwargs.get("device")):
                 kwargs["device"] = "cpu"
             if func is torch.Tensor.to:
                 args = tuple("cpu" if _on_gpu(x) else x for x in args)
-            return func(*args, **kwargs)
+            made = func(*args, **kwargs)
+            if func in empties and made.dtype in with_nan:
+                made.fill_(float("nan"))  # so that it shows where a kernel reads what nobody wrote
+            return made
 
+    empties = {torch.empty, torch.empty_like, torch.Tensor.new_empty}
+    with_nan = {torch.float64, torch.float32, torch.float16, torch.bfloat16}
     stack.enter_context(KeptOnCpu())
     for name in ("synchronize", "empty_cache", "set_device"):
         stack.enter_context(mock.patch.object(torch.cuda, name))
+    for name, value in _device_facts().items():
+        stack.enter_context(mock.patch.object(torch.cuda, name, _said(torch, name, value)))
     if available:
         stack.enter_context(mock.patch.object(torch.cuda, "is_available", return_value=True))
+
+
+def _device_facts() -> dict[str, Any]:
+    """Return what functions of `torch.cuda` say about an A100, which `Driver` names as well."""
+    a100 = Device.get("A100")
+    major, minor = a100.compute_capability
+    properties = SimpleNamespace(
+        name=a100.name,
+        major=major,
+        minor=minor,
+        multi_processor_count=a100.sm_count,
+        total_memory=a100.hbm_bytes,
+        L2_cache_size=a100.l2_bytes,
+        shared_memory_per_block_optin=a100.sram_bytes,
+        shared_memory_per_multiprocessor=a100.sram_per_sm,
+        warp_size=32,
+    )
+    return {
+        "get_device_properties": properties,
+        "get_device_capability": (major, minor),
+        "get_device_name": a100.name,
+        "current_device": 0,
+    }
+
+
+def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
+    """Return a function that tells a file `value`, and torch itself what is so."""
+    plain = getattr(torch.cuda, name)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs) if _torch_asks(torch) else value
+
+    return told
+
+
+def _torch_asks(torch: Any) -> bool:
+    """Whether the function that called ours was called by torch, whose compiler has to know."""
+    return sys._getframe(2).f_code.co_filename.startswith(str(Path(torch.__file__).parent))
 
 
 def _on_gpu(device: Any) -> bool:

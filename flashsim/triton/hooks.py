@@ -157,6 +157,8 @@ def _unary(m: Interpreter, plain: Any) -> Any:
     def unary(arg: Any, op: Any) -> Any:
         if op in _EXPONENTIALS:
             m.work("exp", arg.data.size)
+        if op in (np.exp, np.exp2):
+            m.exponent(arg)
         return floats.arithmetic(op, arg) if floats.is_narrow(arg.dtype) else plain(arg, op)
 
     return unary

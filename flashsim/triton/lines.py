@@ -24,6 +24,17 @@ def reader_frame(folder: str) -> FrameType | None:
     return frame
 
 
+def in_library(folder: str) -> bool:
+    """Whether a function of Triton's own library is running, such as `tl.sigmoid`."""
+    library = str(Path(folder) / "language" / "standard.py")
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
+        if frame.f_code.co_filename == library:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
     """Return the file, number and text of the user's innermost line in an error's traceback."""
     found = None

@@ -15,16 +15,19 @@ from flashsim.errors import (
     shown,
 )
 from flashsim.own_kernels import ATOMIC, Recorder
+from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers
 from flashsim.triton import narrow_floats as floats
 from flashsim.triton.arguments import Arguments, Descriptor, Pointer, allocation, values
 from flashsim.triton.hooks import HOOKED, checking, remembering
 from flashsim.triton.installed import installed
-from flashsim.triton.lines import failure, reader_frame, tiles
+from flashsim.triton.lines import failure, in_library, reader_frame, tiles
 from flashsim.triton.memory import Memory, Reached, dtype_of
 
 #: Programs per launch whose tile values are examined; later programs hold the same tiles.
 _HELD_PROGRAMS = 2
+#: Exponents up to here are rounding.
+POSITIVE = 1e-3
 _MISSING = object()
 
 
@@ -80,13 +83,15 @@ class Interpreter:
         self.arguments = Arguments(self.recorder)
         self.memory = Memory(self.recorder, self.arguments.pointers)
         self.ran: list[Ran] = []
-        self._config = config
+        self.config = config
         self._programs = None if programs is None else [tuple(one) for one in programs]
         self._keep = keep
         self._changed: list[tuple[Any, str, Any]] = []
         self._loaded: dict[int, Any] = {}
         self._started = 0
+        self.tuned = False  # whether a kernel had configurations to choose from
         self.atomic = False
+        self._positive: set[int] = set()  # lines with exponentials of positive numbers
         self._patched: set[int] | None = None  # ids of the globals that this launch has patched
 
     # -- hooks ----------------------------------------------------------------------------------
@@ -207,7 +212,8 @@ class Interpreter:
 
     def _choose(self, tuner: Any, possible: Sequence[Any]) -> Any:
         name = tuner.base_fn.__name__
-        config = self._config
+        config = self.config
+        self.tuned = True
         if isinstance(config, Mapping):
             for one in tuner.configs:
                 every = one.all_kwargs()
@@ -305,6 +311,24 @@ class Interpreter:
         """Record FLOPs for an operation on a tile of `size` elements: one per element."""
         if not self.memory.silent and size > 1:
             self.recorder.work(kind, size, line=self.line())
+
+    def exponent(self, arg: Any) -> None:
+        """Note an exponential of positive numbers in attention's forward pass."""
+        if self.memory.silent or floats.is_narrow(arg.dtype):
+            return
+        most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
+        if most <= POSITIVE:
+            return
+        papers = {paper_name(one.name) for one in self.recorder.tensors}
+        inside = in_library(self.at.folder)  # tl.sigmoid, for example
+        number = self.line()[1]
+        if not {"Q", "K", "V"} <= papers or "dO" in papers or inside or number in self._positive:
+            return
+        self._positive.add(number)
+        self.recorder.note(
+            f"line {number}: an exponential of a positive number, {most:.3g}. A softmax subtracts "
+            "its running maximum first, so that none is positive; without it, large scores overflow"
+        )
 
     # -- launches -------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.errors import DTypeError, TraceError, own_errors, shown
+from flashsim.errors import DTypeError, OptionError, TraceError, own_errors, shown
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.check import Reference, Verdict
 from flashsim.own_kernels.record import KernelRecord
@@ -42,8 +42,16 @@ class Watch:
         ------
         TraceError
             If no kernel was launched.
+        OptionError
+            If there is a `config`, and no kernel is autotuned.
         """
         record = self.record()
+        if self._machine.config is not None and record.launches and not self._machine.tuned:
+            kernels = ", ".join(dict.fromkeys(one.kernel for one in record.launches))
+            raise OptionError(
+                f"config={shown(self._machine.config)} chooses a configuration of an autotuned "
+                f"kernel, but {kernels} has no @triton.autotune; leave it out"
+            )
         again = self._again if self._machine.ran else None
         made = KernelTrace(record, **self._options, values=self.values(), again=again)
         stored = self._machine.outputs(list(record.stored))

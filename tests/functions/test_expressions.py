@@ -141,7 +141,7 @@ def fails(text, match):
         ("names[q] == 1", "dtype"),
         ("q + k", "must return a boolean"),
         ("unknown(q)", "NameError"),
-        ("None", "used None as a number"),
+        ("None", "it returns None"),
         ("q + 'a' > 1", "unsupported operand"),
         ("q.nothing > 1", "has no 'nothing'"),
         ("empty[q] > 1", "captured array empty has no elements"),

@@ -23,6 +23,7 @@ OTHERS = {
     "silu": lambda x: x * special.expit(x),
     "swish": lambda x: x * special.expit(x),
     "gelu": lambda x: x * special.ndtr(x),
+    "leaky_relu": lambda x: np.where(x < 0, 0.01 * x, x),
     "neg": np.negative,
     "fabs": np.abs,
 }
@@ -30,6 +31,7 @@ ONE = (
     *("exp", "exp2", "expm1", "log", "log2", "log1p", "sqrt", "rsqrt", "tanh", "sigmoid", "expit"),
     *("sin", "cos", "erf", "floor", "ceil", "trunc", "relu", "sign", "square", "softplus"),
     *("neg", "negative", "abs", "absolute", "fabs", "silu", "swish", "gelu"),
+    "leaky_relu",
 )
 TWO = (
     *("add", "subtract", "multiply", "divide", "true_divide", "floor_divide", "mod", "remainder"),
@@ -47,7 +49,11 @@ def close(function, expected):
 
 @pytest.mark.parametrize("name", ONE)
 def test_a_function_of_one_number(name):
-    shifted = SCORE - 1.2 if name in ("relu", "sign", "trunc", "floor", "abs", "neg") else SCORE
+    shifted = (
+        SCORE - 1.2
+        if name in ("relu", "leaky_relu", "sign", "trunc", "floor", "abs", "neg")
+        else SCORE
+    )
     offset = shifted[0] - SCORE[0]
     expected = OTHERS.get(name) or getattr(np, name)
     close(lambda s, b, h, q, k: FUNCTIONS[name](s + offset), expected(shifted))
@@ -130,6 +136,8 @@ def test_arguments_by_name_and_methods():
     close(lambda s, b, h, q, k: FUNCTIONS["add"](s, 1.0, alpha=2.0), SCORE + 2.0)
     floor = lambda s, b, h, q, k: FUNCTIONS["div"](s, 0.7, rounding_mode="floor")  # noqa: E731
     close(floor, SCORE // 0.7)
+    filled = lambda s, b, h, q, k: s.masked_fill(s > 1, -2.0)  # noqa: E731
+    close(filled, np.where(SCORE > 1, -2.0, SCORE))
     trunc = lambda s, b, h, q, k: FUNCTIONS["div"](-s, 0.7, rounding_mode="trunc")  # noqa: E731
     close(trunc, np.trunc(-SCORE / 0.7))
     close(lambda s, b, h, q, k: np.where(s > 1, s, 0.0), np.where(SCORE > 1, SCORE, 0.0))
@@ -192,6 +200,8 @@ def test_captured_arrays_act_as_arrays():
         (lambda b, h, q, k: TABLE[k] > 0, "one index per axis"),
         (lambda b, h, q, k: TABLE[k, :] > 0, "a row"),
         (lambda b, h, q, k: ROW[k * 1.0] > 0, "is a float"),
+        (lambda b, h, q, k: None, "it returns None; it must return one value"),
+        (lambda b, h, q, k: (q, k), "must return one value per score"),
         (lambda b, h, q, k: np.clip(k, 0, 1, middle=2) > 0, "middle"),
     ],
 )

@@ -62,7 +62,8 @@ BROKEN = [
      "K tiles whose scores are all masked are loaded"),
     ("kernel-forward", "save_for_backward(q, k, v, o, lse)\n        ctx.is_causal = is_causal\n"
      "        return o\n\n    @staticmethod\n    def backward(ctx, do):\n"
-     '        """Return dQ, dK, dV, and None for the flag."""\n        q, k, v, o, lse = ctx.sav'
+     '        """Return dQ, dK, dV, and None for the argument `is_causal`."""\n'
+     '        q, k, v, o, lse = ctx.sav'
      "ed_tensors\n        do = do",
      "save_for_backward(q, k, v, o)\n        return o\n\n    @staticmethod\n"
      "    def backward(ctx, do):\n        do = do", "result", "saves no L"),

@@ -101,3 +101,46 @@ def test_an_autograd_function_of_a_homework_file(tmp_path):
     assert done.exit_code == 0, done.output
     assert "O right" in done.output
     assert triton.__version__ in done.output
+
+
+WANTS_A_GPU = """
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def add(x_ptr, y_ptr, n, B: tl.constexpr, PROGRAMS: tl.constexpr):
+    for tile in range(tl.program_id(0), tl.cdiv(n, B), PROGRAMS):
+        at = tile * B + tl.arange(0, B)
+        old = tl.load(y_ptr + at, mask=at < n)
+        tl.store(y_ptr + at, tl.load(x_ptr + at, mask=at < n) FOUND, mask=at < n)
+
+
+def launch(x):
+    assert x.is_cuda
+    y = torch.empty_like(x)
+    programs = torch.cuda.get_device_properties(x.device).multi_processor_count
+    assert programs == 108 and torch.cuda.get_device_capability() == (8, 0)
+    add[(programs,)](x, y, x.numel(), B=16, PROGRAMS=programs)
+
+
+def same(loaded):
+    return {"y_ptr": loaded["x_ptr"]}
+"""
+
+
+def test_a_file_that_asks_torch_for_a_gpu(tmp_path):
+    """It is told of an A100. Memory of torch.empty is NaN, so that reading it shows."""
+    path = tmp_path / "wants.py"
+
+    def run(found):
+        path.write_text(WANTS_A_GPU.replace("FOUND", found))
+        words = [f"{path}:launch", "--set", "x=10x10", "--reference", "same"]
+        return CliRunner().invoke(app, ["kernel", *words])
+
+    done = run("")
+    assert done.exit_code == 0, done.output
+    assert "y_ptr right" in done.output
+    assert "y_ptr WRONG (error nan" in run("+ old").output
+    assert not torch.zeros(1).is_cuda

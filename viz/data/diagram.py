@@ -1,8 +1,9 @@
-"""The positions of tensors around the grid of score tiles, for animations and HTML players.
+"""Place tensors around the grid of score tiles, for animations and HTML players.
 
-Queries run down and keys run across. So a tensor with one row per query is a column beside the
-grid, and one with one row per key is a row above or below it. A matrix of scores is the grid.
-Inputs are left and above, results right and below.
+The grid has one row per query tile and one column per key tile. So a tensor with one row per query
+is drawn as a column beside the grid, and a tensor with one row per key as a row above or below the
+grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn at the left of the
+grid and above it, results at its right and below it.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part"
 
 
 def key_side(trace: Trace) -> frozenset[str]:
-    """Return the tensors that have one row per key; an accumulator counts as its own tensor."""
+    """Return the names of the tensors that have one row per key, without accumulators."""
     return _cut_along(trace, COL)
 
 
 def matrices(trace: Trace) -> frozenset[str]:
-    """Return the matrices of scores."""
+    """Return the names of the tensors that are N x N matrices of scores."""
     return _cut_along(trace, TILE)
 
 
@@ -35,9 +36,9 @@ def _cut_along(trace: Trace, side: int) -> frozenset[str]:
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
-    """Group the tensors that a trace moves by position: left, right, top, bottom and grid.
+    """Return the tensors that a trace moves, grouped by position: left, right, top, bottom, grid.
 
-    An accumulator is placed under its own tensor's name.
+    An accumulator (dQ_acc) is listed under the name of the tensor that it accumulates (dQ).
     """
     loaded: dict[str, None] = {}
     written: dict[str, None] = {}
@@ -64,12 +65,12 @@ _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
-    """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked, and at which corner.
+    """Return uint8 (T_r, T_c): each tile is empty, full or partly masked (and at which corner).
 
-    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do). It
-    is CUT_LOW if the mask removes the lower left corner (a window's other side), and CUT_BOTH if it
-    removes both. A tile is also CUT if the mask removes neither corner (as your own mask may), or
-    all its scores (standard attention skips no tile).
+    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do). The
+    tile is CUT_LOW if the mask removes the lower left corner (as a sliding window does), and
+    CUT_BOTH if the mask removes both corners. A tile is also CUT if the mask removes neither corner
+    (as your own mask may), or removes all scores of the tile (standard attention skips no tile).
 
     Raises
     ------
@@ -96,9 +97,9 @@ def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray
 
 
 def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
-    """Return (i, j, upper) of each corner that marks a mask.
+    """Return (i, j, upper) of each tile corner that is drawn as removed by the mask.
 
-    `upper` is true for the upper right corner and false for the lower left one.
+    `upper` is true for the upper right corner and false for the lower left corner.
     """
     return [
         (i, j, high)
@@ -108,7 +109,7 @@ def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
 
 
 def first_touch(walk: Steps) -> dict[str, np.ndarray]:
-    """Return the step at which each tile of each tensor first moves; `len(walk)` if it never does.
+    """Return the step at which each tile of each tensor is first moved; `len(walk)` means never.
 
     Returns
     -------
@@ -138,7 +139,7 @@ def first_touch(walk: Steps) -> dict[str, np.ndarray]:
 
 
 def one_grid(trace: Trace) -> tuple[int, int]:
-    """Return (T_r, T_c), the same in every stage of a trace.
+    """Return the number of row tiles and of column tiles, which all stages of the trace share.
 
     Raises
     ------

@@ -13,7 +13,8 @@ MOST_PAGES = 4
 def part_numbers(schedule: Schedule) -> np.ndarray:
     """Return int64 (T_r, T_c): the thread block that works on each tile, or -1 if none does.
 
-    Each block has one split of the keys of a row tile. Blocks are numbered row tile by row tile.
+    A row tile's keys are split over several thread blocks, one split each. The blocks are numbered
+    row tile by row tile.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
     ptr, col, _ = schedule.row_csr
@@ -27,7 +28,7 @@ def part_numbers(schedule: Schedule) -> np.ndarray:
 
 
 def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return (i, j) of each tile whose left neighbour belongs to another block."""
+    """Return (i, j) of each tile whose left neighbour is computed by another thread block."""
     if not (schedule.part_counts > 1).any():
         return []
     blocks = part_numbers(schedule)
@@ -36,9 +37,9 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def page_edges(schedule: Schedule) -> list[float]:
-    """Return where cache pages begin inside a sequence, in column tiles from the left.
+    """Return where KV-cache pages begin inside a sequence, in column tiles from the left.
 
-    The list is empty if the cache has no pages, or too many to distinguish them.
+    The list is empty if the KV cache has no pages, or too many to be told apart in a picture.
     """
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:

@@ -1,4 +1,4 @@
-"""The data that plots accept: traces, counts, results, comparisons, sweeps, lists of them."""
+"""Read the data that plots accept: traces, counts, results, comparisons, sweeps, lists of them."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
-    """Return an algorithm's name for pictures; your own algorithm has its function's name."""
+    """Return an algorithm's name for pictures; your own algorithm is named after its function."""
     return NAMES.get(algorithm, algorithm)
 
 
 def direction(trace: Trace) -> str:
-    """Return the direction in words, with the form of the backward pass if there are several."""
+    """Return "forward" or "backward", with the form of the backward if there are several."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 
 
 def one_trace(data: Any) -> Trace:
-    """Return the trace in `data`: itself, that of a `Result` or `Gradients`, or a counted one.
+    """Return the trace that `data` is or holds; for a `Traffic`, build the trace.
 
-    For a `Traffic`, it is the trace that a run would record.
+    `data` is a `Trace`, a `Result`, a `Gradients` or a `Traffic`. The trace built for a `Traffic`
+    is the one that a run of the simulator would record.
 
     Raises
     ------
@@ -67,7 +68,7 @@ def made_by(how: str, data: Any, has: str) -> None:
 
 
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
-    """Return several sources by label, from any container.
+    """Return a dict of sources by label, from a single source, a list or a dict of them.
 
     Parameters
     ----------
@@ -112,7 +113,8 @@ def panes(
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
     """Return one or two traces by label, each with its m and l statistics or None.
 
-    Statistics without a label belong to the first trace. `what` names the plot in the error text.
+    Statistics that were passed without a label are those of the first trace. Error texts call the
+    plot `what`.
     """
     chosen = labelled(data)
     if len(chosen) > 2:
@@ -150,7 +152,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label per source: the algorithm, then the differences; equal labels get numbers."""
+    """Return a label per source: its algorithm, then what differs; equal labels are numbered."""
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -180,7 +182,7 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 
 
 def places(algorithms: Iterable[str]) -> list[int]:
-    """Return the index of the colour, dash and marker of each series.
+    """Return, per series, the index of its colour, line dash and marker.
 
     An algorithm has the same index in every figure. If an algorithm occurs twice, the series are
     numbered instead.
@@ -193,7 +195,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Describe a source in words: sizes, type, mask, tiling, and whether it was run or counted."""
+    """Return phrases that describe a source: sizes, type, mask, tiling, and whether it was run."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
@@ -222,12 +224,12 @@ def heads(queries: int, keys: int) -> str:
 
 
 def window(sides: tuple[int, int]) -> str:
-    """Describe a sliding window in words, as on the command line."""
+    """Describe a sliding window in words, with its sizes as on the command line."""
     return f"window {sides[0]}:{sides[1]}"
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """Return the words of `about` that all sources share; `name` puts the algorithm first."""
+    """Return the phrases of `about` that all sources share; `name` puts the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
@@ -237,7 +239,7 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 
 
 def rows(data: Any) -> list[dict[str, Any]]:
-    """Return one dict per point, with the columns of `flashsim.sweep`.
+    """Return one dict per point of a plot, with the columns of `flashsim.sweep` as keys.
 
     Parameters
     ----------
@@ -260,7 +262,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
 
 
 def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
-    """Describe in words the values that are constant in a plot against `x`."""
+    """Describe in words the settings that all points of a plot against `x` share."""
     words = {
         "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",

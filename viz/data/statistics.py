@@ -19,9 +19,9 @@ _MOST_SCORES = 1 << 28
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """m and l of one query row (arXiv:2307.08691, Algorithm 1, lines 9 and 10).
+    """The softmax's running m and l of one query row (arXiv:2307.08691, Algorithm 1, lines 9, 10).
 
-    A visit is the computation of one key tile for the row's query tile.
+    A visit is the computation of one key tile for the query tile that contains the row.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """These statistics and the `others`, by row tile."""
+        """Return a dict by row tile: this object's own statistics, and those in `others`."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
@@ -124,7 +124,7 @@ def _tile_of(schedule: Schedule, row: int) -> int:
 def _followed(
     walk: Steps[Trace], queries: np.ndarray, keys: np.ndarray, tile: int, head: int, row: int | None
 ) -> RowStatistics:
-    """Follow a row of a row tile; default: the one whose maximum changes most often."""
+    """Follow `row` of a row tile; by default, the row whose maximum changes most often."""
     schedule, p = walk.trace.schedule, walk.trace.problem
     start, stop = schedule.rows[tile, :2]
     steps = np.flatnonzero((walk.visit >= 0) & (walk.i == tile))

@@ -1,7 +1,7 @@
 """`animate` writes an animation of one run, or of two side by side, as GIF, MP4 or one HTML file.
 
-Static parts are drawn once. For each frame the moving artists are updated and drawn over a copy of
-that background.
+The static parts of the picture are drawn once. For each frame the moving Matplotlib artists are
+updated and drawn over a copy of the static picture.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def animate(
 ) -> Animation:
     """Write an animation of one trace, or of two side by side.
 
-    It shows Q, K, V and O in HBM with the tiles in flight, the score grid as it fills, the contents
-    of SRAM, and running counters. With `statistics` it also shows m and l of a query row.
+    The animation shows Q, K, V and O in HBM with the tiles in flight, the score grid as it fills,
+    the contents of SRAM, and running counters. With `statistics` it also shows the softmax's
+    maximum m and sum l of a query row.
 
     Parameters
     ----------
@@ -96,7 +97,7 @@ def animate(
 
 
 def check_format(path: str | Path) -> Path:
-    """Return the path if an animation can be written in its format on this machine.
+    """Return `path`, after checking that its format can be written on this machine.
 
     Raises
     ------
@@ -118,16 +119,16 @@ def check_format(path: str | Path) -> Path:
 def check_fps(fps: float) -> None:
     """Raise `OptionError` for a frame rate that no format can store.
 
-    A GIF's frame lasts at most 655 s.
+    For example, a GIF cannot show a frame for longer than 655 s.
     """
     if not SLOWEST <= fps <= FASTEST:
         raise OptionError(f"fps must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
 def written(film: Any, path: Path, fps: float) -> Animation:
-    """Write a film to a file and close its figure.
+    """Write all frames of a film to a file, then close the film's figure.
 
-    A film is any object with frames, shades, a theme and a title.
+    A film is any object with the methods and attributes `frames`, `shades`, `theme` and `title`.
     """
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
@@ -152,7 +153,7 @@ class Animation(type(Path())):  # type: ignore[misc]
 
 
 class Film:
-    """The figure of an animation, and its frames.
+    """The Matplotlib figure of an animation, and the frames drawn from it.
 
     Attributes
     ----------
@@ -234,11 +235,11 @@ class Film:
 
     @property
     def title(self) -> str:
-        """The title of an HTML player."""
+        """The title of the HTML page, if the film is written as an HTML player."""
         return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
 
     def shades(self) -> np.ndarray:
-        """Return the colours that the film uses besides the theme's, (n, 3)."""
+        """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
         return np.concatenate([scene.shades() for scene in self.scenes])
 
     def frames(self) -> Iterator[np.ndarray]:
@@ -246,7 +247,7 @@ class Film:
         return (self.frame(number) for number in range(len(self)))
 
     def close(self) -> None:
-        """Close the figure."""
+        """Close the film's Matplotlib figure."""
         self.figure.clear()
 
 
@@ -268,11 +269,11 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """Return the palette of a film, uint8 (n, 3): its colours, and shades at the edges of text.
+    """Return the palette of a film, uint8 (n, 3): flat colours, and the shades at edges of text.
 
     The palette is computed, not sampled from a few frames: sampling would miss the colour of a
-    tensor that moves only once. It has at most 255 colours, so that a GIF has one index left for
-    "unchanged".
+    tensor that moves only once. The palette has at most 255 colours, so that a GIF has one index
+    left for "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
@@ -298,7 +299,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`; the file shrinks to a third."""
+    """Yield each frame with unchanged pixels set to `same`, which shrinks the GIF to a third."""
     before = next(frames)
     yield before
     for frame in frames:

@@ -1,7 +1,7 @@
-"""`Mosaic` draws a grid of tiles of uniform colour at the canvas' resolution.
+"""`Mosaic` draws a grid of single-coloured tiles by writing pixels into Matplotlib's canvas.
 
-An animation draws hundreds of frames of such grids. Copying pixels into the canvas' buffer takes a
-hundredth of the time of resampling an image.
+An animation draws hundreds of frames of such grids. Copying pixels into the canvas takes a
+hundredth of the time that Matplotlib takes to resample an image.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Mosaic:
         self._pixels = np.zeros((height, width, 3), np.uint8)
 
     def paint(self, colors: np.ndarray) -> None:
-        """Show these colours, uint8 (rows, cols, 3), at the next `draw`."""
+        """Set the tiles' colours, uint8 (rows, cols, 3), which the next `draw` shows."""
         if np.array_equal(colors, self.colors):
             return
         self.colors = colors
@@ -56,8 +56,5 @@ class Mosaic:
 
 
 def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
-    """Return the index of each pixel at which a new tile begins, except the first tile.
-
-    Without `wanted` the result is empty.
-    """
+    """Return the index of each pixel at which a new tile begins, except the first tile."""
     return np.flatnonzero(np.diff(tile)) + 1 if wanted else np.zeros(0, int)

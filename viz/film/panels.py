@@ -1,4 +1,4 @@
-"""The panels beside an animation's diagram: totals, transfers of the step, and m and l."""
+"""The panels beside an animation's diagram: byte totals, the step's transfers, and m and l."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """Curves of m, alpha and l of a query row; each visited key tile adds a point.
+    """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point.
 
-    The row belongs to the current row tile, if the statistics have such a row. All rows have the
-    same scale.
+    The panel shows a row of the current row tile, if the statistics hold one. All rows are drawn on
+    the same scale.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """Return the row tile whose statistics each step shows: its own, or the last one."""
+        """Return, per step, the row tile to show: the step's own, or the last before it."""
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
@@ -76,7 +76,7 @@ class StatisticsPanel:
         return rows
 
     def update(self, step: int) -> None:
-        """Show the statistics up to a step."""
+        """Draw the statistics from the first step up to `step`."""
         s = self.by_tile[self.at[step]]
         n = int(np.searchsorted(s.steps, step, side="right"))
         for line, values in zip(self.lines, (s.m, s.alpha, s.l), strict=True):
@@ -90,7 +90,7 @@ class StatisticsPanel:
 
 
 class Counters:
-    """Running totals of a trace, `columns` of them side by side."""
+    """Running totals of a trace, such as bytes and FLOPs, in `columns` columns."""
 
     def __init__(self, ax: Axes, walk: Steps, theme: Theme, label: str, columns: int) -> None:
         self.walk = walk
@@ -122,7 +122,7 @@ class Counters:
         self.artists: list[Artist] = list(self.values)
 
     def update(self, step: int) -> None:
-        """Show the totals up to a step."""
+        """Write the totals from the first step up to `step`."""
         moved, flops = self.walk.hbm_bytes[step], int(self.walk.flops[step])
         texts = [human(int(moved[op])) for op in self.ops]
         total = int(moved.sum())
@@ -139,7 +139,7 @@ def _fit(text: Text, ax: Axes) -> None:
 
 
 class Moves:
-    """The transfers of a step, one per line; transfers to HBM are dashed, as in the diagram."""
+    """A list of a step's transfers, one per line; those that write to HBM are marked as dashed."""
 
     ROWS = 8
 
@@ -158,7 +158,7 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """Show the transfers of a step; the last line says how many did not fit."""
+        """List the transfers of a step; if the list is too long, its last line counts the rest."""
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)

@@ -37,10 +37,10 @@ def animate_ranks(
 ) -> Animation:
     """Write an animation, or an HTML player, of ranks that compute attention together.
 
-    The members of the ring are at the left, each with the K and V that it holds, in the colour of
-    their owner. K and V move from member to member. The scores are at the right: a band of rows per
-    member, and a band of columns per member's keys. Tiles light up when their member computes them,
-    and waiting members are labelled.
+    The ranks of the ring are drawn at the left, each with the K and V that it holds at the moment.
+    Each K and V has the colour of the rank that owns it, and moves from rank to rank. The scores
+    are drawn at the right: a band of rows per rank, and a band of columns for each rank's keys. A
+    tile lights up when its rank computes it, and ranks that wait are labelled.
 
     Parameters
     ----------
@@ -77,9 +77,10 @@ def animate_ranks(
 
 
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
-    """Return which tiles of a block of scores are computed.
+    """Return which tiles are computed in the block of scores of one rank and one ring step.
 
-    The block has one member's rows and the keys that visit it, cut into `cells` x `cells` tiles.
+    The block has the query rows of one rank and the keys that this rank holds, and is cut into
+    `cells` x `cells` tiles.
 
     Returns
     -------
@@ -100,7 +101,7 @@ def lit(group: Any, block: Any, cells: int) -> np.ndarray:
 
 
 class RanksFilm:
-    """The figure of an animation of ranks, and its frames."""
+    """The Matplotlib figure of an animation of ranks, and the frames drawn from it."""
 
     def __init__(self, account: Any, cells: int, frames_a_step: int, theme: str) -> None:
         group = account.group
@@ -123,7 +124,7 @@ class RanksFilm:
         self._build()
 
     def _message(self) -> str:
-        """Return the title: the share of time that members wait for the busiest one per step."""
+        """Return the title: the share of time for which ranks wait for the busiest rank."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
@@ -220,7 +221,7 @@ class RanksFilm:
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Return the number of tiles that a member has computed after a share of a step."""
+        """Return the number of tiles that a rank has computed after a fraction of a step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 
@@ -239,10 +240,7 @@ class RanksFilm:
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Move the K and V chips: after half of a step they move to the next member.
-
-        In the last step they do not move.
-        """
+        """Draw K and V; in the second half of every step but the last they move to a new rank."""
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0
@@ -254,11 +252,11 @@ class RanksFilm:
             text.set_position((x, y))
 
     def shades(self) -> np.ndarray:
-        """Return the colours that the film uses besides the theme's, (n, 3)."""
+        """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
         colors = 255 * np.array(self.shade)
         ground = palette.rgb(self.theme.background)
         return np.concatenate([colors, (colors + ground) / 2])
 
     def close(self) -> None:
-        """Close the figure."""
+        """Close the film's Matplotlib figure."""
         self.figure.clear()

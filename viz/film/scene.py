@@ -35,7 +35,7 @@ Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 
 @dataclass(frozen=True)
 class _Strip:
-    """A tensor in HBM, drawn as a strip beside the score grid."""
+    """A strip beside the score grid, which stands for a tensor in HBM."""
 
     box: Box
     mosaic: Mosaic
@@ -130,7 +130,7 @@ class Scene:
 
     @property
     def mosaics(self) -> list[Mosaic]:
-        """The grid and the strips, which are drawn below all artists."""
+        """The pixel grids of the score tiles and the strips, drawn before all other artists."""
         return [self.grid, *(strip.mosaic for strip in self.strips.values())]
 
     def _line(self) -> Line2D:
@@ -145,7 +145,7 @@ class Scene:
         return patch
 
     def _build_edges(self) -> None:
-        """Draw lines between splits of the keys on the grid, and between pages on key strips."""
+        """Draw lines between splits of the keys, and between KV-cache pages on K and V."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
@@ -165,7 +165,7 @@ class Scene:
             self.artists.append(edges)
 
     def _build_sram(self, ax: Axes) -> None:
-        """Draw a bar of SRAM's contents, `full` bytes wide, and the buffers' names below it."""
+        """Draw a bar of what SRAM holds, `full` bytes long, and the buffers' names below it."""
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
@@ -199,7 +199,7 @@ class Scene:
     # -- one step -------------------------------------------------------------------------------
 
     def update(self, step: int) -> None:
-        """Update every artist to show a step."""
+        """Update every Matplotlib artist so that the scene shows the state at this step."""
         walk = self.walk
         stage, i, j = int(walk.stage[step]), int(walk.i[step]), int(walk.j[step])
         self.grid.paint(self._grid_colors(step, stage))
@@ -236,7 +236,7 @@ class Scene:
         return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Return every flat colour that the scene can show (the ramp sampled), uint8 (n, 3)."""
+        """Return every flat colour of the scene and samples of its colour ramp, uint8 (n, 3)."""
         theme = self.theme
         own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [tint(name, theme.name) for name in self.walk.buffers]
@@ -260,7 +260,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box of a score tile, or of a whole row or column if the other index is -1."""
+        """Return the box of score tile (i, j); i = -1 means the column j, j = -1 the row i."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:
@@ -270,7 +270,7 @@ class Scene:
         return x, y, w, h
 
     def _flights(self, step: int, i: int, j: int) -> None:
-        """Draw the step's transfers, each with a line to the current tile (dashed: to HBM)."""
+        """Draw the step's transfers as lines that end at the tile; writes to HBM are dashed."""
         target = self.cell(i, j)
         self.current.set_bounds(*target)
         moves = self.walk.moves(step)

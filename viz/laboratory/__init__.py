@@ -1,1 +1,1 @@
-"""The tile lab: one HTML page that counts any problem, from the package's own closed forms."""
+"""The tile lab: an HTML page that counts the bytes of any problem with the package's formulas."""

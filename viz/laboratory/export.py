@@ -1,9 +1,9 @@
-"""Export closed forms, dataflow and devices as plain data for the lab page.
+"""Export byte and FLOP formulas, dataflow and devices as plain data for the tile-lab page.
 
-Each pass is counted once with named sizes instead of integers (`Polynomial`). So the page's
-formulas are those of `counts.forms`, `counts.work` and `schedule.plans`, and are not written a
-second time. The page evaluates the polynomials; `model.js` computes the sums over visits that they
-need.
+Each forward or backward pass is counted once with named sizes (`Polynomial`) instead of integers.
+So the page uses the formulas of `counts.forms`, `counts.work` and `schedule.plans`; nobody has to
+write them a second time. The page evaluates the polynomials. Some of their names stand for sums
+over visits (tile pairs), which `model.js` computes.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ SIZES = {
 
 
 class Symbols(Problem):
-    """A problem whose sizes are named: one head_dim, and no option that adds a tensor.
+    """A problem with names instead of sizes: one head_dim, and no option that adds a tensor.
 
-    `sequence` holds the numbers of rows and keys of its only sequence.
+    `sequence` holds the numbers of query rows and of keys of the problem's only sequence.
     """
 
     # Two such problems can have equal fields but different sequences, so caches compare identity.
@@ -76,12 +76,12 @@ class Symbols(Problem):
 
     @property
     def sequences(self) -> tuple[Segment, ...]:
-        """The only sequence."""
+        """Return a tuple of the problem's only sequence."""
         return (self.one,)  # type: ignore[attr-defined]
 
 
 class NamedTraffic(Traffic):
-    """A pass counted symbolically: the methods of `Traffic` on a schedule with named sums."""
+    """A forward or backward pass counted with polynomials, by the methods of `Traffic`."""
 
     def __init__(self, problem: Problem, algorithm: str, direction: str, split: Split) -> None:
         size = {name: Polynomial.named(name) for name in SIZES}
@@ -99,13 +99,13 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule; all stages of a pass have the same named sums."""
+        """Return the schedule of any stage: all stages share one, whose sums are names."""
         walk: Schedule = self.walk
         return walk
 
 
 def payload() -> dict[str, Any]:
-    """Return all data of the page as JSON-ready values; polynomials are indices into a list."""
+    """Return all data of the page, ready for JSON; each polynomial is an index into one list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -145,7 +145,7 @@ def payload() -> dict[str, Any]:
 
 
 def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
-    """Return each algorithm's passes: ``{"flash2 forward": ..}``, or "... packed" if heads are."""
+    """Return all passes by name: "flash2 forward", or "... packed" if heads are packed."""
     passes = {}
     for algorithm in plans.ALGORITHMS:
         for direction in plans.DIRECTIONS:
@@ -213,7 +213,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Return whether outer-loop iterations of a head are sequential: visits read earlier stores."""
+    """Return whether a head's outer-loop iterations must run in order: they read earlier stores."""
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

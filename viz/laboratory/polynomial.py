@@ -1,7 +1,8 @@
-"""`Polynomial`: a sum of products of named sizes, with the arithmetic that the closed forms use.
+"""`Polynomial`: a sum of products of named sizes, with the arithmetic that byte formulas use.
 
-The closed forms are Python code on integers. Called with polynomials instead of integers, the same
-code returns its formula as a polynomial, which can be exported as data.
+The byte formulas (closed forms) are Python functions of integers. If they are called with
+polynomials instead of integers, they return the formula as a polynomial, which can be exported as
+data.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ Operand = Union["Polynomial", int]
 
 
 class Polynomial:
-    """An integer polynomial in named sizes. Immutable and hashable.
+    """A polynomial in named sizes, with integer coefficients. Immutable and hashable.
 
     Polynomials have no order, so code that compares sizes raises a TypeError.
     """
@@ -26,12 +27,12 @@ class Polynomial:
 
     @classmethod
     def named(cls, name: str) -> Polynomial:
-        """Return the polynomial that is just the size with this name."""
+        """Return the polynomial that consists of this name alone."""
         return cls({(name,): 1})
 
     @classmethod
     def of(cls, value: Operand) -> Polynomial:
-        """Return a polynomial, or an integer as a constant polynomial."""
+        """Return `value` as a polynomial; an integer becomes a constant polynomial."""
         return value if isinstance(value, Polynomial) else cls({(): int(value)})
 
     def __add__(self, other: Operand) -> Polynomial:
@@ -78,7 +79,7 @@ class Polynomial:
 
 
 def names(polynomials: Iterable[Polynomial]) -> list[str]:
-    """Return every name in any of the polynomials, in alphabetical order."""
+    """Return the names that occur in these polynomials, in alphabetical order."""
     return sorted({name for p in polynomials for term in p.terms for name in term})
 
 

@@ -1,8 +1,9 @@
-"""Closed forms of the tiles that a prefix mask and a block-sparse mask keep.
+"""Formulas for the tiles that a prefix mask and a block-sparse mask keep.
 
-For every row tile, such a mask keeps two runs of key tiles: the first ones, and those around the
-diagonal. `schedule.Schedule` finds the same tiles by evaluating every score, which is slow. The lab
-page gets these formulas as generated JavaScript; tests compare them with the schedule.
+For every row tile, such a mask keeps two ranges of key tiles: the first tiles of the sequence, and
+tiles around the diagonal. `schedule.Schedule` finds the same tiles by evaluating the mask at every
+score, which is slow. The tile-lab page uses these formulas, translated to JavaScript. Tests compare
+the formulas with the schedule.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import NamedTuple
 
 
 class Prefix(NamedTuple):
-    """The mask of a prefix language model: all see the first `prefix` keys; the rest is causal."""
+    """A prefix-LM mask: every query sees the first `prefix` keys; the rest is causal."""
 
     rows: int
     members: int
@@ -22,9 +23,10 @@ class Prefix(NamedTuple):
     prefix: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return (rows of a row tile, its first key tiles, start and stop of the others, ...).
+        """Return a row tile's number of rows, then both ranges of key tiles that it visits.
 
-        The last three numbers are the same three for FULL tiles.
+        The tuple is (rows, number of first key tiles, start and stop of the second range, and the
+        same three numbers for tiles that need no mask).
         """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
@@ -38,9 +40,9 @@ class Prefix(NamedTuple):
 class Cells(NamedTuple):
     """A block-sparse mask of square cells with `cell` scores per side.
 
-    It keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns of
-    cells. `shift` is the number of cell columns minus the number of cell rows, so that the diagonal
-    ends in the lower right corner.
+    The mask keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns
+    of cells. `shift` is the number of cell columns minus the number of cell rows; shifted by it,
+    the diagonal ends in the lower right corner.
     """
 
     rows: int
@@ -54,9 +56,10 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return (rows of a row tile, its first key tiles, start and stop of the others, ...).
+        """Return a row tile's number of rows, then both ranges of key tiles that it visits.
 
-        The last three numbers are the same three for FULL tiles.
+        The tuple is (rows, number of first key tiles, start and stop of the second range, and the
+        same three numbers for tiles that need no mask).
         """
         start = tile * self.block
         stop = min(start + self.block, self.rows)

@@ -1,8 +1,9 @@
 """`page` writes a trace as one self-contained HTML file that plays it, without server or network.
 
-The data are compact columns (about 8 bytes per event, base64) in a JSON block. The program is
-`decode.js`, `diagram.js` and `player.js` beside this file. A content security policy names the
-program by its hash, so that no other script can run and no data can leave the page.
+The trace is stored as columns of integers (about 8 bytes per event, base64) in a JSON block. The
+scripts are `decode.js`, `diagram.js` and `player.js` beside this module. A content security policy
+allows only these scripts, by their hash, so that no other script can run and no data can leave the
+page.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ _SCRIPTS = ("decode.js", "diagram.js", "player.js")
 @own_errors
 @dataclass(frozen=True)
 class Page:
-    """An HTML player; it displays itself in Jupyter.
+    """An HTML page such as the player; Jupyter displays it as a cell's result.
 
     Attributes
     ----------
@@ -57,7 +58,7 @@ class Page:
         return f"<Page {html.unescape(title)}: {len(self.html):,} characters>"
 
     def save(self, path: str | Path) -> Path:
-        """Write the page to a file, and return its path; an incomplete file is never left."""
+        """Write the page to a file and return its path; a failed write leaves no partial file."""
         path = Path(checks.path("path", path))
         with whole(path) as part:
             part.write_text(self.html, encoding="utf-8")
@@ -68,7 +69,7 @@ class Page:
 
 
 def embedded(document: str, height: int, title: str) -> str:
-    """Return an iframe with an HTML document; its scripts run, but cannot access the outer page."""
+    """Return an iframe that shows an HTML document, whose scripts cannot access the outer page."""
     return (
         f'<iframe srcdoc="{html.escape(document)}" sandbox="allow-scripts" '
         f'style="width:100%;height:{height}px;border:0" title="{html.escape(title)}"></iframe>'
@@ -87,7 +88,7 @@ def page(
 ) -> Page:
     """Build an HTML player of one trace, or of two side by side.
 
-    A link that ends in ``#step=14`` opens the player at that step.
+    A link to the file that ends in ``#step=14`` opens the player at step 14.
 
     Parameters
     ----------
@@ -139,7 +140,7 @@ def page(
 
 
 def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
-    """Refuse a player that would be too large, before anything of it is built."""
+    """Raise `OptionError` if the player would be too large, before any part of it is built."""
     tiles = events = 0
     for trace in traces:
         t_r, t_c = one_grid(trace)
@@ -208,7 +209,7 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    """Return the rows that the player can show, by row tile, and the row tile shown first."""
+    """Return the row statistics that the player can show, by row tile, and the first one's tile."""
     return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
@@ -228,7 +229,7 @@ def _column(values: np.ndarray) -> dict[str, str]:
 
 
 def embedded_json(value: Any) -> str:
-    """Encode JSON for a script element: no string in it can end the element or open one."""
+    """Encode a value as JSON for a script element; no string in it can end or open an element."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

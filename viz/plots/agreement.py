@@ -1,4 +1,4 @@
-"""Plots of predictions against measurements."""
+"""A plot of how far predictions are from measurements."""
 
 from __future__ import annotations
 

@@ -21,11 +21,11 @@ _BANKS, _GAP, _MOST_ROWS = 32, 5, 72
 
 @themed
 def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
-    """Draw the words that a warp requests, by bank, shaded by the wavefront that serves them.
+    """Draw the words that a warp requests, by bank, shaded by the wavefront that serves each word.
 
-    Each request has its own panel, side by side. The 32 banks run across, and rows of 128 bytes of
-    shared memory run down. Different words in one column are a bank conflict: each needs a
-    wavefront of its own.
+    Each request of the warp is drawn as a panel beside the others. A panel has one column per bank
+    (32, each 4 bytes wide) and one row per 128 bytes of shared memory. Two different words in the
+    same column are a bank conflict: each needs a separate wavefront.
 
     Parameters
     ----------

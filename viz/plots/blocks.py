@@ -1,4 +1,4 @@
-"""A plot of visits, bytes and predicted time against the tile size."""
+"""A plot of visits (tile pairs), bytes and predicted time against the tile size."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from flashsim.viz.style import heading, human, series_style, themed
 
 @themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
-    """Draw visits, requested bytes and predicted time of one stage, each divided by its smallest.
+    """Draw visits, bytes and predicted time of one stage, each divided by its smallest value.
 
-    A visit is the work on one pair of a query tile and a key tile. A line joins tiles with the same
-    number of rows; labels give their columns. A tile that does not fit on chip has a hollow mark.
+    A visit is the work on one pair of a query tile and a key tile. The bytes drawn are requested
+    bytes, before any cache. A line joins tile sizes with the same number of rows; labels give the
+    number of columns. A tile size that does not fit on chip has a hollow mark.
 
     Parameters
     ----------
@@ -88,7 +89,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
 
 
 def _message(blocks: list[Any]) -> str:
-    """Say which tile is fastest; without predicted times, which moves the fewest bytes."""
+    """Return a title: the fastest tile, or without times the tile that moves the fewest bytes."""
     timed = [b for b in blocks if b.blocks and b.seconds]
     if timed:
         best = min(timed, key=lambda b: b.seconds)

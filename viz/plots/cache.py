@@ -23,8 +23,9 @@ def l2_curve(
 ) -> None:
     """Draw the bytes read from DRAM against the size of L2.
 
-    Left of the first step L2 has no hits, and all requested bytes come from DRAM. Right of the last
-    step DRAM serves only first reads. Each step is a reuse that begins to fit into L2.
+    The curve of DRAM bytes falls in steps. Left of the first step L2 has no hits, and all requested
+    bytes come from DRAM. Each step down marks an L2 size from which on one more reuse of a tensor
+    hits L2. Right of the last step DRAM serves only the first read of each byte.
 
     Parameters
     ----------

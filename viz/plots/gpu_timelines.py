@@ -1,4 +1,4 @@
-"""Plots of GPU timelines: time across, SMs down, with a bar per phase or per thread block."""
+"""A plot of a GPU's timeline: time in x, SMs in y, with a bar per phase or per thread block."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def gpu_timeline(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Draw when each SM of a GPU worked, and on which tiles.
+    """Draw when each SM of a GPU was busy, and with which score tiles.
 
     Parameters
     ----------
@@ -156,7 +156,7 @@ def _phases(
 def _number(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
-    """Write the inner tile's number on the longest part of each visit where it fits."""
+    """Write the inner tile's number on the longest phase of each visit, if the number fits."""
     low, high = ax.get_xlim()
     room = 0.3 * (high - low) / _SLIDE_INCHES  # of two digits
     outputs = spans["phase"] == PHASES.index("output")
@@ -174,9 +174,9 @@ def _number(
 def _blocks(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, placed: Rows, outer: str
 ) -> None:
-    """Draw one bar per thread block, from the spans of its last role.
+    """Draw one bar per thread block, from the time stamps of its last role (warpgroup).
 
-    If a block has a producer that runs ahead, that role is a consumer.
+    In a block with a producer warpgroup, which runs ahead, the last role is a consumer.
     """
     last = spans["role"] == spans["role"].max()
     spans, bars = spans[last], bars[last]
@@ -201,6 +201,6 @@ def _blocks(
 
 
 def _bars(x: np.ndarray, top: np.ndarray, height: float) -> np.ndarray:
-    """Return the corners of the bars, (n, 4, 2)."""
+    """Return the four corners of each bar, (n, 4, 2)."""
     x0, x1, y1 = x[:, 0], x[:, 1], top + height
     return np.stack([np.stack(c, -1) for c in ((x0, top), (x1, top), (x1, y1), (x0, y1))], 1)

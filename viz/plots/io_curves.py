@@ -1,4 +1,4 @@
-"""Plots of HBM bytes against a length, a tile size or the SRAM size M, with the papers' bounds."""
+"""A plot of HBM bytes against a length, a tile size or the SRAM size M, with papers' bounds."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ AXES = {
 
 @themed
 def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
-    """Draw requested bytes against N, d, a tile size or M, with the papers' bounds.
+    """Draw requested bytes against N, d, a tile size or the SRAM size M, with papers' bounds.
 
-    Three bounds are drawn for the first FlashAttention series. The compulsory bytes are exact. The
-    theorem's N² d² / M is drawn with a constant that is fitted to all points. The lower bound of
-    Saha and Ye is drawn with constant 1, so only its slope has a meaning. If bounds depend on more
-    than `x`, each point uses its own values. Under a sliding window, work grows with N and the last
-    two bounds do not hold, so only the compulsory bytes are drawn.
+    Three bounds are drawn for the first FlashAttention series. The compulsory bytes (each input
+    read once, each output written once) are exact. FlashAttention's theorem, N² d² / M, is drawn
+    with a constant factor that is fitted to all points. The lower bound of Saha and Ye is drawn
+    with factor 1, so only its slope has a meaning. If the points differ in more than `x`, the
+    bounds are computed from each point's own sizes. Under a sliding window, work grows in
+    proportion to N and the last two bounds do not hold, so only the compulsory bytes are drawn.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
-    """Draw the bounds of a series; if there are several (`among`), the fit's label names it."""
+    """Draw the bounds of a series; among several series (`among`), the label names this one."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     compulsory = [p["compulsory_bytes"] for p in points]
@@ -110,7 +111,7 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Group rows by all varying columns except x, and sort each series by x."""
+    """Split rows into series, one per combination of all varying columns but x; sort each by x."""
     rows = list(rows)
     # A fitted tile and a machine's M depend on x, so they do not distinguish series.
     follows = {"block_q", "block_k", "n_kv", "sram_bytes", "head_dim_v", x}

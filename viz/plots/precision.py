@@ -1,4 +1,4 @@
-"""A plot of the error that each rounding point causes when its precision alone is lowered."""
+"""A plot of the error that each rounding point (such as "P") causes if it alone is lowered."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _RESULTS = ("out", "dq", "dk", "dv")
 def precision(
     data: Any, *, kind: str | None = None, n: int | None = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the errors of out, dq, dk and dv, each rounding point lowered alone.
+    """Draw the errors of out, dq, dk and dv, with one rounding point at a time lowered.
 
-    The points are on the x axis, the first with nothing lowered. The logarithmic error is on the y
-    axis. Infinite errors are at the upper edge.
+    The rounding points are on the x axis; at the first position nothing is lowered. The error is on
+    the logarithmic y axis. Infinite errors are drawn at the upper edge.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Plots of several ranks: when each rank computes, and the efficiency against the rank count."""
+"""Plots of distributed attention: when each rank computes, and efficiency against rank count."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from flashsim.viz.style import heading, series_style, themed
 
 @themed
 def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
-    """Draw when each rank of a group computes and when it waits, one scheme below the other.
+    """Draw when each rank of a group computes and when it waits, one scheme below another.
 
-    The rank with the most work determines how long a step lasts. Lengths of bars are FLOPs of
-    matrix products, which is the time of equal GPUs without communication. All schemes have the
-    same scale.
+    The rank with the most work determines how long a step lasts. A bar's length is the FLOPs of its
+    matrix products, which is proportional to time on equal GPUs if communication costs nothing. All
+    schemes are drawn on the same scale.
 
     Parameters
     ----------
@@ -87,9 +87,9 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
 
 @themed
 def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> None:
-    """Draw the efficiency of groups against their number of ranks.
+    """Draw the parallel efficiency of groups of GPUs against their number of ranks.
 
-    Efficiency is one GPU's time divided by the total time of all ranks together.
+    Efficiency is the time of a single GPU divided by the sum of the times of all ranks.
 
     Parameters
     ----------

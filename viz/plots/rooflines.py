@@ -1,4 +1,4 @@
-"""Rooflines of a device, with algorithms or with series of measured kernels."""
+"""Plots of a device's roofline, with algorithms or with series of measured kernels."""
 
 from __future__ import annotations
 
@@ -36,13 +36,14 @@ def roofline(
 ) -> None:
     """Draw algorithms on a device's roofline.
 
-    Each algorithm is a bar between two intensities, matrix FLOPs divided by bytes. At the hollow
-    end every requested byte comes from HBM. At the filled end the L2 cache is perfect within each
-    kernel, so that a kernel reads and writes each of its tensors once (`counts.traffic.once`).
-    Standard attention's N x N matrices cross HBM between its kernels even then. The real intensity
-    lies between the two ends; a diamond marks it if `dram_bytes` is passed. `seconds` determines
-    the bar's height. Without `seconds` the bar lies in a strip below the axis, and dotted lines
-    lead from its ends to the roof.
+    Each algorithm is a horizontal bar between two arithmetic intensities (matrix FLOPs divided by
+    bytes). At the hollow end every requested byte comes from HBM. At the filled end the L2 cache is
+    perfect within each kernel, so that a kernel reads and writes each of its tensors once
+    (`counts.traffic.once`). Even with such a cache, standard attention's N x N matrices cross HBM
+    between its kernels. The real intensity lies between the two ends; a diamond marks it if
+    `dram_bytes` is passed. `seconds` determines how high the bar is drawn. Without `seconds` the
+    bar lies in a strip at the bottom of the plot, and dotted lines lead from its ends up to the
+    roof.
 
     Parameters
     ----------
@@ -154,12 +155,12 @@ def roofline(
 
 
 def _plate(theme: Theme) -> dict[str, Any]:
-    """Return the look of the box behind a text, so that no line runs through it."""
+    """Return the style of a box behind a text, so that no line runs through the text."""
     return {"facecolor": theme.background, "edgecolor": "none", "pad": 1.5, "alpha": 0.85}
 
 
 def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
-    """Return the title: what limits the algorithms if L2 is perfect within each kernel."""
+    """Return the title: compute or HBM limits the algorithms, if L2 is perfect in each kernel."""
     free = [label for label in labels if label not in bound]
     if len(labels) > 1 and 1 in (len(bound), len(free)):
         (single,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
@@ -174,7 +175,7 @@ def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
 def _name_slope(
     ax: Axes, theme: Theme, x: float, bandwidth: float, name: str, *, below: bool
 ) -> None:
-    """Write a bandwidth beside its slope."""
+    """Write a memory bandwidth beside the sloped part of its roof."""
     ax.annotate(
         f"{name} {human(bandwidth, 'B/s')}", (x, x * bandwidth), (8, -6) if below else (-4, 8),
         textcoords="offset points", color=theme.text if below else theme.muted, fontsize=11,
@@ -189,9 +190,9 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return each row's value, looked up by its label or its algorithm, or None.
+    """Return each row's entry of `values`, by its label or else its algorithm, or None.
 
-    Raises for unknown names.
+    The function raises an error if `values` has a name that belongs to no row.
     """
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
@@ -203,7 +204,7 @@ def _given(
 
 
 def _once(row: dict[str, Any]) -> int:
-    """Return `counts.traffic.once` of a row of a sweep."""
+    """Return a sweep row's bytes if L2 is perfect within each kernel (`counts.traffic.once`)."""
     names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype")
     problem = Problem(**{name: row[name] for name in names})
     return traffic.once(problem, row["algorithm"], row["direction"])
@@ -223,7 +224,7 @@ def _labels(rows: list[dict[str, Any]]) -> list[str]:
 def _axes(
     ax: Axes, reach: tuple[float, float], bottom: float | None, top: float, work: str
 ) -> None:
-    """Set up the axes: intensity, and speed from `bottom` to `top`, both logarithmic."""
+    """Set up logarithmic axes: intensity in x, and FLOP/s from `bottom` to `top` in y."""
     ax.set(xscale="log", yscale="log", xlim=reach, ylabel="FLOP/s")
     ax.set_xlabel(f"{work} per byte of HBM")
     ax.set_ylim(bottom, top)
@@ -233,9 +234,9 @@ def _axes(
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Reserve a strip for bars without a height.
+    """Reserve a strip at the bottom of the axes for algorithms without a measured time.
 
-    It takes `share` of the axes, lies below all roofs and has no ticks.
+    The strip takes the fraction `share` of the axes' height, lies below all roofs and has no ticks.
     """
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
@@ -258,7 +259,7 @@ def roofline_series(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Draw kernels at several sizes, each at its intensity and its measured speed.
+    """Draw kernels at several problem sizes, each at its intensity and its measured FLOP/s.
 
     Parameters
     ----------

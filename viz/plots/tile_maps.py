@@ -1,4 +1,4 @@
-"""Maps of the scores: which scores the mask keeps, and the order and cost of the visited tiles."""
+"""Plots of the score matrix: what the mask keeps, and the order and cost of computed tiles."""
 
 from __future__ import annotations
 
@@ -39,10 +39,11 @@ def tile_map(
 ) -> None:
     """Draw the grid of score tiles of one head.
 
-    A partly masked tile has a mark in the corner that the mask removes: the upper right corner has
-    later keys, and the lower left corner keys before a window. Skipped tiles are hatched, and full
-    ones are plain. A line separates splits of the keys, and a tick at the upper edge marks the
-    start of a cache page. ``ax.images[0]`` holds the values, (T_r, T_c), NaN for a skipped tile.
+    A partly masked tile has a mark in the corner that the mask removes: at the upper right are
+    later keys (causal masks), at the lower left keys before a sliding window. Skipped tiles are
+    hatched, and full tiles are plain. A line separates splits of the keys, and a tick at the upper
+    edge marks the start of a KV-cache page. ``ax.images[0]`` holds the tiles' values, (T_r, T_c),
+    with NaN for a skipped tile.
 
     Parameters
     ----------
@@ -130,10 +131,10 @@ def tile_map(
 def mask(
     problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the scores that a mask keeps, and the tiles that are computed for them.
+    """Draw the scores that a mask keeps, and the tiles that kernels compute to get them.
 
-    A tile without a kept score is skipped. In the other tiles every score is computed, including
-    those that the mask then removes. ``ax.images[0]`` holds the picture, (n_q, n_kv, 4).
+    Kernels skip a tile without a kept score. In every other tile they compute all scores, including
+    those that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q, n_kv, 4).
 
     Parameters
     ----------
@@ -209,7 +210,7 @@ def mask(
 
 
 def _mask_name(p: Problem) -> str:
-    """Name a problem's mask, in words."""
+    """Return the name of a problem's mask, such as "causal", for the title."""
     words = []
     if p.block_mask is not None:
         words.append("block-sparse")
@@ -229,7 +230,7 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return float (T_r, T_c): the quantity of each tile of a stage, NaN for a skipped tile."""
+    """Return float (T_r, T_c): a quantity per tile of a stage, such as bytes; NaN if skipped."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

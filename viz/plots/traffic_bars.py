@@ -1,4 +1,4 @@
-"""Plots of bytes: by tensor, step by step, on chip, and the difference of two traces."""
+"""Plots of bytes: by tensor, step by step, in SRAM, and as the difference of two traces."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from flashsim.viz.style import (
 def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme: Theme) -> None:
     """Draw requested HBM bytes by tensor and direction, algorithms side by side.
 
-    Each bar is one source and one direction, stacked by tensor in the tensors' colours. A dashed
-    line behind the bars marks the compulsory bytes: each input is read once and each output is
-    written once. A tensor's name is written on its part of the bar if there is room, else in the
-    legend. The legend also names tensors whose part is too small to see.
+    Each bar shows one algorithm's reads or writes, stacked by tensor in the tensors' colours. A
+    dashed line behind the bars marks the compulsory bytes: those of reading each input once and
+    writing each output once. A tensor's name is written on its part of the bar if there is room,
+    else in the legend. The legend also names tensors whose part is too small to see.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
-    """Return the title: which source moves the fewest bytes."""
+    """Return the title: which of the drawn algorithms moves the fewest bytes."""
     moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}
@@ -141,7 +141,7 @@ def _place(tensor: str) -> tuple[int, str]:
 def _levels(
     ax: Axes, theme: Theme, groups: list[Trace | Traffic], dram: bool
 ) -> tuple[list[list[str]], list[str], list[float]]:
-    """Draw lines behind each group: compulsory bytes and, with `dram`, DRAM bytes.
+    """Draw lines behind each group of bars: compulsory bytes and, with `dram`, DRAM bytes.
 
     Returns
     -------
@@ -178,7 +178,7 @@ def _name_totals(
     lines: Sequence[float],
     size: float,
 ) -> None:
-    """Write each bar's total above it, or above a dashed line that would run through it."""
+    """Write each bar's total above the bar, or above a dashed line that would cross the number."""
     inches = ax.figure.canvas.figure.get_size_inches() * (
         ax.get_position().width,
         ax.get_position().height,
@@ -242,7 +242,7 @@ def tensor_patch(tensor: str, theme: Theme) -> Patch:
 def cumulative(
     data: Any, *, quantity: str = "bytes", log: bool = False, ax: Axes, theme: Theme
 ) -> None:
-    """Draw HBM bytes or FLOPs of one head, accumulated step by step.
+    """Draw the running total of one head's HBM bytes or FLOPs, step by step.
 
     Parameters
     ----------
@@ -293,9 +293,9 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the device's capacity for one block. If the tiles use only a small part of
-    it, the capacity is written at the top instead. A GPU kernel may hold more, because a block has
-    registers besides its shared memory.
+    The dashed line is the shared memory that the device offers to one block. If the tiles use only
+    a small part of this capacity, it is written at the top instead. A GPU kernel may hold more
+    bytes than that, because a block has registers besides its shared memory.
 
     Parameters
     ----------
@@ -358,10 +358,10 @@ def sram_timeline(
 
 @themed
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
-    """Draw the differences of two traces, or of a trace and its prediction.
+    """Draw by how many bytes two traces, or a trace and its prediction, differ.
 
     Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The text
-    below the title says how many transfers are equal.
+    below the title says how many transfers are equal in both.
 
     Parameters
     ----------

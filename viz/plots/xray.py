@@ -1,4 +1,4 @@
-"""A plot of the tile sizes that a kernel's hardware counters imply."""
+"""A plot that compares the reads of candidate tile sizes with a kernel's hardware counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashsim.viz.style import MARKERS, heading, themed
 
 @themed
 def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) -> None:
-    """Draw the bytes that each tile size would read, divided by the bytes that a kernel read.
+    """Draw the bytes that each tile size would read, divided by those that a kernel really read.
 
     Parameters
     ----------

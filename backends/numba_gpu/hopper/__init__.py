@@ -1,1 +1,1 @@
-"""Kernels in Python for Hopper (`wgmma`, TMA)."""
+"""Python kernels that use Hopper's own instructions (`wgmma`, TMA)."""

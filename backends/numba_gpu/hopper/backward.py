@@ -1,15 +1,16 @@
 """FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: KV-outer.
 
-The structure is that of kernels/hopper/backward.cu. A block owns one tile of keys of one KV head.
-Each of two consumer warpgroups owns 64 of its keys and keeps their dK and dV in registers. Scores
-are computed transposed, so that P^T and dS^T already are the left operands of dV = P^T dO and dK =
-dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so only for dQ does dS pass through shared
-memory. A visit is one query tile times one key tile. With DEFERRED, dQ of a visit is computed in
-the next visit, so that no warpgroup waits for the other's dS.
+The kernel is structured like kernels/hopper/backward.cu. A thread block computes one tile of keys
+of one KV head. Each of two consumer warpgroups has 64 of the tile's keys and keeps their dK and dV
+in registers. Scores are computed transposed, so that P^T and dS^T already have the layout of a left
+operand in dV = P^T dO and dK = dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so dS is
+written to shared memory only for dQ. A visit is one query tile times one key tile. With DEFERRED, a
+visit's dQ is computed during the next visit, so that neither warpgroup waits for the other one's
+dS.
 
-TMA adds dQ into a float32 accumulator; with ORDERED it does so in the order of the key tiles. One
+TMA adds dQ to a float32 accumulator in HBM, with ORDERED in the order of the key tiles. One
 producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two more warps
-send dQ. Without FUSED there is no dQ: the three-pass form leaves it to `hopper_dq`. The blocks of a
+send dQ to HBM. Without FUSED this kernel computes no dQ; the kernel in `dq` does. The blocks of a
 CLUSTER share the visits of a work tile, and add up dK and dV through each other's shared memory.
 """
 
@@ -51,11 +52,11 @@ _DS_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, for compile-time constants.
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
-    The kernel's arguments are tensor maps of q, k, v, dout and dQ's accumulator (unused without
-    FUSED), a `launch.ARGS`, and the address of a work counter that starts at 0. The counter's
-    address is 0 if no block gets more than one work tile.
+    The kernel takes tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
+    `launch.ARGS`, and the address of a work counter whose value is 0 at the start. The address is 0
+    (no counter) if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
@@ -97,9 +98,10 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 
 
 def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ.
+    """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
-    The warp adds a warpgroup's pieces of dQ to the accumulator as soon as they are staged.
+    As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
+    accumulator in HBM.
     """
     block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
@@ -229,7 +231,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def store(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dK times the scale, and dV, from registers."""
+        """Store dV, and dK times the scale, from registers to HBM."""
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
         head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
@@ -243,10 +245,10 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def add_up(a, shared, slot, kv_heads, row0, dk, dv):
-        """Store dK times the scale, and dV, summed over the blocks of a cluster.
+        """Store dV, and dK times the scale, both summed over the blocks of a cluster.
 
-        Each block writes its own sums to shared memory in place of the tiles. Then each block takes
-        some columns of all blocks' sums and adds them in the order of the blocks.
+        Each block writes its sums to shared memory, over the tiles that it no longer needs. After
+        that, each block adds up some columns of all blocks' sums, in the order of the blocks.
         """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
         tiles_read(int32(_TILES_READ))  # no product reads a tile any more
@@ -284,18 +286,18 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def load_starts(shared, number):
-        """Load the initial values of the scores of the block's visit `number`."""
+        """Return the initial values of the scores in the block's visit `number`."""
         return start_columns(load_columns(shared + lse_at + (number & 1) * (block_q * 4)))
 
     @device
     def queue_piece(shared, group, number):
-        """Queue a warpgroup's piece of dQ^T = K^T dS^T for the block's visit `number`."""
+        """Queue a warpgroup's piece of dQ^T = K^T dS^T in the block's visit `number`."""
         ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
         return queue_dq(shared + k_at + group * k_part, ds)
 
     @device
     def hand_over(group, dq_mine, dq):
-        """Stage a piece of dQ, and hand it to the warp that sends it."""
+        """Write a piece of dQ to shared memory, and signal the warp that sends it to HBM."""
         piece_free(_DQ_FREE + group)  # the previous piece is sent
         stage_dq(dq_mine, dq)
         fence_shared()

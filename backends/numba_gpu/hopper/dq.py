@@ -1,11 +1,11 @@
 """dQ of the deterministic backward for Hopper, in Python: Q-outer, no atomics.
 
-The structure is that of kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64 query
-rows in registers. Per visit (one query tile times one key tile) it recomputes S = Q K^T and dP = dO
-V^T and makes dS = P (dP - delta). In registers dS already is the left operand of dQ += dS K. With
-row tiles of 128 the warpgroups split the rows. With row tiles of 64 the warpgroups split the keys
-of each visit, and their two dQ are added at the end. One producer thread keeps a ring of K and V
-tiles full.
+The kernel is structured like kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64
+query rows in registers. Per visit (one query tile times one key tile) the warpgroup recomputes S =
+Q K^T and dP = dO V^T, and computes dS = P (dP - delta). In registers, dS already has the layout of
+a left operand in dQ += dS K. If row tiles have 128 rows, the warpgroups split the rows. If row
+tiles have 64 rows, they split the keys of each visit, and their two partial dQ are added at the
+end. One producer thread keeps a ring buffer of K and V tiles full.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def hopper_dq_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    The kernel's arguments are tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of
-    a work counter that starts at 0. The counter's address is 0 if no block gets more than one work
-    tile.
+    The kernel takes tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
+    counter whose value is 0 at the start. The address is 0 (no counter) if no block gets more than
+    one work tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
@@ -96,7 +96,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def bring_own(map_q, map_dout, a, shared, slot, item, head, batch):
-        """Load a work tile's rows of Q and dO."""
+        """Start the copies of a work tile's rows of Q and dO."""
         piece = int32(0)
         while piece < pieces:
             # the last work tile's readers are done
@@ -167,7 +167,8 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
-    The warpgroup computes dQ of its rows, or its keys' part of dQ.
+    The warpgroup computes dQ of its rows, or for row tiles of 64 the part of dQ that comes from its
+    keys.
     """
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
@@ -200,7 +201,7 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
     @device
     def store(a, slot, query, dq, row_bytes, stop):
-        """Store dQ times the scale, from registers."""
+        """Store dQ times the scale from registers to HBM."""
         walk = get(slot + word.WALK)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)

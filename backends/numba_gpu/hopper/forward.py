@@ -1,10 +1,11 @@
 """FlashAttention-3 forward (arXiv:2407.08608, Algorithms 1 and 2) for Hopper, in Python.
 
-The structure is that of kernels/hopper/forward.cu. One producer thread keeps rings of K and V tiles
-full with TMA. Each consumer warpgroup owns 64 query rows, with S, P and O in registers. The
-schedule's tables list the key tiles that each row tile visits, and say which of them need a mask.
-Blocks are persistent: each takes the next work tile (row tile, head) of the launch's list, and the
-producer passes it to the consumers through slots in shared memory.
+The kernel is structured like kernels/hopper/forward.cu. One producer thread keeps ring buffers of K
+and V tiles full with TMA. Each consumer warpgroup computes 64 query rows, with S, P and O in
+registers. The schedule's tables list the key tiles that each row tile visits, and which of these
+tiles need a mask. Blocks are persistent: a block's producer takes the next work tile (a row tile of
+a head) from the launch's list, again and again, and passes it to the consumers through slots in
+shared memory.
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def hopper_forward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, for compile-time constants.
 
-    The kernel's arguments are tensor maps of q, k and v, a `launch.ARGS`, and the address of a work
-    counter that starts at 0. The counter's address is 0 if no block gets more than one work tile.
+    The kernel takes tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
+    whose value is 0 at the start. The address is 0 (no counter) if no block gets more than one work
+    tile.
     """
     c = constants(kernel)
     at = OnChip(c.block_q, c.block_k, c.d, c.dv, c.stages)
@@ -176,7 +178,8 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return the function that starts the copy of a tile of K or V into its stage of the ring.
 
-    The tile has number `position` and begins at `key`; its bytes are credited to `barrier`.
+    The tile has the number `position` in the ring and begins at key `key`. The barrier `barrier`
+    counts its bytes.
     """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
@@ -194,7 +197,7 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
-    The warpgroup computes its 64 rows of every work tile.
+    The warpgroup computes its 64 query rows of every work tile.
     """
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
@@ -235,9 +238,9 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return S of visit n, masked.
+        """Return the masked scores S of visit n.
 
-        S is scaled and capped here if the exponent cannot include the scale.
+        Scores are also scaled and softcapped here if the exponential cannot apply the scale.
         """
         tile, masked = visit_of(a, steps, n)
         if scaled:
@@ -250,7 +253,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def store(a, slot, query, o, m, l, to_log2):
-        """Store O / l and L = m + log l, from registers."""
+        """Store O / l and the log-sum-exp m + log l from registers to HBM."""
         walk, outer, stop = get(slot + word.WALK), get(slot + word.OUTER), get(slot + word.STOP)
         batch = quotient(walk, a.heads)
         head = int32(walk - batch * a.heads)

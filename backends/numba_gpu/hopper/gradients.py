@@ -1,8 +1,8 @@
-"""The backward's whole-tile operations on Hopper, as Numba intrinsics.
+"""Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
-In the KV-outer kernel score fragments are transposed: rows are keys and columns are queries. So a
-query's log-sum-exp and delta belong to a column. `row_gradients` has the same operations for the
-Q-outer dQ kernel.
+In this kernel score fragments are transposed: rows are keys and columns are queries. So each column
+of a fragment has a log-sum-exp and a delta. The module `row_gradients` has the same operations for
+the Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, for a warp's rows.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, for one warp.
 
-    Lane l has rows l, l + 32, ... For each row it returns the initial value of the scores, lse
-    times `unit` (`unit_of_starts`), and that of dP, -delta. A row past the end, or one that sees no
-    key, starts at -inf, so that its P is exactly 0.
+    Lane l loads rows l, l + 32, and so on. For each row it returns the initial value of the scores,
+    lse times `unit` (see `unit_of_starts`), and the initial value of dP, which is -delta. The
+    scores of a row past the end, or of a row that sees no key, start at -inf, so that P is exactly
+    0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -77,7 +78,7 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``: scores that start at the values of their columns.
+    """Return ``start_columns(values) -> s``: an accumulator initialised with a value per column.
 
     The values come from `tensor.gradients.load_columns`.
     """
@@ -90,7 +91,7 @@ def start_columns(n: int) -> Any:
 
 
 def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Return the address of this thread's first two columns of float32."""
+    """Return the address of the two float32 that belong to this thread's first two columns."""
     return b.add(address, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
 
 
@@ -98,12 +99,12 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets dropped scores to -inf.
+    """Return the function that sets masked scores to -inf.
 
     The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
-    rows and queries in columns. Key k is kept by queries ``k - offset - right <= q <= k - offset +
-    left``, and by none from `key_stop` on. A limit (`left` or `right`) that is switched off adds no
-    instructions. `key` and `query` are the warp's first ones.
+    rows and queries in columns. Queries ``k - offset - right <= q <= k - offset + left`` see key k;
+    no query sees a key from `key_stop` on. A limit (`left` or `right`) that is switched off adds no
+    instructions. `key` and `query` are the first key and query of the warp.
     """
     kind = floats(n // 2)
 
@@ -134,9 +135,10 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return the function that computes P = exp2(c S) and queues dV + P dO.
 
-    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. Each slice of the
-    queries is queued as soon as its part of P is ready. So exponentials overlap with two kinds of
-    products: dP, which this function waits for, and those of the earlier slices.
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
+    tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
+    exponentials overlap with the product dP, for which this function waits, and with the products
+    of earlier slices.
 
     Parameters
     ----------
@@ -208,7 +210,10 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Whether a visit's exponentials take longer than dP, so that dP is waited for among them."""
+    """Return whether a visit's exponentials take longer than dP.
+
+    If they take longer, the kernel waits for dP between two slices of exponentials.
+    """
     return n == 128
 
 
@@ -232,9 +237,9 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``: the swizzled start of this thread's row of dS^T.
+    """Return ``ds_place(ds, group) -> address``: where this thread's row of dS^T begins (swizzled).
 
-    `wide` is the number of queries per chunk.
+    `wide` is the number of queries per chunk of dS^T.
     """
 
     @emitted(int32, int32, int32)
@@ -250,7 +255,7 @@ def ds_place(wide: int) -> Any:
 
 
 def store_ds(block_k: int, n: int, wide: int) -> Any:
-    """Return ``store_ds(place, ds)``: it stores a warpgroup's 64 rows of dS^T by `n` queries."""
+    """Return ``store_ds(place, ds)``: it stores a warpgroup's dS^T, 64 keys by `n` queries."""
 
     @emitted(None, int32, words(n // 4))
     def store_ds_(b: ir.IRBuilder, to: ir.Value, ds: Values) -> None:
@@ -267,8 +272,8 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
     """Return ``queue_dq(k, ds) -> dq``: it queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
-    The caller must wait for the result. `k` is one chunk of K, and `ds` is where the queries begin;
-    `wide` is as for `ds_place`.
+    The caller must wait for the result. `k` is one chunk of K, and `ds` is the address in dS^T at
+    which the queries begin. For `wide` see `ds_place`.
     """
     steps = range(block_k // 16)
 
@@ -289,9 +294,10 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``: the address where this thread stages its part of dQ.
+    """Return ``dq_place(dq) -> address``: where this thread writes its part of dQ for TMA.
 
-    A row is a query, with 32 columns per box; its 16-byte pieces are swizzled by the row.
+    A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
+    a row are swizzled with the row number.
     """
 
     @emitted(int32, int32)
@@ -308,9 +314,9 @@ def dq_place(rows: int) -> Any:
 
 
 def stage_dq(rows: int) -> Any:
-    """Return ``stage_dq(place, dq)``: it stages a warpgroup's piece of dQ in shared memory.
+    """Return ``stage_dq(place, dq)``: it writes a warpgroup's piece of dQ to shared memory.
 
-    A warp's 32 elements fall into 32 banks.
+    The 32 elements that a warp stores at once fall into 32 different banks.
     """
 
     @emitted(None, int32, floats(rows // 2))
@@ -328,8 +334,8 @@ def stage_dq(rows: int) -> Any:
 def reduce_dq(rows: int, *, packed: bool) -> Any:
     """Return the function that adds a staged piece of dQ to the accumulator.
 
-    The function is ``reduce_dq(map, source, column, row, head, batch)``. The thread's reductions
-    are one group. `packed` is as for `tiles.copy_tile`.
+    The function is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that the
+    thread starts form one group. For `packed` see `wgmma_tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -357,14 +363,14 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until `mine` additions to a piece of dQ are done, before its own reductions."""
+    """Wait for this block's turn: until `mine` other blocks have added to a piece of dQ."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
 
 @emitted(None, int64)
 def pass_turn(b: ir.IRBuilder, turn: ir.Value) -> None:
-    """Wait until this thread's reductions are done, and pass the turn on by counting `turn` up."""
+    """Wait until this thread's reductions are done, then increment `turn` for the next block."""
     ptx_hopper.reduce_wait(b, read=False)
     ptx_hopper.fence_async(b, "global")
     ptx_hopper.count_on(b, turn)
@@ -378,9 +384,11 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums for `add_from`.
+    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
 
-    Consecutive sums lie `apart` bytes apart.
+    The function returned by `add_from` reads these sums.
+
+    Consecutive sums of a thread lie `apart` bytes apart.
     """
 
     @emitted(None, int32, floats(n // 2))
@@ -394,8 +402,7 @@ def lay_down(n: int, apart: int) -> Any:
 def add_from(n: int, apart: int) -> Any:
     """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
 
-    The function adds n columns of the sums that another block of the cluster stored with
-    `lay_down`.
+    The other block belongs to the same cluster, and stored n columns of its sums with `lay_down`.
     """
     kind = floats(n // 2)
 
@@ -410,10 +417,10 @@ def add_from(n: int, apart: int) -> Any:
 
 
 def unit_of_starts(start: bool) -> Any:
-    """Return ``unit(scale)``: the factor by which a log-sum-exp is multiplied.
+    """Return ``unit(scale)``: the factor by which `load_statistics` multiplies a log-sum-exp.
 
-    The factor is -1 / scale if accumulators `start` at the log-sum-exp, else -log2 e, for the
-    exponent.
+    The factor is -1 / scale if score accumulators `start` at the log-sum-exp. Otherwise the factor
+    is -log2 e, since the log-sum-exp is added in the exponent of exp2.
     """
 
     @emitted(float32, float32)

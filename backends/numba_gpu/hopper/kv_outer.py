@@ -1,4 +1,4 @@
-"""The loading roles of the KV-outer backward, as in kernels/hopper/kv_outer.cuh."""
+"""The loading warps of the KV-outer backward, as in kernels/hopper/kv_outer.cuh."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ int32, int64 = types.int32, types.int64
 
 
 def share_of(c: SimpleNamespace) -> Any:
-    """Return ``share(group, count) -> member, n, left``: the block's visits of a work tile.
+    """Return ``share(group, count) -> member, n, left``: which visits of a work tile a block does.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
-    of its group, one head after the other. The blocks of a cluster split them, and each block takes
-    a consecutive range: `left` visits, from visit n of the group's head `member` on.
+    of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
+    block takes a range of `left` consecutive visits, which begins at visit n of the group's head
+    `member`.
     """
     blocks = c.cluster
 
@@ -66,7 +67,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
-        """Load Q and dO of a work tile's visit n (the block's `done`-th) for one query head."""
+        """Load Q and dO for a query head's visit n; the block has done `done` visits so far."""
         tile, _ = visit_of(a, visits_of(slot), n)
         query = int32(get(slot + word.BASE) + tile * block_q)
         number = int64(batch * a.heads + head) * a.n_visits + get(slot + word.FIRST) + n
@@ -89,12 +90,13 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, then its K, in the order in which they become free.
+        """Load a work tile's V, then its K: the order in which their buffers become free.
 
-        A block of a cluster has one work tile, so there is no previous one to wait for. The block
-        must not wait, because a cluster's blocks load each other's tiles. A block without visits
-        may be done with K and V before its producer reaches the wait. The producer would then take
-        that phase for the one before, and wait forever.
+        A block of a cluster has only one work tile, so it need not wait for a previous work tile to
+        free the buffers. A wait would even be wrong. A cluster's blocks load each other's tiles, so
+        a block without visits may be done with K and V before its producer reaches the wait. The
+        producer would then mistake this phase of the barrier for the previous phase, and wait
+        forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -158,7 +160,8 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
 def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
-    For each visit it loads the initial values of the scores and of dP, on the tiles' barriers.
+    For each visit the warp loads the initial values of the scores and of dP, and arrives at the
+    same barriers as the tiles of Q and dO.
     """
     block_q, start, fused, share = c.block_q, not c.scaled, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before

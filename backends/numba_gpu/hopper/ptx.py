@@ -1,13 +1,15 @@
-"""Hopper's own PTX instructions (sm_90a), one function each, as `ptx` has those of sm_80.
+"""Functions that each emit one of Hopper's own PTX instructions (sm_90a).
+
+The module `ptx` has the instructions of sm_80.
 
 Docstrings name the section of NVIDIA's *PTX ISA*. Addresses in shared memory are 32-bit. A
-*warpgroup* is four warps, the first of them a multiple of four.
+*warpgroup* is four consecutive warps; the number of the first one is a multiple of four.
 
 A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
-128 bytes at 128 r, and TMA permutes its eight 16-byte pieces by r % 8 (the 128-byte swizzle).
-Chunks start at multiples of 1024 bytes. A tile whose width is not a multiple of 64 may lie in
-*narrow* chunks of 16 columns instead. Row r is the 32 bytes at 32 r, and its two pieces are swapped
-where r / 4 is odd (the 32-byte swizzle).
+128 bytes at offset 128 r, and TMA permutes the row's eight 16-byte pieces by r % 8 (the 128-byte
+swizzle). Chunks start at multiples of 1024 bytes. A tile whose width is not a multiple of 64 may
+lie in *narrow* chunks of 16 columns instead. Row r of such a chunk is the 32 bytes at offset 32 r,
+and its two pieces are swapped where r / 4 is odd (the 32-byte swizzle).
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
-    """Initialize an 8-byte barrier in shared memory; `arrivals` end a phase ("mbarrier.init")."""
+    """Initialize an 8-byte barrier in shared memory, whose phases end after `arrivals` arrivals.
+
+    The instruction is described in the PTX section "mbarrier.init".
+    """
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
 
@@ -34,21 +39,22 @@ def barrier_init_fence(b: ir.IRBuilder) -> None:
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
-    """Arrive at a barrier, in the threads where `condition` holds ("mbarrier.arrive")."""
+    """Arrive at a barrier, in those threads for which `condition` holds ("mbarrier.arrive")."""
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     asm(b, text, "r,r", [barrier, b.zext(condition, I32)], effects=True)
 
 
 def barrier_expect(b: ir.IRBuilder, barrier: ir.Value, count: int) -> None:
-    """Arrive, and make the phase also wait for `count` bytes ("mbarrier.arrive", expect_tx)."""
+    """Arrive at a barrier, whose phase then also waits for `count` bytes ("mbarrier.arrive")."""
     text = f"mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], {count};"
     asm(b, text, "r", [barrier], effects=True)
 
 
 def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
-    """Wait until the phase with that parity is over ("mbarrier.try_wait").
+    """Wait until a barrier's phase with this parity is over ("mbarrier.try_wait").
 
-    Phases have parity 0, 1, 0, ...; on a fresh barrier a phase of parity 1 counts as over.
+    Successive phases have parity 0, 1, 0, and so on. On a new barrier, a wait for parity 1 returns
+    at once.
     """
     text = (
         "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
@@ -76,24 +82,24 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 def cluster_sync(b: ir.IRBuilder) -> None:
     """Wait for all threads of the cluster that have not ended ("barrier.cluster").
 
-    Their earlier writes to shared memory are then visible.
+    Writes to shared memory that these threads did earlier are then visible.
     """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
 
 
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Map an address of this block to the same place in another block ("mapa").
+    """Map an address in this block's shared memory to the same place in another block ("mapa").
 
-    `block` is the number of that block in the cluster.
+    `block` is the number of the other block in the cluster.
     """
     return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
-    """Load a float32 from another block of the cluster ("ld").
+    """Load a float32 from the shared memory of another block of the cluster ("ld").
 
-    The float32 is `further` bytes after an address from `address_in`.
+    The float32 lies `further` bytes after `address`, which comes from `address_in`.
     """
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
@@ -103,7 +109,7 @@ def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Valu
 
 
 def parameter_address(b: ir.IRBuilder, name: str) -> ir.Value:
-    """Return the generic address of a kernel's parameter by its PTX name ("cvta", `.param`)."""
+    """Return the generic address of the kernel parameter with this PTX name ("cvta", `.param`)."""
     text = f"{{.reg .b64 x; mov.b64 x, {name}; cvta.param.u64 $0, x;}}"
     return asm(b, text, "=l", [], I64)
 
@@ -116,11 +122,12 @@ def copy_box(
     coordinates: Values,
     blocks: int = 1,
 ) -> None:
-    """Copy a tensor's box at `coordinates` (column, row, head, batch) ("cp.async.bulk.tensor").
+    """Start the copy of a tensor's box to shared memory ("cp.async.bulk.tensor").
 
-    The part outside the tensor arrives as zeros. The box's bytes are credited to `barrier`. In a
-    cluster of `blocks`, the box is copied to this address in every block, and credited to the
-    barrier of every block.
+    The box begins at `coordinates` (column, row, head, batch). The part of the box outside the
+    tensor arrives as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of
+    `blocks`, the box is copied to the same address in every block, and every block's barrier counts
+    its bytes.
     """
     rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -137,9 +144,9 @@ def copy_box(
 def reduce_box(
     b: ir.IRBuilder, tensor_map: ir.Value, source: ir.Value, coordinates: Values
 ) -> None:
-    """Add a box of float32 in shared memory to a tensor ("cp.reduce.async.bulk.tensor").
+    """Start the addition of a box of float32 to a tensor in HBM ("cp.reduce.async.bulk.tensor").
 
-    The L2 does the additions; the part outside the tensor is dropped.
+    The L2 cache computes the additions. The part of the box outside the tensor is dropped.
     """
     rank = len(coordinates)
     where = ", ".join(f"${2 + axis}" for axis in range(rank))
@@ -151,12 +158,15 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Group this thread's reductions since its last group ("cp.async.bulk.commit_group")."""
+    """Put the reductions that this thread started since its last group into a new group.
+
+    The instruction is described in the PTX section "cp.async.bulk.commit_group".
+    """
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
 def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
-    """Wait for this thread's reductions ("cp.async.bulk.wait_group").
+    """Wait until this thread's groups of reductions are done ("cp.async.bulk.wait_group").
 
     With `read` the thread waits only until the sources of its reductions may be overwritten.
     """
@@ -164,9 +174,9 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
 
 
 def fence_async(b: ir.IRBuilder, space: str) -> None:
-    """Order this thread's accesses to `space` with TMA's ("fence.proxy.async").
+    """Order this thread's accesses to `space` with respect to TMA's ("fence.proxy.async").
 
-    In shared memory this also covers accesses of matrix products.
+    In shared memory the fence also orders them with respect to accesses of matrix products.
     """
     asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
 
@@ -177,7 +187,7 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Wait until a 32-bit integer in HBM has a value ("ld.acquire").
 
-    Writes that were released before it are then visible.
+    Writes that another block released together with this value are then visible.
     """
     text = (
         "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
@@ -187,12 +197,12 @@ def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
 
 
 def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Add 1 to a 32-bit integer in HBM, after all earlier accesses ("red.release")."""
+    """Add 1 to a 32-bit integer in HBM, after all earlier accesses are visible ("red.release")."""
     asm(b, "red.release.gpu.global.add.u32 [$0], 1;", "l", [address], effects=True)
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Return a 32-bit integer in HBM and increment it, or reset it to 0 after `last` ("atom")."""
+    """Return a 32-bit integer in HBM and increment it; after `last` it becomes 0 ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -214,10 +224,11 @@ def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
 
 
 def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
-    """Copy two floats to four registers: x, y, x, y ("mov").
+    """Copy two floats to four separate registers: x, y, x, y ("mov").
 
-    LLVM may use a value's register only once as an accumulator. Without this function LLVM would
-    put the copies right before a product, between it and the previous product.
+    A register can be the accumulator of one product only, so values that initialise two
+    accumulators must be copied. Without this function LLVM would place the copies between two
+    successive products.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
@@ -238,12 +249,13 @@ def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
 
 
 def descriptor(b: ir.IRBuilder, address: ir.Value, leading: int) -> ir.Value:
-    """Return the low half of a tile's matrix descriptor ("Matrix descriptor format").
+    """Return the lower 32 bits of a tile's matrix descriptor ("Matrix descriptor format").
 
-    In units of 16 bytes, the start is in bits 0 to 13 and `leading` (given in bytes) from bit 16.
-    The high half is the same for every tile: eight rows take 1024 bytes, and the swizzle is 128
-    bytes wide. If the product's k runs along a row, `leading` is not read. If k runs down the rows,
-    `leading` is the distance from one chunk to the next.
+    Bits 0 to 13 hold the start address, and the bits from 16 on hold `leading`, both in units of 16
+    bytes (the parameter `leading` is in bytes). The upper 32 bits are the same for every tile:
+    eight rows take 1024 bytes, and the swizzle is 128 bytes wide. The hardware ignores `leading` if
+    the product's k dimension runs along a row. If k runs down the rows, `leading` is the distance
+    from one chunk to the next.
     """
     start = b.lshr(b.and_(address, ir.Constant(I32, 0x3FFFF)), ir.Constant(I32, 4))
     return b.or_(start, ir.Constant(I32, leading >> 4 << 16))
@@ -254,12 +266,12 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset, in descriptor units, of the step-th 16 columns in `rows` rows."""
+    """Return the offset, in descriptor units, of 16-column step `step` in a tile of `rows` rows."""
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
 def down_rows(step: int) -> int:
-    """Return the offset, in descriptor units, of the step-th 16 rows."""
+    """Return the offset, in descriptor units, of 16-row step `step`."""
     return step * 16 * 128 // 16
 
 
@@ -277,16 +289,16 @@ def wgmma(
     right_down: bool = False,
     right_narrow: bool = False,
 ) -> Values:
-    """Queue C + A B of a warpgroup ("wgmma.mma_async"), in steps of 16 along k, as one group.
+    """Queue a warpgroup's C + A B, in steps of 16 along k, as one group ("wgmma.mma_async").
 
-    C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. In it, lane l holds of
-    each 8 columns the elements of rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and the next: the
-    layout of `ptx.mma`. The sums are in the returned registers, but only after `wgmma_wait`.
+    The matrix C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. Of every 8
+    columns, lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) +
+    1, as in `ptx.mma`. The returned registers hold the sums only after `wgmma_wait`.
 
-    All steps are one piece of PTX, with the fence before them and the commit after them: nothing,
-    not even a register move, may come between the fence and a product. Steps are added to whole
-    descriptors. If each product put its descriptor together from halves, ptxas would move both
-    halves every time.
+    All steps are emitted as a single piece of PTX, with the fence before them and the commit after
+    them, because nothing, not even a register move, may come between the fence and a product. Each
+    step adds its offset to a 64-bit descriptor. If each step combined two 32-bit halves instead,
+    ptxas would move both halves every time.
 
     Parameters
     ----------
@@ -347,11 +359,11 @@ def wgmma(
 
 
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
-    """Wait for all groups except the last `pending` ("wgmma.wait_group").
+    """Wait for all groups of products except the last `pending` ("wgmma.wait_group").
 
-    The accumulators `c` are then complete.
+    The returned accumulators `c` are then complete.
 
-    The registers pass through the instruction, so that nothing reads them before it.
+    The instruction takes and returns the registers, so that no code can read them before the wait.
     """
     count = len(c)
     complete = asm(

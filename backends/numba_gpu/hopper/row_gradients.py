@@ -1,6 +1,6 @@
-"""The whole-tile operations of the Q-outer dQ kernel on Hopper, as Numba intrinsics.
+"""Numba intrinsics for whole-tile operations of the Q-outer dQ kernel on Hopper.
 
-Rows of a score fragment are queries; each thread has two rows.
+Rows of a score fragment are queries, and each thread has elements of two rows.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def own_statistics(
     b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
 ) -> list[Any]:
-    """Load this thread's two rows' statistics: ``(lse, delta, row, stop) -> lse, delta, bytes``.
+    """Load lse and delta of a thread's rows: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
-    The log-sum-exp is returned in base 2. The log-sum-exp is +inf for a row past the end, or one
-    that sees no key, so that the row's P is exactly 0. `row` is the warp's first row, and the
-    addresses are those of row 0. `bytes` counts each row once.
+    The log-sum-exp is returned in base 2. For a row past the end, or one that sees no key, the
+    log-sum-exp is +inf, so that the row's P is exactly 0. `row` is the warp's first row. The
+    arguments `lse` and `delta` are the addresses of row 0. The result `bytes` counts each row once,
+    although several threads load it.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)
@@ -69,7 +70,7 @@ def row_probabilities(n: int, softcap: bool) -> Any:
 
 
 def row_gradients(bf16: bool, n: int) -> Any:
-    """Return ``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta) as a left operand."""
+    """Return ``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta), as a left operand."""
     kind = floats(n // 2)
 
     @emitted(words(n // 4), kind, kind, floats(2))
@@ -81,11 +82,11 @@ def row_gradients(bf16: bool, n: int) -> Any:
 
 
 def add_halves(d: int) -> Any:
-    """Return ``add_halves(dq, scratch, group) -> dq``: it adds the two warpgroups' dQ.
+    """Return ``add_halves(dq, scratch, group) -> dq``: it adds the dQ of two warpgroups.
 
-    Warpgroup 0 gets the sum. 64 columns at a time pass through `scratch`, 16 KiB, element by
-    element. Named barrier 1, which both warpgroups share, signals when `scratch` is free and when
-    it is full.
+    Warpgroup 0 gets the sum. Warpgroup 1 passes its dQ through `scratch` (16 KiB of shared memory),
+    64 columns at a time. Named barrier 1, which both warpgroups use, signals when `scratch` is free
+    and when it is full.
     """
 
     @emitted(floats(d // 2), floats(d // 2), int32, int32)

@@ -1,4 +1,4 @@
-"""The shared-memory layout of Hopper's kernels, and the number of registers of each role."""
+"""The shared-memory layout of the Python kernels for Hopper, and their registers per thread."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ITEM = 48
 
 @dataclass(frozen=True)
 class Layout(ABC):
-    """The shared-memory layout of a kernel, as byte offsets.
+    """A kernel's shared-memory layout, as byte offsets.
 
-    Tiles and rows come first, then mbarriers, then the slots of work tiles. Tiles are chunks of 64
-    columns (`ptx_hopper`). A visit is one query tile times one key tile.
+    Tiles and rows come first, then mbarriers, then slots that hold work tiles. A tile is stored as
+    chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
     """
 
     block_q: int
@@ -27,41 +27,41 @@ class Layout(ABC):
     @property
     @abstractmethod
     def groups(self) -> int:
-        """Number of consumer warpgroups."""
+        """The number of consumer warpgroups."""
 
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """Bytes of each region of tiles or rows, over all its stages, in layout order."""
+        """The bytes of each region of tiles or rows, with all its stages, in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Per kind of mbarrier, in layout order: their number, and the arrivals per phase.
+        """By kind of mbarrier, in layout order: how many there are, and the arrivals per phase.
 
-        A full barrier expects the producer's arrival and the bytes of its copies. A free barrier
-        expects one arrival per warp that reads.
+        A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
+        barrier waits for one arrival from each warp that reads the stage.
         """
 
     @property
     def chunks(self) -> int:
-        """64-column chunks per row of Q or K."""
+        """The number of 64-column chunks per row of Q or K."""
         return -(-self.d // 64)
 
     def region(self, name: str) -> int:
-        """Offset of the first stage of a region."""
+        """Return the offset of the first stage of a region."""
         before = list(self.regions).index(name)
         return sum(list(self.regions.values())[:before])
 
     def barrier(self, kind: str) -> int:
-        """Offset of the first barrier of a kind."""
+        """Return the offset of the first barrier of a kind."""
         before = list(self.arrivals).index(kind)
         counts = [n for n, _ in self.arrivals.values()]
         return sum(self.regions.values()) + sum(counts[:before]) * 8
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """The offset of each barrier, with the number of arrivals that end its phase."""
+        """By offset of each barrier: the number of arrivals that end its phase."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -70,56 +70,59 @@ class Layout(ABC):
 
     @property
     def items(self) -> int:
-        """Offset of the two work-tile slots."""
+        """The offset of the two slots for work tiles."""
         return sum(self.regions.values()) + 8 * len(self.barrier_arrivals)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole layout."""
+        """The bytes of shared memory that the whole layout takes."""
         return self.items + 2 * ITEM
 
 
 @dataclass(frozen=True)
 class OnChip(Layout):
-    """The forward's layout. Q's tiles live for one work tile, a stage of K or V for one visit."""
+    """The shared-memory layout of the forward kernel.
+
+    Tiles of Q stay for one work tile, and a stage of K or V for one visit.
+    """
 
     dv: int
     stages: int
 
     @property
     def groups(self) -> int:
-        """Number of consumer warpgroups; each has 64 query rows."""
+        """The number of consumer warpgroups, each of which has 64 query rows."""
         return self.block_q // 64
 
     @property
     def chunks_v(self) -> int:
-        """64-column chunks per row of V."""
+        """The number of 64-column chunks per row of V."""
         return -(-self.dv // 64)
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of one warpgroup's rows of Q."""
+        """The bytes of the rows of Q that one warpgroup reads."""
         return 64 * 128 * self.chunks
 
     @property
     def k_bytes(self) -> int:
-        """Bytes of one stage of K."""
+        """The bytes of one stage of K."""
         return self.block_k * 128 * self.chunks
 
     @property
     def v_bytes(self) -> int:
-        """Bytes of one stage of V."""
+        """The bytes of one stage of V."""
         return self.block_k * 128 * self.chunks_v
 
     @property
     def regions(self) -> dict[str, int]:
-        """See `Layout`."""
+        """Implement `Layout.regions`."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`."""
+        """Implement `Layout.arrivals`."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -131,12 +134,13 @@ class OnChip(Layout):
 
 @dataclass(frozen=True)
 class KeysOutside(Layout):
-    """The layout of the KV-outer backward.
+    """The shared-memory layout of the KV-outer backward kernel.
 
-    K and V live for one work tile. Q, dO and their rows' statistics (the initial values of a row's
-    scores and of its dP) are rings of two stages, one visit each. So is dS^T, which has one row per
-    key. Each warpgroup has a staging piece of dQ, 64 columns of `dq_rows` queries in two boxes of
-    32 columns. With `deferred`, the next visit waits for dS^T, at separate barriers.
+    K and V stay for one work tile. Q, dO and their rows' statistics (the initial values of a row's
+    scores and of its dP) are ring buffers of two stages, one per visit. dS^T, which has one row per
+    key, is another such ring buffer. Each warpgroup has a staging area for a piece of dQ: 64
+    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate
+    barriers, at which the next visit waits for it.
     """
 
     fused: bool
@@ -144,56 +148,56 @@ class KeysOutside(Layout):
 
     @property
     def groups(self) -> int:
-        """Number of consumer warpgroups; each has 64 keys."""
+        """The number of consumer warpgroups, each of which has 64 keys."""
         return self.block_k // 64
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of K, and of V."""
+        """The bytes of a tile of K, and also of a tile of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """Bytes of one stage of Q, and of one stage of dO."""
+        """The bytes of one stage of Q, and also of one stage of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
     def ds_wide(self) -> int:
-        """Queries per chunk of dS^T."""
+        """The number of queries per chunk of dS^T."""
         return 16 if self.block_q % 64 else 64
 
     @property
     def ds_bytes(self) -> int:
-        """Bytes of one stage of dS^T."""
+        """The bytes of one stage of dS^T."""
         return self.block_k * self.block_q * 2 if self.fused else 0
 
     @property
     def split_columns(self) -> bool:
-        """Whether the warpgroups split dQ by columns instead of by rows."""
+        """Whether the warpgroups divide dQ between them by columns instead of by rows."""
         return self.d == 128
 
     @property
     def dq_rows(self) -> int:
-        """Number of queries in one warpgroup's piece of dQ."""
+        """The number of queries in one warpgroup's piece of dQ."""
         return self.block_q if self.split_columns else self.block_q // 2
 
     @property
     def dq_bytes(self) -> int:
-        """Bytes of one warpgroup's piece of dQ, in float32."""
+        """The bytes of one warpgroup's piece of dQ, in float32."""
         return self.dq_rows * 64 * 4 if self.fused else 0
 
     @property
     def row_of_threads(self) -> int:
-        """Bytes between two consecutive floats of one thread's dK and dV in the exchange area.
+        """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
 
-        In that area, in place of k, v, q and dout, a block of a cluster stores its dK and dV for
-        the other blocks.
+        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
+        cluster stores its dK and dV for the other blocks.
         """
         return 128 * self.groups * 4
 
     @property
     def regions(self) -> dict[str, int]:
-        """See `Layout`."""
+        """Implement `Layout.regions`."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -203,9 +207,10 @@ class KeysOutside(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`. `full` also takes an arrival per lane of the statistics warp.
+        """Implement `Layout.arrivals`.
 
-        Every warp writes a part of dS^T, and its warpgroup reads all keys of it.
+        The barrier "full" also waits for an arrival per lane of the statistics warp. Every warp
+        writes a part of dS^T, and every warpgroup reads all keys of dS^T.
         """
         warps = 4 * self.groups
         readers = warps + 1 + (self.groups if self.fused else 0)  # of a work tile
@@ -219,33 +224,34 @@ class KeysOutside(Layout):
 
 @dataclass(frozen=True)
 class DqAlone(Layout):
-    """The layout of the Q-outer dQ kernel, the last of the backward's three passes.
+    """The shared-memory layout of the Q-outer dQ kernel, the last of three backward passes.
 
-    Each piece of 64 rows of Q, with its dO, lives for one work tile. K and V are a ring of two
-    stages, one visit each. If there is only one such piece, two warpgroups split the keys, and one
-    gives the other its dQ, 64 columns at a time, through `scratch`.
+    A row tile is divided into pieces of 64 rows. Each piece's Q and dO stay for one work tile. K
+    and V are ring buffers of two stages, one per visit. If there is only one piece, two warpgroups
+    split the keys, and one of them passes its dQ to the other, 64 columns at a time, through
+    `scratch`.
     """
 
     groups = 2
 
     @property
     def pieces(self) -> int:
-        """Number of 64-row pieces."""
+        """The number of 64-row pieces in a row tile."""
         return self.block_q // 64
 
     @property
     def own_bytes(self) -> int:
-        """Bytes of one piece of Q, and of one piece of dO."""
+        """The bytes of one piece of Q, and also of one piece of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """Bytes of one stage of K, and of one stage of V."""
+        """The bytes of one stage of K, and also of one stage of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def regions(self) -> dict[str, int]:
-        """See `Layout`."""
+        """Implement `Layout.regions`."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -254,7 +260,7 @@ class DqAlone(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """See `Layout`."""
+        """Implement `Layout.arrivals`."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
@@ -264,9 +270,9 @@ class DqAlone(Layout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return the registers per thread of a producer and of a consumer.
+    """Return the number of registers per thread, for a producer and for a consumer.
 
-    128 (groups + 1) threads share 65,536 registers.
+    The block's 128 (groups + 1) threads share the SM's 65,536 registers.
     """
     return (32, 160) if groups == 3 else (40, 232)
 

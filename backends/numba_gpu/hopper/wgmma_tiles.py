@@ -1,9 +1,10 @@
-"""Rings of tiles, products of a warpgroup and output rows on Hopper, as Numba intrinsics.
+"""Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products, and output rows.
 
-A ring has two stages, whose functions are this module's, or three (`Ring`).
+A ring buffer has two or three stages (`Ring`); the functions for two stages are also functions of
+this module.
 
-An accumulator fragment is one of `tiles` with a single block of 16 rows per warp;
-`ptx_hopper.wgmma` says which rows of the warpgroup's 64 those are.
+Accumulator fragments have the layout of `mma_tiles`, with a single block of 16 rows per warp;
+`ptx.wgmma` in this package says which of the warpgroup's 64 rows these are.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ BARRIER = 8  # bytes
 
 @emitted(int32)
 def warpgroup(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warpgroup in the block, which the compiler knows to be warp-uniform."""
+    """Return the number of the thread's warpgroup in the block, as a warp-uniform value."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(7))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -38,7 +39,7 @@ def warpgroup(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(int32)
 def warp(b: ir.IRBuilder) -> ir.Value:
-    """Return the thread's warp in the block, which the compiler knows to be warp-uniform."""
+    """Return the number of the thread's warp in the block, as a warp-uniform value."""
     mine = b.lshr(ptx.special(b, "tid.x"), i32(5))
     text = "shfl.sync.idx.b32 $0, $1, 0, 31, -1;"
     return ptx.asm(b, text, "=r,r", [mine], I32, effects=True, together=True)
@@ -46,12 +47,12 @@ def warp(b: ir.IRBuilder) -> ir.Value:
 
 @emitted(types.boolean)
 def speaks(b: ir.IRBuilder) -> ir.Value:
-    """Whether this thread arrives at barriers for its warp."""
+    """Return whether this thread is the one that arrives at barriers on behalf of its warp."""
     return b.icmp_unsigned("==", lane_of(b), i32(0))
 
 
 def registers(count: int, *, more: bool) -> Any:
-    """Return ``registers()``: it sets the registers per thread of the warpgroup to `count`."""
+    """Return ``registers()``: it sets the warpgroup's number of registers per thread to `count`."""
     return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
@@ -61,7 +62,8 @@ def registers(count: int, *, more: bool) -> Any:
 def barriers_begin(counts: dict[int, int]) -> Any:
     """Return ``barriers_begin(base)``, with which one thread initializes the barriers.
 
-    Each entry of `counts` is a barrier: at base + key, with `value` arrivals per phase.
+    Each entry of `counts` stands for a barrier: the key is its offset from `base`, and the value
+    its number of arrivals per phase.
     """
 
     @emitted(None, int32)
@@ -79,17 +81,18 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``: arrive, and make the phase wait for `count` bytes of copies."""
+    """Return ``expect(barrier)``: arrive; the barrier's phase also waits for `count` bytes."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
 class Ring:
-    """A ring of two or three stages, as Numba's functions.
+    """The device functions of a ring buffer with two or three stages.
 
-    Callers name a tile by its *position*: the first tile's is 0, and `after` gives the next one's.
-    The lowest bits of a position are the stage, and the bit above them is the parity of the lap
-    (one pass over all stages). With three stages positions are 0, 1, 2, 4, 5, 6, 8, ... Each stage
-    has one mbarrier for "full" and one for "free"; a phase of each ends once per lap.
+    A tile is identified by its *position*. The first tile has position 0, and `after` returns the
+    position of the next tile. The lowest bits of a position are the stage. The bit above them is
+    the parity of the lap, where a lap is one pass over all stages. With three stages positions are
+    0, 1, 2, 4, 5, 6, 8, and so on. Each stage has one mbarrier for "full" and one for "free". One
+    phase of each barrier ends per lap.
 
     Attributes
     ----------
@@ -148,12 +151,12 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 
 @emitted(None, int32, types.boolean, types.float32)
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
-    """Arrive, where `condition` holds, once the rescaling factor of O's row 1 is known.
+    """Arrive at a barrier, where `condition` holds, after `alpha` of row 1 has been computed.
 
-    The factor `alpha` is a power and never negative, so the test on it changes nothing. The test
-    only gives the arrival, and with it the following wait, a false dependency on the maxima and the
-    first exponentials. Without the dependency, the assembler moves the maxima and exponentials
-    after the wait.
+    `alpha` is the rescaling factor of row 1 of O. As the result of an exponential it is never
+    negative, so a test whether it is negative changes nothing. The test only makes the arrival, and
+    the wait that follows it, depend on the maxima and the first exponentials. Without this false
+    dependency, the assembler moves the maxima and exponentials after the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
@@ -165,7 +168,7 @@ def named_sync(threads: int) -> Any:
 
 
 def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``: arrive at a named barrier of `threads` without waiting."""
+    """Return ``named_arrive(barrier)``: arrive at a barrier of `threads` threads; do not wait."""
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
@@ -187,7 +190,7 @@ put = emitted(None, int32, int32)(ptx.store_shared)
 
 @emitted(int32, int32)
 def get(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Load an integer from shared memory."""
+    """Load a 32-bit integer from shared memory."""
     return ptx.asm(b, "ld.shared.b32 $0, [$1];", "=r,r", [address], I32, effects=True)
 
 
@@ -200,7 +203,7 @@ fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 @intrinsic
 def map_address(typing_context, tensor_map):
-    """Return the address of a kernel's tensor map."""
+    """Return the address of a tensor map that the kernel takes as a parameter."""
 
     def generate(context, builder, signature, args):
         return ptx_hopper.parameter_address(builder, tensor_map.parameter)
@@ -209,11 +212,11 @@ def map_address(typing_context, tensor_map):
 
 
 def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
-    """Return ``copy_tile(to, map, barrier, row, head, batch)``: it copies a tile, box by box.
+    """Return ``copy_tile(to, map, barrier, row, head, batch)``: it copies a tile from HBM by TMA.
 
-    The boxes go chunk after chunk. A map of `packed` sequences has one more axis, on which every
-    box is at `ROUND`. In a cluster of `blocks` every block receives the whole tile, and each block
-    fetches some of the boxes.
+    The tile is copied box by box, in the order of its 64-column chunks. A tensor map for `packed`
+    sequences has an additional axis, on which the coordinate of every box is `ROUND`. In a cluster
+    of `blocks`, each block loads some of the boxes, and every block receives all of them.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -256,7 +259,7 @@ uncounted = emitted(int32, int32)(ptx.again)
 def queue_scores(
     bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
 ) -> Any:
-    """Return ``queue_scores(q, k) -> s``: it queues S = Q K^T of 64 by n rows.
+    """Return ``queue_scores(q, k) -> s``: it queues S = Q K^T of 64 queries by `n` keys.
 
     The caller must wait for the result.
 
@@ -291,7 +294,7 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o + P V``; P comes from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, with P from `round_operand`.
 
     The caller must wait for the result.
 
@@ -315,18 +318,22 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 def product_wait(pending: int, n: int) -> Any:
     """Return ``product_wait(c) -> c``: it waits for a product.
 
-    The product's sums are then complete, as are all groups except the last `pending`.
+    Afterwards the sums `c` are complete, and so are all groups of products except the last
+    `pending`.
     """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
-    """Return ``round_operand(s) -> p``: sums as a left operand, two neighbours per register."""
+    """Return ``round_operand(s) -> p``: it rounds sums to 16 bits, to use them as a left operand.
+
+    Two neighbouring elements share a register.
+    """
     return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
 def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
-    """Emit neighbours rounded to 16 bits, two per register."""
+    """Emit the rounding of elements to 16 bits, with two neighbours per register."""
     return [ptx.pack(b, bf16, s[x], s[x + 1]) for x in range(0, len(s), 2)]
 
 
@@ -337,10 +344,10 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
     """Return the function that rounds and stores 64 rows of output.
 
     The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is
-    the warp's first row and `address` is that of row 0. Rows from `stop` on and columns past
-    `row_of`'s width are left out. A lane holds pairs of columns; the lanes of a quad exchange them,
-    so that each stores 16 bytes of a row. With `later` one more parameter gives the column at which
-    o begins.
+    the warp's first row, and `address` is the address of row 0. Rows from `stop` on, and columns
+    past the width of `row_of`, are not stored. A lane holds pairs of columns. The four lanes of a
+    quad exchange these pairs, so that each lane stores 16 bytes of a row. With `later`, the
+    function has another parameter: the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))
@@ -385,7 +392,7 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
 
 
 def _transposed(b: ir.IRBuilder, x: Values, odd: ir.Value, high: ir.Value) -> Values:
-    """Transpose a quad's 4 x 4 words: lane t gives word s to lane s, and gets word t of lane s."""
+    """Transpose 4 x 4 words in a quad: lane t sends word s to lane s, and gets word t of lane s."""
     for mask, mine, pairs in ((1, odd, ((0, 1), (2, 3))), (2, high, ((0, 2), (1, 3)))):
         x = list(x)
         for low, up in pairs:

@@ -1,7 +1,7 @@
-"""Work tiles of the launch's list, passed from the producer to the consumers in shared memory.
+"""Pass work tiles from the producer to the consumers, through slots in shared memory.
 
-A work tile is a tile of one head, of query rows or (KV-outer) of keys, with all its visits. A visit
-is one query tile times one key tile. A slot holds a work tile in the layout of `smem_layout`.
+A work tile is a row tile of one head (or, KV-outer, a column tile), with all its visits. A visit is
+one query tile times one key tile. A slot holds a work tile in the layout of `smem_layout`.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ int32, int64 = types.int32, types.int64
 def item_functions(
     c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True, part: bool = False
 ) -> SimpleNamespace:
-    """Return device functions on slots of work tiles, for one kernel's constants and layout.
+    """Return device functions that read and write slots, for one kernel's constants and layout.
 
-    `w` has the functions of `traversal.walk_functions`. The roles are the producer's warpgroup and
-    then every consumer's; each has time stamps of its own.
+    `w` holds the functions of `traversal.walk_functions`. A role is the producer's warpgroup or one
+    of the consumers' warpgroups. Each role records its own time stamps.
 
-    ``first(a)`` and ``stop(a)`` are the numbers of the launch's first work tile and of the one
-    after its last: all work tiles, except for `part` of a pass. ``write(a, slot, number)`` writes a
-    work tile to a slot. ``after(a, counter)`` requests the number of the next work tile.
-    ``take(shared, item)`` waits for a work tile and returns its slot. ``leave(shared, item,
-    speaking)`` signals that a warp is done with it. ``visits(slot)`` returns its visits, as
-    ``begin`` of `w` does. ``place(row, stop, batch)`` returns the coordinates of rows in a tensor
-    map. ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the
-    addresses of a role's stamps.
+    ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` is the number after
+    its last work tile. The launch has all work tiles of its pass, unless `part` is true. ``write(a,
+    slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the number of the
+    next work tile. ``take(shared, item)`` waits for a work tile and returns its slot.
+    ``leave(shared, item, speaking)`` signals that a warp is done with the slot. ``visits(slot)``
+    returns the work tile's visits in the form of ``begin`` of `w`. ``place(row, stop, batch)``
+    returns the coordinates that a tensor map needs for a row. ``visit_stamps(a, walk, first,
+    role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's stamps.
     """
     # block size of the inner loop's side
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)

@@ -1,1 +1,1 @@
-"""Kernels in Python that read like the algorithm, for any GPU and for Numba's simulator."""
+"""Python kernels that read like the papers' algorithms, for any GPU or Numba's simulator."""

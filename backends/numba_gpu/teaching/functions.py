@@ -1,7 +1,8 @@
-"""Score and mask functions in the teaching kernels: device functions generated from their graphs.
+"""Generate device functions for the teaching kernels from traced score and mask functions.
 
-Captured arrays are concatenated in two flat device arrays, one of floats and one of integers; the
-generated text contains each array's offset. Gradients are added to a third array, atomically.
+All captured arrays are concatenated into two flat device arrays, one of floats and one of integers.
+The generated text contains the offset of each captured array. Kernels add the gradients of captured
+arrays to a third flat array, atomically.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flashsim.problem.problem import Problem
 
 
 class TracedFunctions(NamedTuple):
-    """The functions of a problem, and the captured arrays that need gradients."""
+    """A problem's mask and score function, and the names of captured arrays that need gradients."""
 
     mask: Graph | None
     score: Graph | None
@@ -33,11 +34,11 @@ class TracedFunctions(NamedTuple):
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        """The captured arrays: those of the score function, then the mask's."""
+        """The captured arrays: first those of the score function, then those of the mask."""
         return tuple(a for graph in (self.score, self.mask) if graph for a in graph.arrays)
 
     def places(self) -> list[int]:
-        """The offset of each array among the floats or among the integers."""
+        """Return the offset of each captured array in its flat array (of floats or of integers)."""
         ends, found = {True: 0, False: 0}, []
         for spec in self.arrays:
             floats = spec.kind == FLOAT
@@ -47,18 +48,19 @@ class TracedFunctions(NamedTuple):
 
 
 def functions_of(problem: Problem) -> TracedFunctions:
-    """The functions of a problem."""
+    """Return the mask and score function of a problem, as traced."""
     return TracedFunctions(
         problem.mask_graph, problem.score_mod, problem.score_grads, problem.sinks
     )
 
 
 class Compiled(NamedTuple):
-    """Device functions on one score.
+    """Device functions that compute with a single score.
 
-    ``keep(floats, wholes, b, h, q, k)`` is the mask. ``score(floats, wholes, s, b, h, q, k)``
-    returns the new score. ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` returns the gradient
-    of `s`, and adds the gradients of captured arrays to `sums`; ``slope_alone`` does not add.
+    ``keep(floats, wholes, b, h, q, k)`` returns whether the mask keeps the score. ``score(floats,
+    wholes, s, b, h, q, k)`` returns the new score. ``slope(floats, wholes, sums, s, ds, b, h, q,
+    k)`` returns the gradient of `s` and adds the gradients of captured arrays to `sums`.
+    ``slope_alone`` returns the gradient of `s` only.
     """
 
     keep: Any
@@ -69,7 +71,10 @@ class Compiled(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compiled(functions: TracedFunctions) -> Compiled:
-    """The device functions of mask and score; a missing one becomes an identity function."""
+    """Compile the device functions of a mask and score function.
+
+    If one of them is missing, the result has an identity function in its place.
+    """
     places = functions.places()
     score, mask = functions.score, functions.mask
     at, arguments = "b, h, i, j", "floats, wholes"
@@ -98,28 +103,28 @@ def _derivative(score: Graph, wanted: tuple[str, ...], places: list[int]) -> lis
 
 
 class Flat(Written):
-    """Python statements whose captured arrays are slices of two flat arrays."""
+    """Writes Python statements in which captured arrays are slices of two flat arrays."""
 
     def __init__(self, nodes: Any, arrays: Any, places: Iterable[int]) -> None:
         super().__init__(nodes, arrays)
         self.places = [*places]
 
     def lines(self, numbers: Iterable[int]) -> list[str]:
-        """The statements of a function's body."""
+        """Return the statements of a function's body, one per line."""
         return [f"    {line}" for line in self.statements(numbers)]
 
     def element(self, node: Any) -> str:
-        """The index of the element that a load reads."""
+        """Return the text of the index, in the flat array, of the element that a load reads."""
         return f"{self.places[node.value]} + ({self.offset(node)})"
 
     def read(self, node: Any) -> str:
-        """The expression that reads an element of a captured array."""
+        """Return the text of the expression that reads an element of a captured array."""
         which = "floats" if self.arrays[node.value].kind == FLOAT else "wholes"
         return f"{which}[{self.element(node)}]"
 
 
 def _device(text: str) -> Any:
-    """The device function compiled from a text, with numba-cuda's names for NumPy's types."""
+    """Compile a device function from its text, with numba-cuda's names for NumPy's types."""
     text = text.replace("np.int64", "I").replace("np.", "math.")
     names = {"I": int64, "F": float32, "math": math, "cuda": cuda}
     exec(compile(text, "<a function for the teaching kernels>", "exec"), names)
@@ -127,7 +132,7 @@ def _device(text: str) -> Any:
 
 
 def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarray]:
-    """The floats and the integers that functions read, each in one non-empty array."""
+    """Return the floats and the integers that the functions read, as two non-empty flat arrays."""
     found: dict[bool, list[np.ndarray]] = {True: [], False: []}
     mask = job.problem.mask_mod
     arrays = (*job.score_arrays, *(() if mask is None else mask.arrays))
@@ -142,7 +147,7 @@ def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarr
 
 
 def gradients(functions: TracedFunctions, sums: np.ndarray) -> dict[str, np.ndarray]:
-    """The gradients of captured arrays, cut out of the array that kernels added to."""
+    """Return the gradients of captured arrays, as slices of the array `sums` from the kernels."""
     pairs = zip(functions.arrays, functions.places(), strict=True)
     return {
         f"d:{spec.name}": sums[at : at + math.prod(spec.shape)].reshape(spec.shape)

@@ -1,13 +1,14 @@
-"""FlashAttention-2 in plain Numba-CUDA for learning: a thread per row, float32, no tensor cores.
+"""FlashAttention-2 in plain Numba-CUDA, for learning: a thread per row, no tensor cores.
 
-The phases are those of Algorithms 1 and 2 of arXiv:2307.08691. Blocks are (tile, batch * heads).
-The kernels visit the tiles that the schedule's tables list and never decide which exist. The
-kernels run on any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+The kernels follow Algorithms 1 and 2 of arXiv:2307.08691 step by step, and compute in float32. The
+grid of thread blocks is (tile, batch * heads). The kernels visit the tiles that the schedule's
+tables list; they do not evaluate the mask to decide which tiles to skip. The kernels run on any
+NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
-The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the other side) of each tile;
-``ptr``, ``index`` and ``kind`` list the visited tiles in CSR form. A kernel built with `counts`
-adds the bytes that it moves to ``tile_counts`` (walks, tiles, 8) and ``visit_counts`` (batch *
-heads, visits, 8).
+The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the sequence on the other side)
+for each row tile and column tile. ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR
+form. A kernel that is built with `counts` also adds up the bytes that it moves, in ``tile_counts``
+(heads of the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ NO_FUNCTIONS = TracedFunctions(None, None, (), sinks=False)
 
 @dataclass(frozen=True)
 class TeachingShape:
-    """The compile-time constants of a teaching kernel, among them the sizes of its shared tiles."""
+    """A teaching kernel's compile-time constants, such as the sizes of its shared-memory tiles."""
 
     block_q: int
     block_k: int
@@ -43,16 +44,17 @@ class TeachingShape:
 
 @cuda.jit(device=True, inline="always")
 def _keeps(query, key, offset, key_stop, left, right):
-    """Whether the mask keeps a key for a query, by the band of `flashsim.schedule`."""
+    """Return whether the query sees the key, by the causal and window limits of the schedule."""
     centre = query + offset
     return key < key_stop and centre - left <= key and key <= centre + right
 
 
 @cuda.jit(device=True, inline="always")
 def _load(tile, X, batch, head, start, stop, width):
-    """Copy rows of X to a tile, whose rows from `stop` on are 0; return this thread's elements.
+    """Copy rows of X to a shared tile; return how many elements this thread copied.
 
-    All threads of the block must call it: neighbouring threads read neighbouring elements.
+    Rows of the tile from `stop` on are set to 0. All threads of the block must call this function,
+    since neighbouring threads read neighbouring elements.
     """
     moved = 0
     for e in range(cuda.threadIdx.x, tile.shape[0] * width, cuda.blockDim.x):
@@ -67,7 +69,7 @@ def _load(tile, X, batch, head, start, stop, width):
 
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
-    """Return the forward kernel: block (i, head) owns row tile i, and thread r its row r."""
+    """Return the forward kernel: block (i, head) computes row tile i, and thread r its row r."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
@@ -157,8 +159,8 @@ def forward_kernel(shape: TeachingShape) -> Any:
 def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
-    Thread r owns row r. dL is the LSE's gradient; it is subtracted from delta, and not read if the
-    pass has none.
+    Thread r computes row r of the block's row tile. dL is the gradient of the LSE. The kernel
+    subtracts dL from delta; without such a gradient, dL is not read.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2
@@ -190,9 +192,11 @@ def delta_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dkdv_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel for dK and dV: block (j, KV head) owns column tile j, thread c its key c.
+    """Return the kernel for dK and dV.
 
-    With `fused` the kernel also adds dS K into the float32 dQ, atomically.
+    Block (j, KV head) computes column tile j, and thread c its key c.
+
+    With `fused` the kernel also adds dS K to a float32 dQ in HBM, atomically.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -297,9 +301,9 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dq_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel for dQ alone, without atomics.
+    """Return the kernel that computes dQ alone, without atomics.
 
-    Block (i, head) owns row tile i, and thread r its row r.
+    Block (i, head) computes row tile i, and thread r its row r.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -385,7 +389,7 @@ def dq_kernel(shape: TeachingShape) -> Any:
 def convert_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that converts dQ's float32 accumulator to the inputs' type.
 
-    Thread r owns row r.
+    Thread r converts row r of the block's row tile.
     """
     d, itemsize, counts = shape.d, shape.itemsize, shape.counts
 

@@ -1,4 +1,4 @@
-"""Launches of the teaching kernels: on a GPU, or in Numba's simulator if there is none."""
+"""Launch the teaching kernels on a GPU, or in Numba's simulator if that is switched on."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ _SIDES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def simulated() -> bool:
-    """Whether Numba runs kernels in its CPU simulator."""
+    """Return whether Numba runs CUDA kernels in its CPU simulator."""
     return bool(config.ENABLE_CUDASIM)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Return the shared-memory bytes of a pass's largest kernel."""
+    """Return the bytes of shared memory that a pass's largest kernel takes."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -48,7 +48,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 
 
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
-    """Return the given tiling if it fits; without one, the largest square tiling that fits.
+    """Return the given tiling if it fits; if none is given, the largest square tiling that fits.
 
     Raises
     ------
@@ -113,7 +113,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward: delta, dkdv and dq, or with "flash2-fused" delta, fused and convert."""
+    """Run the backward: stages delta, dkdv, dq, or with "flash2-fused" delta, fused, convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
     _check_functions(job)
@@ -155,7 +155,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def _check_functions(job: Job) -> None:
-    """Raise `UnsupportedError` for functions or sinks that the kernels cannot take."""
+    """Raise `UnsupportedError` for functions or sinks that the teaching kernels do not support."""
     p = job.problem
     if not p.has_functions:
         return
@@ -168,20 +168,20 @@ def _check_functions(job: Job) -> None:
 
 
 def _sinks(job: Job) -> np.ndarray:
-    """The sinks as float32, (heads,); without sinks, one number that is not read."""
+    """Return the sinks as float32 (heads,); without sinks, a dummy array of one number."""
     if not job.problem.sinks:
         return np.zeros(1, np.float32)
     return checks.sinks(job.sinks, job.problem.heads).astype(np.float32)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """Return an array of the simulator filled with one value."""
+    """Return a NumPy array filled with `value`, for the simulator."""
     _Simulator(job)  # or raise if the simulator does not support it
     return np.full(shape, value, numpy_dtype(dtype))
 
 
 class _Simulator:
-    """Arrays and launches in Numba's simulator, where all arrays are NumPy arrays."""
+    """Handles arrays and launches in Numba's simulator, where all arrays are NumPy arrays."""
 
     def __init__(self, job: Job) -> None:
         if not isinstance(job.q, np.ndarray):
@@ -197,35 +197,34 @@ class _Simulator:
             )
 
     def active(self) -> AbstractContextManager[Any]:
-        """Return a context in which kernels run on this device."""
+        """Return a context manager in which kernels run on this device."""
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """Return a copy of an array for a kernel, since the simulator writes arguments back."""
+        """Return a copy of an array for a kernel, since the simulator writes to its arguments."""
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Return a new array of zeros, of the simulator's kind."""
+        """Return a new NumPy array of zeros."""
         return np.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """Return a result for the caller, as the same kind of array as `like`."""
+        """Return a result as an array of the same library as `like`, for the caller."""
         return array
 
     def host(self, array: Any) -> np.ndarray:
-        """Return an array of counts as a NumPy array."""
+        """Return an array of reported bytes as a NumPy array."""
         return array
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
-        """Run a kernel."""
+        """Run a kernel in the simulator."""
         _launch(kernel, (grid, threads), arguments)
 
 
 class _Gpu:
-    """Arrays and launches on the GPU that holds the job's arrays, on their library's stream.
+    """Handles arrays and launches on the GPU of the job's arrays, on their library's stream.
 
-    Kernels take CuPy arrays. The CuPy arrays share the caller's memory, except that NumPy arrays
-    are copied.
+    Kernels get CuPy arrays that share the caller's memory; only NumPy arrays are copied.
     """
 
     def __init__(self, space: Any) -> None:
@@ -233,7 +232,7 @@ class _Gpu:
 
     @classmethod
     def of(cls, job: Job) -> _Gpu:
-        """Return the device and stream that hold a job's arrays.
+        """Return the `_Gpu` for the device and stream of a job's arrays.
 
         Raises
         ------
@@ -247,43 +246,43 @@ class _Gpu:
         return cls(arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype))
 
     def check(self, name: str, array: Any, dtype: str) -> None:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.check` does."""
         from flashsim.backends.cupy_gpu import arrays
 
         arrays.check_space(name, array, dtype, self.space)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.active` does."""
         # CuPy and numba-cuda share the device's primary context, but each keeps its own current
         # one.
         with failures.Explaining(), self.space.active(), cuda.gpus[self.space.device]:
             yield
 
     def taken(self, array: Any) -> Any:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.taken` does."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.new` does."""
         import cupy
 
         return cupy.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.given` does."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_library_of(like, array)
 
     def host(self, array: Any) -> np.ndarray:
-        """See `_Simulator`."""
+        """Do on the GPU what `_Simulator.host` does."""
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
-        """Run a kernel; its first compilation takes a second or more and prints a message."""
+        """Run a kernel; its first call compiles it, which takes a second and prints a message."""
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
         _launch(kernel, (grid, threads, stream), arguments)
@@ -297,14 +296,14 @@ class _Gpu:
 
 
 def _launch(kernel: Any, where: tuple[Any, ...], arguments: Any) -> None:
-    """Launch without Numba's warning about low occupancy: these kernels suit small problems."""
+    """Launch a kernel without Numba's warning about low occupancy, since problems are small."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
         kernel[where](*arguments)
 
 
 class _Call:
-    """One pass: the shape of its kernels, its launches, and their reports."""
+    """A forward or backward pass: its kernels' constants, its launches, and their reports."""
 
     def __init__(self, job: Job, tiling: Tiling, device: Any, *, fused: bool) -> None:
         p = self.problem = job.problem
@@ -324,12 +323,12 @@ class _Call:
         self.reports: list[tuple[plans.Stage, Lowered, Any, Any]] = []
 
     def captured(self, job: Job) -> tuple[Any, Any]:
-        """The captured floats and integers, as device arrays."""
+        """Return the captured floats and integers as two device arrays."""
         floats, wholes = functions.captured(job, self.shape.functions)
         return self.place.taken(floats), self.place.taken(wholes)
 
     def walk(self, by: Literal["row", "col"], name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a pass over score tiles: one block for each outer tile of each head."""
+        """Launch a kernel that loops over tile pairs: a block for each outer tile of each head."""
         p, tables = self.problem, self._tables(by)
         walks = p.batch * (p.heads if by == "row" else p.kv_heads)
         tile_counts, visit_counts = self._report(name, tables, walks)
@@ -340,14 +339,14 @@ class _Call:
         self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, arguments)
 
     def rows(self, name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a pass over rows: one block for each row tile of each head."""
+        """Launch a row-wise kernel: a block for each row tile of each head."""
         tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
         tile_counts, _ = self._report(name, tables, walks)
         arguments = (*arrays, self.place.taken(tables.rows), tile_counts)
         self.place.launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, arguments)
 
     def stages(self) -> tuple[StageTrace, ...] | None:
-        """The events of the launches so far, if the job asks for them."""
+        """Return the events of the launches so far, or None if the job records no trace."""
         if not self.counting:
             return None
         return tuple(

@@ -1,1 +1,1 @@
-"""Kernels in Python for tensor cores (`mma.sync`)."""
+"""Python kernels for tensor cores, with the instruction `mma.sync`."""

@@ -1,17 +1,19 @@
 """FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
-A block owns column tile j of one KV head and visits, for every query head of the group, the row
-tiles that the schedule lists. It works on transposed scores, S^T = K Q^T, so that P^T and dS^T
-leave the products in exactly the registers in which dV += P^T dO and dK += dS^T Q need them.
+A thread block computes column tile j of one KV head. For every query head of the GQA group it
+visits the row tiles that the schedule lists. The block computes transposed scores, S^T = K Q^T, so
+that P^T and dS^T are already in the registers where the products dV += P^T dO and dK += dS^T Q need
+them.
 
-The fused form also adds dQ += dS K, reduced into a float32 accumulator in HBM (its order, and so
-its last bit, varies). In the three-pass form, `backward_dq` computes dQ. The dQ product of a visit
-is computed one visit later. With `halves` half of the warps compute it before their scores and half
-after them: while one warp of a scheduler computes exponentials, another one keeps the tensor cores
-busy.
+The fused form also adds dS K to a float32 accumulator of dQ in HBM. The order of these additions
+varies, and with it the last bit of dQ. In the three-pass form, `backward_dq` computes dQ. The dQ
+product of a visit is computed during the next visit. With `halves`, half of the warps compute this
+product before their scores and the other half after them. So while one warp of a scheduler computes
+exponentials, another warp keeps the tensor cores busy.
 
-K and V stay in shared memory for the whole block; Q, dO, L and delta are in one or two shared
-stages. dK, dV, S^T, P^T, dP^T are in registers. dS is in shared memory, only to cross warps for dQ.
+K and V stay in shared memory as long as the block runs. Q, dO, the log-sum-exp L and delta are in
+one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
+shared memory only because dQ needs it across warps.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
-    """Return the kernel for compile-time constants; `wide`: 16-byte reductions, from sm_90 on."""
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+
+    With `wide`, reductions to HBM add 16 bytes at a time, which needs sm_90.
+    """
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)
@@ -124,7 +129,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
 
     @device
     def add_dq(a, shared, warp, step, walk, start, rows, slot):
-        """Add this warp's part of dQ += dS K for the visit before step `step`."""
+        """Add this warp's part of dS K to dQ, for the visit before step `step`."""
         row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
         ds_base = pieces_ds(shared + ds_at) + (1 - (step & 1)) * ds_bytes
         dq = multiply_dsk(new_dq(), ds_base, row, columns_k(shared), col)

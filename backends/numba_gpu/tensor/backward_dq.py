@@ -1,10 +1,11 @@
-"""FlashAttention-2 backward, Q-outer: dQ alone, the third of three passes without atomics.
+"""FlashAttention-2 backward, Q-outer: the kernel for dQ, the last of three passes.
 
-A block owns row tile i of one head, recomputes S and dP for the column tiles that the schedule
-lists, and adds dS K in registers, so that equal inputs give equal bits.
+A thread block computes row tile i of one head. The block recomputes S and dP for the column tiles
+that the schedule lists, and adds up dS K in registers. There are no atomics, so equal inputs give
+bitwise equal results.
 
-Q, dO, L and delta stay in shared memory for the whole block; K and V are in one or two shared
-stages; dQ, S, P, dP and dS are in registers.
+Q, dO, the log-sum-exp L and delta stay in shared memory as long as the block runs. K and V are in
+one or two stages of shared memory. dQ, S, P, dP and dS are in registers.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dq_kernel(kernel: Kernel) -> Any:
-    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel, a Python function of one `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

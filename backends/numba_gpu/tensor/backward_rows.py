@@ -1,9 +1,9 @@
-"""The row-wise kernels around a backward pass: `flash_delta` before it, `flash_convert` after it.
+"""The row-wise kernels of the backward pass: `flash_delta` runs first, `flash_convert` last.
 
 `flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
 `flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
-float32 accumulator to 16 bits. Block (i, head) owns row tile i. The kernels use no shared memory,
-and every access to rows in HBM is 16 bytes wide.
+float32 accumulator to 16 bits. Block (i, head) handles row tile i. The kernels use no shared
+memory, and every access to a row in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of row pieces.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of pieces of rows.
 
-    A piece has 8 elements. The function computes up to `DEEP` rows, `apart` rows apart, starting at
-    `x` and `y`. Only rows fewer than `left` rows from the first exist; `rows` is their number.
+    A piece has 8 elements. The function takes a piece from each of up to `DEEP` rows, which are
+    `apart` rows apart and begin at `x` and `y`. Only the first `left` rows exist; the result `rows`
+    is the number of existing rows among those taken.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -66,7 +67,10 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``: each sum over a power of two of neighbouring lanes."""
+    """Return ``lane_sums(sums)``: it adds up each sum over groups of `lanes` neighbouring lanes.
+
+    `lanes` is a power of two.
+    """
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
@@ -82,7 +86,7 @@ def _lane_sums(lanes: int) -> Any:
 def _write_rows(apart: int) -> Any:
     """Return ``write_rows(to, sums, left)``: it writes a float32 per row, `apart` rows apart.
 
-    Only rows fewer than `left` rows from the first are written.
+    Only rows among the first `left` rows are written.
     """
 
     @emitted(None, int64, floats(DEEP), int32)
@@ -96,9 +100,9 @@ def _write_rows(apart: int) -> Any:
 
 
 def _less_rows(apart: int) -> Any:
-    """Return ``less_rows(sums, source, left) -> sums``: it subtracts one float32 per row.
+    """Return ``less_rows(sums, source, left) -> sums``: it subtracts a float32 of HBM per row.
 
-    The rows are `apart` rows apart, and only rows fewer than `left` rows from the first exist.
+    The rows are `apart` rows apart. Only the first `left` rows exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -113,11 +117,12 @@ def _less_rows(apart: int) -> Any:
 
 
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
-    """Return the function that scales float32 and rounds it to 16 bits.
+    """Return the function that scales float32 numbers and rounds them to 16 bits.
 
     The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
-    `per_row` pieces of 8 elements, and there are `pieces` in all. The function converts up to
-    `DEEP` of them, `apart` pieces apart from `first` on. It returns the bytes that it stored.
+    `per_row` pieces of 8 elements, and all rows together have `pieces` pieces. A call converts up
+    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. The function
+    returns the number of bytes that it stored.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
@@ -144,7 +149,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """Return ``zeros_bytes(column)``: of four float32 from a column on, the bytes that exist."""
+    """Return ``zeros_bytes(column)``: how many bytes exist of four float32 from a column on."""
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:

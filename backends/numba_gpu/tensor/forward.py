@@ -1,8 +1,9 @@
 """FlashAttention-2 forward on tensor cores, in Python (arXiv:2307.08691, Algorithm 1).
 
-A block owns row tile i of one head and visits the column tiles that the schedule lists for it. K
-and V are in two shared stages each, so that a visit's copies overlap with the visit before. O, m,
-l, S and P are in registers. Q is in registers if there are enough of them, else in shared memory.
+A thread block computes row tile i of one head, and visits the column tiles that the schedule lists
+for this row tile. K and V are in two stages of shared memory each, so that the copies for a visit
+overlap with the previous visit. O, m, l, S and P are in registers. Q is in registers if there are
+enough registers, else in shared memory.
 """
 
 from __future__ import annotations

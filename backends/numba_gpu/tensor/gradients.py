@@ -1,4 +1,4 @@
-"""The gradients of scores, on fragments in the layout of `tiles`, as Numba intrinsics."""
+"""Numba intrinsics for the gradients of scores, on fragments in the layout of `mma_tiles`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
 
 
 def load_rows(blocks: int) -> Any:
-    """Return ``load_rows(address) -> values``: one float32 of shared memory per row of the lane."""
+    """Return ``load_rows(address) -> values``: it loads a float32 for each of the lane's rows.
+
+    The float32 values come from shared memory.
+    """
 
     @emitted(floats(2 * blocks), types.int32)
     def load_rows_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -29,7 +32,10 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """Return ``load_columns(address) -> values``: one float32 per column of the lane (n / 4)."""
+    """Return ``load_columns(address) -> values``: it loads a float32 for each lane's column.
+
+    A lane has n / 4 columns.
+    """
 
     @emitted(floats(n // 4), types.int32)
     def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -50,8 +56,9 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
     """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L).
 
-    `s` is raw Q K^T. `lse` has a value for each row (S) or column (S^T) of the lane. `slope` is the
-    softcap's derivative, 1 - tanh^2; without a softcap it is a single unused 0.
+    `s` is Q K^T, neither scaled nor capped. `lse` has a value for each of the lane's rows (for S)
+    or columns (for S^T). `slope` is the softcap's derivative, 1 - tanh^2; without a softcap it is a
+    single 0 that is not used.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
@@ -101,12 +108,12 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 
 
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
-    """Return the function that sets dropped probabilities to 0.
+    """Return the function that sets masked probabilities to 0.
 
-    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p`` and
-    follows the rule of `mask_rows`. With `by_row` false the fragment is P^T, whose rows are keys. L
-    = -inf (a row without a key) makes exp(S - L) infinite, so dropping is a selection, never a
-    product.
+    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``. The
+    function masks the same elements as `mask_rows`. If `by_row` is false, the fragment is P^T,
+    whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L) infinite, so the
+    function selects 0 instead of multiplying by 0.
     """
     kind = floats(blocks * n // 2)
 

@@ -1,4 +1,4 @@
-"""Stores of accumulators from registers: staged for wide stores, or reduced into HBM."""
+"""Numba intrinsics that store accumulators: through shared memory, or added to HBM."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """Return ``stage(address, row, col, c)``: it rounds accumulators to 16 bits into a tile.
+    """Return ``stage(address, row, col, c)``: it writes accumulators to a tile, as 16 bits.
 
-    The block of accumulators is written to the tile, starting at (row, col).
+    The accumulators are written to the shared-memory tile at (row, col), from where wide stores
+    copy them to HBM.
     """
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
@@ -36,10 +37,10 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
 
 
 def store_rows(blocks: int) -> Any:
-    """Return ``store_rows(address, values, first, stop) -> bytes``: one float32 per row to HBM.
+    """Return ``store_rows(address, values, first, stop) -> bytes``: it stores a float32 per row.
 
-    Only rows before `stop` are stored, by the first lane of each quad. `first` is the warp's first
-    row, and `address` is that of row 0.
+    The first lane of each quad stores them to HBM, for rows before `stop`. `first` is the warp's
+    first row, and `address` is the address of row 0.
     """
 
     @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
@@ -62,9 +63,9 @@ def store_rows(blocks: int) -> Any:
 
 
 def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
-    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``: it adds accumulators to HBM.
+    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``: it adds a fragment to HBM.
 
-    The accumulator in HBM is float32.
+    The fragment `c` is added to float32 sums in HBM, atomically.
 
     Parameters
     ----------
@@ -130,7 +131,10 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """Return this lane's values to add, of its four in two 8-column pieces, and the columns."""
+        """Return what this lane adds: columns, and values for them.
+
+        The lane holds four values of a row, in two 8-column pieces.
+        """
         if not wide:
             own = b.add(first, b.shl(pair, i32(1)))
             return [(b.add(own, i32(e // 2 * 8 + e % 2)), [x]) for e, x in enumerate(four)]

@@ -1,4 +1,4 @@
-"""The online softmax on score fragments in the layout of `tiles`, as Numba intrinsics."""
+"""Numba intrinsics for the online softmax, on score fragments in the layout of `mma_tiles`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ NEG_INF = float("-inf")
 
 
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return tanh as 1 - 2 / (1 + e^2x), with an error of a few 1e-7; tanh.approx has 5e-4."""
+    """Return tanh(x) as 1 - 2 / (1 + e^2x).
+
+    The error is a few 1e-7; that of the instruction tanh.approx is 5e-4.
+    """
     power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
 
@@ -24,7 +27,7 @@ def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
     """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
 
-    Without a cap the result is scale s.
+    Without a softcap the result is scale s.
     """
     kind = floats(blocks * n // 2)
 
@@ -40,11 +43,12 @@ def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
 
 
 def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets dropped scores to -inf.
+    """Return the function that sets masked scores to -inf.
 
-    The function is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q keeps
+    The function is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q sees
     keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are
-    the warp's first ones. A limit (`left` or `right`) that is switched off adds no instructions.
+    the first query and key of the warp. A limit (`left` or `right`) that is switched off adds no
+    instructions.
     """
     kind = floats(blocks * n // 2)
 
@@ -75,7 +79,7 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
 
 
 def row_max(blocks: int, n: int) -> Any:
-    """Return ``row_max(m, s) -> m``: the maximum so far of each of the lane's rows."""
+    """Return ``row_max(m, s) -> m``: the running maximum of each of the lane's rows."""
 
     @emitted(floats(2 * blocks), floats(2 * blocks), floats(blocks * n // 2))
     def row_max_(b: ir.IRBuilder, m: Values, s: Values) -> Values:
@@ -92,11 +96,11 @@ def row_max(blocks: int, n: int) -> Any:
 
 
 def row_max_of_bits(n: int) -> Any:
-    """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` of one block.
+    """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` for one block of 16 rows.
 
-    The function compares floats as integers, three per instruction (from sm_90 on). Floats and
-    their bits as integers have the same order, except between two negative floats. If some lane has
-    seen only negative floats in a row, `again` is true and the warp must call `row_max` instead.
+    The function compares the bits of floats as integers, three per instruction (from sm_90 on). The
+    order of the integers is that of the floats, unless both floats are negative. If a lane has seen
+    only negative floats in some row, `again` is true and the warp must call `row_max` instead.
     """
 
     @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
@@ -124,8 +128,8 @@ def row_max_of_bits(n: int) -> Any:
 def softmax_base(blocks: int) -> Any:
     """Return ``softmax_base(top, to_log2) -> base``: the maxima in base 2.
 
-    `base` is 0 for a row without a key yet. The 0 avoids inf - inf: such a row's scores are all
-    -inf, and 2^(-inf - 0) = 0.
+    As long as a row has seen no key, `base` is 0. A base of 0 avoids inf - inf: all scores of such
+    a row are -inf, and 2^(-inf - 0) = 0.
     """
     kind = floats(2 * blocks)
 
@@ -140,7 +144,7 @@ def softmax_base(blocks: int) -> Any:
 def rescaling(blocks: int) -> Any:
     """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new).
 
-    m are the maxima before this visit.
+    `m` holds the maxima before this visit, and `base` the new ones.
     """
     kind = floats(2 * blocks)
 
@@ -152,7 +156,7 @@ def rescaling(blocks: int) -> Any:
 
 
 def scale_rows(blocks: int, n: int) -> Any:
-    """Return ``scale_rows(c, factors) -> c``: each of the lane's rows times its factor."""
+    """Return ``scale_rows(c, factors) -> c``: it multiplies each of the lane's rows by a factor."""
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, floats(2 * blocks))
@@ -163,10 +167,10 @@ def scale_rows(blocks: int, n: int) -> Any:
 
 
 def exponentials(blocks: int, n: int) -> Any:
-    """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``.
+    """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``: P, and the running sums.
 
-    P = exp(S - m_new), and l = alpha l + sum. l is summed over the lane's own columns only; the
-    quad adds up once, at the end.
+    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums over its
+    own columns only; the four lanes of a quad add up their sums once, at the end.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
@@ -187,12 +191,13 @@ def exponentials(blocks: int, n: int) -> Any:
 
 
 def row_by_row(n: int) -> Any:
-    """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: row 0, then row 1 of a block.
+    """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: a lane's row 0, then row 1.
 
-    It does the work of `softmax_base`, `rescaling` and `exponentials`, with the maxima `m` before
-    this visit and `top` after it. ptxas schedules first the instructions that start the longest
-    dependency chain. Exponentials take longest, so they should begin early and never wait. For this
-    reason row 0's sums form two chains and row 1's one.
+    The function does the work of `softmax_base`, `rescaling` and `exponentials`, with the maxima
+    `m` before this visit and `top` after it. The assembler ptxas schedules those instructions first
+    that begin the longest dependency chain. Exponentials take the longest time, so they should
+    begin early and never wait. For this reason the sums of row 0 form two chains, and those of row
+    1 a single chain.
     """
     s_kind, pair = floats(n // 2), floats(2)
 
@@ -222,7 +227,7 @@ def row_by_row(n: int) -> Any:
 
 
 def finish_rows(blocks: int) -> Any:
-    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; without a key, 0 and -inf."""
+    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``; 0 and -inf for rows without a key."""
     kind = floats(2 * blocks)
 
     @emitted([kind, kind], kind, kind, types.float32)

@@ -1,1 +1,1 @@
-"""The fast CPU engine."""
+"""The fast CPU engine: FlashAttention-2 in Numba, on all cores."""

@@ -1,15 +1,15 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-It runs the forward pass and two backward passes (three passes, or fused) for every `Problem`.
-Arithmetic uses the accumulator type. 16-bit arrays are converted one tile at a time, so memory
-stays linear in the sequence length. Every sum has a fixed order, so results do not depend on the
-number of threads.
+The engine runs the forward pass and two backward passes (three passes, or fused) for every
+`Problem`. The engine computes in the accumulator type: float32, or float64 for float64 inputs.
+Every sum has a fixed order, so results do not depend on the number of threads.
 
-`run` has two options for this engine. ``threads`` is by default the number of CPUs that this
-process may use. ``micro_kernel`` is "vector" or "plain" (see `micro_kernels`; default: "vector" if
-the CPU's registers are known) or, for bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). For
-bfloat16, "amx" or "avx512_bf16" is the default if the CPU supports it and it is faster. With one
-query per head, it is faster only if many heads share keys.
+For this engine, `flashsim.run` has two additional options. The option ``threads`` is by default the
+number of CPUs that this process may use. The option ``micro_kernel`` is "vector" or "plain" (see
+`micro_kernels`; default: "vector" if the CPU's registers are known) or, for bfloat16, "amx" or
+"avx512_bf16" (see `bf16_dot`). For bfloat16, the default is "amx" or "avx512_bf16" if the CPU
+supports that kernel and the kernel is faster there than "vector". With one query per head, these
+two kernels are faster only if many query heads share keys.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """Return the saved tensors for the backward pass, given only the results of forward."""
+    """Return the tensors saved for the backward pass, given only the forward's out and LSE."""
     return {"O": out, "L": lse}
 
 
@@ -111,7 +111,7 @@ def backward(
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """Return an array filled with one value; raise for a job that the engine does not support."""
+    """Return an array filled with one value; raise if the engine does not support the job."""
     _check(job)
     return np.full(shape, value, numpy_dtype(dtype))
 
@@ -125,10 +125,10 @@ def _check(job: Job) -> None:
 
 
 class _Stage(NamedTuple):
-    """The work of a stage: its schedule, and the numbers of loops, outer tiles and visits.
+    """The work of a stage: its schedule, and its numbers of head loops, outer tiles and visits.
 
-    `long` states whether the stage is so long that it must be interruptible. `parts` has its tables
-    if the next call can reuse them.
+    The field `long` says whether the stage takes so long that Ctrl-C must be able to stop it. The
+    field `parts` contains the stage's tables if the next call can reuse them.
     """
 
     schedule: Schedule
@@ -141,7 +141,7 @@ class _Stage(NamedTuple):
 
 @dataclass
 class _CpuPass:
-    """One pass in one direction: the data that its kernels share, and the traces of its stages."""
+    """A forward or backward pass: the data that its kernels share, and its stages' traces."""
 
     job: Job
     direction: str
@@ -153,7 +153,10 @@ class _CpuPass:
 
     @classmethod
     def of(cls, job: Job, direction: str) -> _CpuPass:
-        """Return the pass of a job; values that do not depend on its arrays are cached."""
+        """Return the pass that runs a job.
+
+        Values that do not depend on the job's arrays are cached in the job's memo.
+        """
         cpu = _cpu(job, direction)
         key = direction, job.algorithm, type(cpu), cpu
         known = job.memo.get(key)
@@ -207,7 +210,10 @@ class _CpuPass:
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
     def _functions(self) -> dict[str, Any]:
-        """Return the fields of `Rules` for functions and sinks, and allocate captured gradients."""
+        """Return the fields of `Rules` for functions and sinks.
+
+        Also allocate the gradients of the arrays that a score function captures.
+        """
         job, p = self.job, self.job.problem
         per_head = frozenset() if p.mask_mod is None else p.mask_mod.per_head
         by_batch, by_head = "b" in per_head, "h" in per_head
@@ -231,21 +237,21 @@ class _CpuPass:
         }
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays flat, contiguous and in the accumulator type; as views if possible."""
+        """Return arrays flat, contiguous and in the accumulator type, uncopied if possible."""
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays as a kernel reads them: as `wide` does, but without converting 16 bits."""
+        """Return inputs in the form that a kernel reads: as `wide` does, but 16-bit types stay."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return an array in the form that a kernel reads.
+        """Return an array, flat, in the form that a kernel reads.
 
-        32-bit and 64-bit arrays stay as they are. A 16-bit array is viewed as integers if the
-        kernel multiplies pairs, and otherwise as float32 over the same memory.
+        Arrays of 32-bit and 64-bit numbers keep their type. A 16-bit array is viewed as integers if
+        the kernel multiplies bfloat16 pairs, and otherwise as float32 over the same memory.
         """
         flat = array.reshape(-1)
         if self.pairs and array.dtype == self.result:
@@ -253,7 +259,7 @@ class _CpuPass:
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute output and LSE, with one query per head by the kernel in `kernels_decode`."""
+        """Compute out and LSE; with one query per head, the kernel in `kernels_decode` does so."""
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -265,11 +271,13 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Q and its factor as in `kernels_decode.decode`; Q is empty if that did not run.
+        """Return Q and the factor of scores as the decode kernel (`kernels_decode`) uses them.
 
-        With Q, the backward pass sums scores in the same order as the forward pass. Pairs of
-        bfloat16 do not need this: rounding dS to bfloat16 costs far more precision than a different
-        order of summation.
+        If that kernel did not run the forward pass, the returned Q is empty.
+
+        With this Q, the backward pass sums scores in the same order as the forward pass. Kernels
+        for pairs of bfloat16 do not need this: rounding dS to bfloat16 costs far more precision
+        than a different order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -281,7 +289,7 @@ class _CpuPass:
         return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
 
     def _parts(self) -> tuple[np.ndarray, ...]:
-        """Allocate the state that `kernels_decode.decode` keeps for each part."""
+        """Allocate the partial results of `kernels_decode.decode` for each part of the keys."""
         p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
         parts = kernels_decode.parts_of(walks, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
@@ -289,7 +297,7 @@ class _CpuPass:
         return sums, top, total, np.zeros(walks, np.int64)
 
     def schedule(self, stage: plans.Stage) -> Schedule:
-        """Return the schedule (loop over tiles) of a stage."""
+        """Return the schedule of a stage: its tiles and their order."""
         p, order = self.job.problem, self.job.key_order
         return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
@@ -325,7 +333,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return the work of a stage, which is cached if only the problem's fields determine it."""
+        """Return the work of a stage; cached if only the problem's fields determine it."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -350,7 +358,10 @@ class _CpuPass:
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """Record the trace of stage `name`, which NumPy runs on whole arrays, if it exists."""
+        """If the pass has stage `name`, record its trace.
+
+        NumPy runs this stage on whole arrays.
+        """
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -376,9 +387,9 @@ def _is_one(p: Problem, direction: str) -> bool:
 
 
 def _one_query(p: Problem) -> bool:
-    """Return whether the kernel in `kernels_decode` runs the forward pass.
+    """Return whether the decode kernel (`kernels_decode`) runs the forward pass.
 
-    It supports one query per head, without functions and sinks.
+    That kernel supports one query per head, without functions and sinks.
     """
     return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 
@@ -389,10 +400,12 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """View 16-bit numbers as float32 over the same memory (see `float16`); others unchanged.
+    """View 16-bit numbers as float32 over the same memory (see `float16`).
 
-    If the number of elements is odd, the last one is past the end of the view. Kernels can still
-    read it, because they do not check bounds.
+    Arrays of other types are returned unchanged.
+
+    If the number of 16-bit elements is odd, the last element lies past the end of the view. Kernels
+    can still read that element, because they do not check bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat

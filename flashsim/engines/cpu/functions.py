@@ -1,7 +1,7 @@
-"""Score functions on the CPU engine, which are compiled separately and called by address.
+"""Score functions on the CPU engine, which Numba compiles separately from the kernels.
 
-A kernel calls a score function for each panel of scores through a pointer. So a new function needs
-only one small compilation, and no kernel is compiled again.
+A kernel calls the compiled score function through a pointer, once per panel of scores. So a new
+function needs only one small compilation, and no kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 
 
 class Panels(NamedTuple):
-    """A problem's compiled functions.
+    """A problem's compiled score functions, and the arrays that they use.
 
-    `calls` contains their addresses, 0 for a missing function. `table` contains the addresses of
-    captured arrays and their gradients. `held` keeps their memory alive.
+    The field `calls` contains the functions' addresses, 0 for a missing function. The field `table`
+    contains the addresses of captured arrays and of their gradients. The field `held` keeps the
+    memory of functions and arrays alive.
     """
 
     calls: np.ndarray
@@ -42,7 +43,7 @@ class Panels(NamedTuple):
 def panels(
     problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
 ) -> Panels:
-    """Compile the score function of a problem; `gradients` has the gradients' sums, by array."""
+    """Compile the score function of a problem; `gradients` has each array's gradient, to add to."""
     graph, calls = problem.score_mod, np.zeros(3, np.int64)
     if graph is None:
         return Panels(calls, np.zeros(1, np.int64), ())
@@ -70,7 +71,7 @@ def _in_memory(array: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=128)
 def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any, Any]:
-    """Return the function and its derivative as compiled callbacks."""
+    """Return a score function and its derivative as compiled callbacks."""
     kind = getattr(types, real)
     signature = types.void(
         *(types.CPointer(kind), types.CPointer(kind)),
@@ -88,7 +89,7 @@ def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any,
 
 @intrinsic
 def as_pointer(context, address, kind):
-    """Convert an address to a pointer to numbers of a type."""
+    """Convert an address (an integer) to a pointer to numbers of a type."""
     del context
 
     def codegen(context, builder, signature, args):
@@ -118,7 +119,10 @@ def call_panel(
     h,
     table,
 ):
-    """Call a compiled function on the panel of S at `s0`; `raw` at `raw0` has its input scores."""
+    """Call the compiled function at `address` on the panel of S that starts at `s0`.
+
+    The panel of `raw` that starts at `raw0` contains the scores before the score function.
+    """
     del context
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 

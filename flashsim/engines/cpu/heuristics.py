@@ -49,7 +49,10 @@ def tiling(
 
 
 def thread_count(requested: Any, problem: Problem) -> int:
-    """Return the requested number of threads; default: the CPUs' number, or 1 for a small pass."""
+    """Return the requested number of threads, or the default.
+
+    The default is the number of CPUs, or 1 for a small pass.
+    """
     if requested is None:
         p = problem
         scores = p.batch * p.heads * p.n_q * p.n_kv
@@ -65,10 +68,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return the micro-kernel that runs a pass.
+    """Return the micro-kernel that runs a pass, as the type for which kernels are compiled.
 
-    With `one_query` per head, products of bfloat16 pairs are used only if they are requested or
-    faster: if few heads share keys, memory bandwidth limits `kernels_decode`.
+    With `one_query` per head, the result is a bfloat16 micro-kernel only if it is requested or
+    faster. If few heads share keys, memory bandwidth limits the decode kernel, and such a
+    micro-kernel is not faster.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -91,9 +95,9 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return `cpu` with panels of one register, which decoding one query per head uses.
+    """Return `cpu` with panels as wide as one register, for decoding one query per head.
 
-    With AMX, a panel must have a lane for each of the 16 heads that AMX tiles write.
+    With AMX, a panel must have a lane for each of the 16 heads that an AMX tile holds.
     """
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
@@ -107,10 +111,11 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:
-    """Return whether arithmetic, not memory bandwidth, would limit decoding on floats.
+    """Return whether arithmetic on floats, not memory bandwidth, would limit decoding.
 
-    Each element of K and V needs one product per head that reads it, and one score costs as much as
-    96 columns. More than `most` products per element take longer than loading the element.
+    Each element of K and V needs one product per query head that reads it. Softmax and other work
+    on one score costs as much as 96 columns of products. If an element needs more than `most`
+    products, they take longer than loading the element.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
     return heads * (d + 96) > most * d

@@ -1,4 +1,4 @@
-"""The backward kernels of the CPU engine; see `kernels_forward.py`."""
+"""The backward kernels of the CPU engine, built like the forward kernel in `kernels_forward.py`."""
 
 from __future__ import annotations
 
@@ -62,16 +62,17 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
-    """Compute dK, dV and, if `fused`, dQ; keys are in the lanes.
+    """Compute dK, dV and, if `fused`, dQ; each lane of a panel holds one key.
 
-    A thread owns key tiles of a key head. It computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and
-    dK^T += Q^T dS. It adds dS K to a tile of ``grads.dq`` in memory. Several threads add to the
-    same tile, so ``turns[head, row tile]`` counts the additions, and each thread waits for its
-    turn. So the sums are the same for any number of threads. A deadlock is impossible, because
-    outer tiles are handed out, and processed within a run, in the order of turns.
+    Each thread owns some key tiles of a key head. For each visit (tile pair), the thread computes S
+    = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T += Q^T dS. If `fused`, the thread also adds dS K
+    to the query tile's dQ in memory (``grads.dq``). Several threads add to the same tile of dQ, so
+    ``turns[head, row tile]`` counts the additions, and each thread waits for its turn. So every sum
+    has a fixed order, and the results are the same for any number of threads. Threads cannot
+    deadlock, because key tiles are handed out, and processed within a run, in the order of turns.
 
-    A thread processes a run of column tiles together, as `forward` does with row tiles. It reads Q,
-    dO and dQ of a row tile from memory once for the whole run.
+    A thread processes a run of neighbouring column tiles together, as `forward` does with row
+    tiles. The thread reads Q, dO and dQ of a row tile from memory once for the whole run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -182,7 +183,10 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 def key_visit(
     cpu, inputs, grads, shape, tiles, rules, own, sums, others, work, scales, j, at, h, fused
 ):
-    """Add one visit to dK and dV, one panel of keys at a time; if `fused`, also write all of dS."""
+    """Add one visit's (tile pair's) terms to dK and dV, one panel of keys at a time.
+
+    If `fused`, also write all of the tile's dS, for `dq_visit`.
+    """
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
     S, dS, P, dS_left, gate, raw = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
@@ -230,11 +234,12 @@ def key_visit(
 
 @or_pairs(lambda cpu, S, inputs, key0, keys, h, shape, rules: None)
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
-    """Write the scores of a head's only query with `keys` keys to S[0], S[1], .., as `decode` does.
+    """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
-    Each score is summed in the same order as in `decode`. A different order would change the last
-    bits. P would then not sum to 1, and the component that all keys have in common would no longer
-    cancel in dQ. Pairs of bfloat16 do not use this: see `engine.along`.
+    Each score is summed in the same order as by `decode` in the forward pass. A different order of
+    summation would change the last bits of scores. P would then not sum to exactly 1, and a
+    component that all keys have in common would no longer cancel in dQ. Kernels for pairs of
+    bfloat16 do not call this function: see `along` in `engine`.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(
@@ -245,7 +250,7 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
 
 @part
 def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, counter):
-    """Add dS K of one visit to dQ, after waiting for its turn."""
+    """Wait for this thread's turn, and add dS K of one visit to dQ."""
     dS, dS_left, part_dq = of_ds
     i, padded, ld = tiles.inner[at], grads.dq_stride, panels_of(cpu, shape.block_k) * cpu.width
     rows, n = tiles.other[i, 1] - tiles.other[i, 0], tiles.own[j, 1] - tiles.own[j, 0]
@@ -266,9 +271,11 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 
 @part
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
-    """Compute dQ and the bias's gradient; queries are in the lanes, and a thread owns a row tile.
+    """Compute dQ and the bias's gradient; each lane of a panel holds one query.
 
-    It computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
+    Each thread owns one row tile at a time.
+
+    For each visit (tile pair), the thread computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q) * w
@@ -356,7 +363,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
 
 @part(fastmath={"reassoc"})
 def row_dot(a, a0, b, b0, n):
-    """Return the dot product of two rows, summed in an order that suits the vector registers."""
+    """Return the dot product of two rows; the compiler may reorder the sum for vector registers."""
     total = a.dtype.type(0)
     for x in range(n):
         total += a[np.uint64(a0 + x)] * b[np.uint64(b0 + x)]  # as in `packing.copy_rows`
@@ -367,8 +374,8 @@ def row_dot(a, a0, b, b0, n):
 def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
     """Compute delta = rowsum(dO o O) - dlse, the first stage of a backward pass.
 
-    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by the scores is P, so
-    dS = P (dP - delta).
+    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is that
+    score's P, so dS = P (dP - delta) includes it.
     """
     dv, size = shape.dv, shape.block_q * shape.dv
     rooms = (

@@ -1,11 +1,13 @@
-"""The decode kernel, for one query per head as in text generation; memory bandwidth limits it.
+"""The decode kernel of the CPU engine, for one query per head, as in text generation.
 
-A tile has one row of scores per head, so the query heads that share a key head are processed
-together. K and V are read once, row by row in memory order (`micro_kernels.decode_gemv`).
+Memory bandwidth limits this kernel. A tile has only one row of scores per head, so the kernel
+processes all query heads that share a key head together. The kernel reads K and V once, row by row
+in memory order (`micro_kernels.decode_gemv`).
 
-The keys of a head are split into parts, each with its own maximum, sum and output, as in
-FlashDecoding. So several threads can work on one head. The thread that finishes the last part
-merges all parts. The number of parts, and so every result, depends only on the shape.
+As in FlashDecoding, the keys of a head are split into parts, each with its own maximum, sum and
+output. So several threads can work on one head at the same time. The thread that finishes a head's
+last part merges all of the head's parts. The number of parts depends only on the shape, and so does
+every result: the number of threads does not matter.
 """
 
 from __future__ import annotations
@@ -39,17 +41,18 @@ VISITS, ITEMS = 4, 64
 
 
 def parts_of(walks: int, visits: int) -> int:
-    """Return the number of parts of each of `walks` loops over `visits` key tiles."""
+    """Return into how many parts to split each of `walks` loops over `visits` key tiles."""
     return max(1, min(visits // VISITS, -(-ITEMS // walks)))
 
 
 @part
 def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
-    """Run Algorithm 1 of FlashAttention-2 for one query per head, and write flat out and lse.
+    """Run FlashAttention-2's Algorithm 1 for one query per head, and write flat out and lse.
 
-    out is (heads, dv) and lse (heads,). `parts` contains, as flat arrays, O (parts, heads, dv) and
-    m and l (parts, heads) of every part, and the number of finished parts (walks,), initially 0.
-    There is one loop ("walk") for all query heads that share a key head.
+    Before flattening, out has shape (heads, dv) and lse (heads,). `parts` contains four flat
+    arrays: O (parts, heads, dv), m and l (parts, heads) of every part, and the number of finished
+    parts per loop (walks,), initially 0. All query heads that share a key head share one loop over
+    the key tiles, called a "walk" in the code.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w
@@ -64,7 +67,10 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
 @part
 def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
-    """Process parts until none is left; the thread that finishes a head's last part merges them."""
+    """Take parts from the shared counter, and process them, until none is left.
+
+    The thread that finishes a head's last part merges the head's parts.
+    """
     state = borrow(own)  # the caller keeps the arrays alive
     (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = arrays, state
     sums, tops, totals, arrived = parts
@@ -118,7 +124,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
 
 @part
 def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
-    """Merge the parts of heads h0 .. h0 + group - 1, in order, into their output and LSE."""
+    """Merge the parts of heads h0 .. h0 + group - 1, in order, and write their output and LSE."""
     for h in range(h0, h0 + group):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
@@ -138,7 +144,7 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 
 @part
 def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
-    """Process one key tile for the `group` of heads that share keys, which start at `head0`."""
+    """Process one key tile for the query heads h0 .. h0 + group - 1, which share keys."""
     Q, O, m, l, alpha, S, _, factor = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
@@ -179,5 +185,5 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
 
 @part
 def padded(n):
-    """Round n up to whole registers, also for registers of pairs."""
+    """Round n up to a multiple of 32, which fills whole registers of floats or of pairs."""
     return (n + 2 * SIDE - 1) // (2 * SIDE) * (2 * SIDE)

@@ -1,11 +1,11 @@
 """The forward kernel of the CPU engine: the code that each thread runs.
 
-Threads take work tiles (a run of outer tiles and a set of heads) from a shared counter until none
-is left. The result does not depend on which thread takes a work tile. Tile order, skipping and
-masks come only from the schedule's tables. A kernel writes down the size of every tile that it
-visits, and the trace is built from these notes. `operands` decides whether a kernel multiplies
-floats or pairs of bfloat16. `kernels_backward.py` has the backward kernels, which are built in the
-same way.
+Threads take work tiles from a shared counter until none is left. A work tile is a run of
+neighbouring outer tiles and a set of heads. Results do not depend on which thread takes which work
+tile. The schedule's tables alone decide which tiles a kernel visits, in which order, and with which
+masks. For a trace, a kernel notes the size of every tile that it visits, and `notes` builds the
+trace from these sizes. The module `operands` decides whether a kernel multiplies floats or pairs of
+bfloat16. The file `kernels_backward.py` has the backward kernels, which are built in the same way.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ from flashsim.schedule.schedule import MASKED
 
 @part
 def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
-    """Run FlashAttention-2's Algorithm 1 with queries in the lanes: S^T = K Q^T, O^T += V^T P^T.
+    """Run FlashAttention-2's Algorithm 1 with one query per lane: S^T = K Q^T, O^T += V^T P^T.
 
-    q, k, v, out and lse are flat; out and lse are written. Each thread keeps Q^T, O^T, m, l and
-    alpha of its row tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs it also
-    keeps K and V of one or several (`slots_of`) column tiles, converted to operands.
+    All arrays are flat; the function writes out and lse. Each thread keeps Q^T, O^T, m, l and alpha
+    of its row tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs, each thread
+    also keeps K and V of one or several (`slots_of`) column tiles, converted to operands.
 
-    A thread processes a run of row tiles together. It reads K and V of a column tile from memory
-    once for all row tiles that visit it. Each row tile visits only its own column tiles, in the
-    order of the schedule.
+    A thread processes a run of neighbouring row tiles together. The thread reads K and V of a
+    column tile from memory once for all row tiles of the run that visit it. Each row tile visits
+    only its own column tiles, in the order of the schedule.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -153,10 +153,11 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
-    """Process some column tiles of a row tile, panel by panel.
+    """Process the column tiles of some visits of a row tile, one panel of queries at a time.
 
-    It computes S = scale Q K^T, its softmax, and O = alpha O + P V. `near` has the column tile in
-    each slot of K and V. `h` is the query head, over the whole batch.
+    For each column tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O
+    + P V. The array `near` has the number of the column tile in each slot of K and V. The argument
+    `h` is the number of the query head over the whole batch.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -195,9 +196,11 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_item(tiles, counter):
-    """Return begin and end of the next run of outer tiles, and of its heads in `tiles.sets`.
+    """Return the next work tile: the first and last + 1 of its outer tiles, and of its heads.
 
-    An empty run means that no work is left, or that the call was stopped.
+    The heads are positions in `tiles.sets`.
+
+    If the run of outer tiles is empty, no work is left or the call was stopped.
     """
     n_sets, item = tiles.set_ptr.size - 1, fetch_add(counter)
     if item >= len(tiles.runs) * n_sets or stopped(counter):
@@ -208,15 +211,17 @@ def next_item(tiles, counter):
 
 @part
 def stopped(counter):
-    """Return whether the call was interrupted; after that, the kernel's results are not used."""
+    """Return whether the call was interrupted; if so, the kernel's results are discarded."""
     return load_acquire(counter, STOP) != 0
 
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the next column tiles of a run at visits `at` into `near`; return their number.
+    """Write the run's next column tiles into `near`, and return how many they are.
 
-    `then` receives each row tile's position after them.
+    `at` has the position of each row tile's next visit.
+
+    `then` receives each row tile's position after these column tiles.
     """
     for i in range(end - begin):
         then[i] = at[i]
@@ -236,9 +241,11 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the next inner tile that any tile of a run needs, or -1; ``at`` is their next visits.
+    """Return the next inner tile that any outer tile of a run visits, or -1 if none is left.
 
-    Inner tiles are processed in ascending or in descending order.
+    `at` has the position of each outer tile's next visit.
+
+    The argument `descending` says whether inner tiles are processed in descending order.
     """
     best = -1
     for i in range(begin, end):

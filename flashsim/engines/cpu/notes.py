@@ -1,4 +1,4 @@
-"""Converts a kernel's notes (the tiles that it visited, and their sizes) to a trace's events."""
+"""Converts a kernel's notes (the sizes of the tiles that it visited) to a trace's events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: Stage, schedule: Schedule, device: Device, steps: np.ndarray, visits: np.ndarray
 ) -> StageTrace:
-    """Return the trace of one stage.
+    """Return the trace of one stage, from the notes of its kernel.
 
     Parameters
     ----------

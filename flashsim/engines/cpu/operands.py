@@ -1,11 +1,13 @@
-"""Operands of products: floats, or pairs of bfloat16 if the CPU has an instruction for them.
+"""Operands of matrix products: floats, or bfloat16 pairs if the CPU multiplies such pairs.
 
-Each function in this module has a variant for floats and, in `bf16_dot`, a variant for pairs. The
-CPU's type decides which variant is compiled, so a kernel is written once. Floats are read in place;
-16-bit numbers are converted to floats first. Pairs are packed in whole tiles, padded with zeros.
+Each function in this module has a variant for floats and, in the package `bf16_dot`, a variant for
+pairs. The type of the argument `cpu` decides which variant is compiled, so the source of a kernel
+exists only once. Floats are used where they are in memory; 16-bit numbers without pairs are
+converted to floats first. Pairs are packed into whole tiles, padded with zeros.
 
-A left operand has one scalar (or pair) per row and term of the sum. A right operand has a row of
-lanes per term: see `micro_kernels.plain` and `bf16_dot.operations`.
+A left operand contains, for each row of the result and each term of the sum, one scalar or pair. A
+right operand contains, for each term of the sum, a row of lanes: see `micro_kernels.plain` and
+`bf16_dot.operations`.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ KEPT = 256
 
 
 class RowSums(NamedTuple):
-    """The sums of a row tile: O, the statistics of its softmax, and the last rescaling factor."""
+    """The running sums of a row tile: O, its softmax's m and l, and the last rescaling factor."""
 
     O: np.ndarray
     m: np.ndarray
@@ -57,7 +59,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """Make compiled code call `of_pairs` in place of a function, on CPUs that multiply pairs."""
+    """On CPUs that multiply pairs, make compiled code call `of_pairs` instead of a function."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -74,73 +76,76 @@ def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
 
 @or_pairs(lambda cpu: 2)
 def per_term(cpu):
-    """Return how many numbers along a sum form one term."""
+    """Return how many numbers along a sum form one term: 2 for pairs, 1 for floats."""
     return 1
 
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the multiple to which rows of results and terms of sums are padded."""
+    """Return the multiple to which the numbers of rows and terms are rounded up."""
     return 1
 
 
 @part
 def rows_of(cpu, n):
-    """Return the padded number of rows of a result with n rows."""
+    """Return n, the number of a result's rows, rounded up to a multiple of `side`."""
     return (n + side(cpu) - 1) // side(cpu) * side(cpu)
 
 
 @part
 def terms(cpu, n):
-    """Return the number of terms of a sum over n numbers."""
+    """Return the number of terms in a sum over n numbers, padding included."""
     return rows_of(cpu, (n + per_term(cpu) - 1) // per_term(cpu))
 
 
 @part
 def whole(cpu, n):
-    """Return n rounded up to whole `terms`: the rows of a panel that becomes an operand."""
+    """Return n rounded up to whole `terms`.
+
+    This is the number of rows of a panel that becomes an operand.
+    """
     return terms(cpu, n) * per_term(cpu)
 
 
 @part
 def aligned(cpu, first):
-    """Return the last row up to `first` at which an operand can begin."""
+    """Return the last row, at most `first`, at which an operand can begin."""
     return first - first % (side(cpu) * per_term(cpu))
 
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """Return how many column tiles of `keys` keys are multiplied with V at once."""
+    """Return how many column tiles of `keys` keys are multiplied by V in one product."""
     return 1
 
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Return the number of keys whose scores exist at the same time."""
+    """Return for how many of `keys` keys the scores are computed at once."""
     return keys
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, np.uint32))
 def operand_room(cpu, n, dtype):
-    """Allocate n terms of right operands."""
+    """Allocate memory for n terms of right operands."""
     return panel_array(n, dtype)
 
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Allocate rows of n numbers as a left operand; floats need no memory."""
+    """Allocate memory for rows of n numbers as a left operand; floats need none."""
     return room_for(rows * n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Allocate memory for 16-bit numbers as floats if they do not become pairs."""
+    """Allocate memory for n 16-bit numbers as floats, unless the kernel multiplies pairs."""
     return room_for(n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, dtype))
 def pairs_room(cpu, n, dtype):
-    """Allocate memory that only pairs need."""
+    """Allocate memory for n elements that only kernels for pairs need."""
     return panel_array(0, dtype)
 
 
@@ -151,7 +156,7 @@ def pairs_room(cpu, n, dtype):
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    Pairs are written to the rows of `room` from row `first` on, and the operand is `room`.
+    Pairs are written to rows of `room`, from row `first` on; the operand is then `room`.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -159,9 +164,10 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @or_pairs(packing.left_of_columns, HotPart)
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Return columns of X as a left operand, for sums over its n rows.
+    """Return the columns of X as a left operand, for sums over its n rows.
 
-    Pairs are written to `room`, whose rows have `row` terms: `block` terms, from term `first` on.
+    Pairs are written to `room`, whose rows have `row` terms; each row receives `block` terms, from
+    term `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -169,28 +175,28 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of the rows in `left` as a left operand (see `left_of_columns`)."""
+    """Return the columns of X as a left operand, given its rows as left operand `left`."""
     return Left(left.array, left.start, left.step, left.row)
 
 
 @or_pairs(packing.right_of_rows, HotPart)
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Put n rows of X in lanes of panels, for sums over d; floats are times a factor per row."""
+    """Copy n rows of X to lanes of panels, for sums over d; floats are times a factor per row."""
     pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding)
 
 
 @or_pairs(packing.right_of_columns, HotPart)
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Put columns of X in `stride` lanes, for sums over its n rows; floats are times a factor."""
+    """Copy columns of X to `stride` lanes, for sums over its n rows; floats are times a factor."""
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     copy_rows(out, stride, array, start, n, d, factor)
 
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write lanes of panels, each times its factor, as rows of X.
+    """Write lanes of panels to rows of X, each lane times its factor.
 
-    If possible, also check them for NaN and infinity.
+    Unless X has 16-bit numbers in a float array, also check the results for NaN and infinity.
     """
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
@@ -200,7 +206,10 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part
 def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """Compute C = A B, with `rows` rows of the left operand from r0 on, and n terms from x0 on."""
+    """Compute C = A B, from row r0 of the left operand A and term x0 of its sums on.
+
+    The product has `rows` rows, and sums of n numbers.
+    """
     a0 = left.start + r0 * left.row + x0 // per_term(cpu) * left.step
     product_set(
         *(cpu, C, c0, ldc, left.array, a0, left.row, left.step),
@@ -220,14 +229,19 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Multiply scores by ``scale[0]``, for pairs; float operands already include the scale."""
+    """Multiply scores by ``scale[0]`` if operands are pairs.
+
+    Float operands already include the scale.
+    """
 
 
 @or_pairs(steps.right_of_panel)
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel of P or dS to the inputs' type, as a right operand for sums over its rows.
+    """Return a panel of P or dS, rounded to the inputs' type, as a right operand.
 
-    Returns the operand's array, offset and stride. Pairs are stored in `P`.
+    The operand is for sums over the panel's rows.
+
+    The function returns the operand's array, offset and stride. Pairs are stored in the array `P`.
     """
     round_panel(cpu, X, x0, ld, rows, rounding)
     return X, x0, ld
@@ -238,21 +252,24 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 @or_pairs(steps.scaled)
 def scaled(cpu, S, rows, plain, scales):
-    """Return the factor by which to multiply scores: the softmax scale or 1 (`scales`).
+    """Return an array with the factor by which the softmax must multiply scores: the scale or 1.
 
-    Pairs apply the scale in the softmax, if there is no step before the softmax and the scale is
-    not negative.
+    Kernels for pairs apply the softmax scale in the softmax if no step (softcap, bias, function or
+    mask) comes before it and the scale is not negative.
     """
     return rest(scales, 1)
 
 
 @or_pairs(steps.take_scores)
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """Convert a panel of scores to P, and compute O = alpha O + V^T P; V's rows start at `key`.
+    """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
-    For pairs, P stays in memory until `weigh` multiplies it by V. `waiting` is begin and end of the
-    pairs of keys that were not multiplied yet, and the function returns it updated. The function
-    multiplies them itself if a maximum has changed, or if keys in between were skipped.
+    V's rows for this panel start at `key`.
+
+    For pairs, P stays in memory until `weigh` multiplies it by V. `waiting` contains the begin and
+    end of the pairs of keys whose P is not yet multiplied by V; the function returns it updated. If
+    a maximum has changed, or keys in between were skipped, the function multiplies these pairs by V
+    itself.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -267,7 +284,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @or_pairs(steps.weigh)
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the pairs of keys that are `waiting`."""
+    """Compute O += V^T P for the pairs of keys in `waiting`; floats have none."""
 
 
 # -- dQ -------------------------------------------------------------------------------------------
@@ -275,17 +292,23 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @or_pairs(steps.left_of_lanes)
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
-    """Return a panel of dS as columns of a left operand, for sums over lanes; floats unchanged."""
+    """Store a panel of dS as columns of a left operand, for sums over lanes.
+
+    Only pairs need this; floats are used where they are.
+    """
 
 
 @or_pairs(steps.prepare_dq)
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the part of ``dS K`` that need not wait for a turn; for pairs, all of it."""
+    """Compute the part of ``dS K`` that need not wait for this thread's turn to add to dQ.
+
+    For pairs, this is the whole product; for floats, nothing.
+    """
 
 
 @or_pairs(steps.add_dq)
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scale, is_last, counter):
-    """Add dS K of one tile to dQ; at the last addition, check floats for NaN and infinity."""
+    """Add dS K of one tile to dQ; the last addition also checks floats for NaN and infinity."""
     for x in range(0, padded, cpu.width):
         product_add(cpu, dq, to + x, padded, dS, 0, ld, 1, K, k0 + x, padded, rows, n)
     if is_last:

@@ -1,8 +1,9 @@
-"""Steps on a panel of scores between the product and the softmax: softcap, bias, function, mask.
+"""The steps between product and softmax, on a panel of scores: softcap, bias, function, mask.
 
-The same functions are used with queries in the lanes and with keys in the lanes. Row r and lane c
-of a panel contain one score (query, key). Its position in the bias, in the mask's bits and in the
-band is linear in r and c. So each position is described by a start and two strides.
+The same functions serve panels whose lanes are queries and panels whose lanes are keys. Each
+element (row r, lane c) of a panel is one score, of a query and a key. The score's position in the
+bias, in the mask's bits and in the band is linear in r and c. So the code describes each position
+by a start and two strides.
 """
 
 from __future__ import annotations
@@ -64,12 +65,13 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Positions of row 0, lane 0 of a panel, and their strides per row and per lane.
+    """Positions that belong to row 0, lane 0 of a panel, and their strides per row and per lane.
 
-    `rel` is k - (q + offset). `bias` is an index into the bias, and `keep` an index into the mask's
-    bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k` are a score function's
-    arguments: of q and k, one increases by 1 per row of the panel, the other by 1 per lane. `edge`
-    is an index into `Tiles.edges`. Mask bits are 0 only in rows `hide_first` to `hide_last` - 1.
+    The field `rel` is k - (q + offset), the distance from the diagonal. The field `bias` is an
+    index into the bias, and `keep` an index into the mask's bits, or -1 if the tile has no mask
+    bits. The fields `b`, `h`, `q` and `k` are the arguments of a score function: of q and k, one
+    increases by 1 per row of the panel, the other by 1 per lane. The field `edge` is an index into
+    `Tiles.edges`. Only rows `hide_first` to `hide_last` - 1 have mask bits that are 0.
     """
 
     rel: int
@@ -91,14 +93,14 @@ class Place(NamedTuple):
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Return whether a panel needs no softcap, bias, function or mask, which is the common case."""
+    """Return whether a panel needs no softcap, bias, function or mask, as most panels."""
     simple = rules.softcap[0] == 0 and rules.bias.size == 0 and rules.calls[SCORE] == 0
     return not masked and lanes == cpu.width and simple
 
 
 @part
 def visible_rows(rules, rel, rel_row, rows, lanes):
-    """Return the first and last + 1 row of a MASKED panel in which the band keeps any score."""
+    """Return the first and last + 1 row of a MASKED panel in which the band keeps a score."""
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
@@ -106,7 +108,7 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 @part
 def kept_rows(tiles, position, rows):
-    """Return the first and last + 1 row of a panel in which its mask bits keep any score."""
+    """Return the first and last + 1 row of a panel in which its mask bits keep a score."""
     if position.keep < 0:
         return 0, rows
     return tiles.edges[position.edge], tiles.edges[position.edge + 1]
@@ -114,11 +116,13 @@ def kept_rows(tiles, position, rows):
 
 @part
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
-    """Return the first and last + 1 row of a panel in which visit v's mask keeps any score.
+    """Return the first and last + 1 row of a panel in which the mask keeps a score.
 
-    The first row is rounded down to a row at which an operand can begin; the mask hides the rows
-    that this adds. If no score is kept, the second result is at most the first. The arguments are
-    those of `place_of`.
+    The panel belongs to the tile of visit v.
+
+    The first row is rounded down to a row at which an operand can begin; the mask hides all scores
+    of the rows that this adds. If no score is kept, the second result is at most the first. The
+    arguments are explained in `place_of`.
     """
     first, last = 0, rows
     if tiles.kind[v] == MASKED:
@@ -142,17 +146,21 @@ def only_if_hiding(rules, position, masked, first, last):
 
 @part
 def hides(rules, rel, rows, lanes):
-    """Return whether the band hides any score of a panel whose rows are keys, from `rel` on."""
+    """Return whether the band hides any score of a panel with one query per lane.
+
+    The first row and lane have the distance `rel` from the diagonal.
+    """
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 
 @part
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, bits, gate, raw):
-    """Apply softcap, bias, function and mask to rows first .. last - 1.
+    """Apply softcap, bias, score function and mask to rows first .. last - 1 of a panel.
 
-    Lanes past `lanes` are masked. With a softcap, the function writes 1 - tanh^2, the factor from
-    dS to the gradient of the scaled product, to `gate` (laid out like S, or None). With a score
-    function, it writes the function's input scores to `raw` (laid out like S, or None).
+    Lanes after the first `lanes` are padding, and are masked. With a softcap, the function writes 1
+    - tanh^2, the factor from dS to the gradient of the scaled product, to `gate` (laid out like S,
+    or None). With a score function, it writes the function's input scores to `raw` (laid out like
+    S, or None).
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
@@ -194,7 +202,7 @@ def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, b
 
 @part
 def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
-    """Call the score function, or a derivative, on rows first .. last - 1 of a panel."""
+    """Call the score function, or one of its derivatives, on rows first .. last - 1 of a panel."""
     by_row = position.rel_row > 0  # rows are keys
     q_row, k_row = (0, 1) if by_row else (1, 0)
     x0 = s0 + first * ld
@@ -214,7 +222,7 @@ def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
 
 @part
 def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, position, summing):
-    """Replace the gradients of a score function's results by those of its input scores."""
+    """Replace gradients of a score function's results by gradients of its input scores."""
     if rules.calls[SCORE] != 0:
         which = SUMMING if summing else DERIVATIVE
         call_function(rules, which, dS, raw, s0, ld, first, last, lanes, position)
@@ -239,10 +247,11 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
 
 @part
 def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
-    """Return the `Place` of row `row0` of a panel of visit v's tile.
+    """Return the `Place` of row `row0` of a panel in the tile of visit v.
 
-    `h` is the query head, over the whole batch. With `q_lanes`, rows of the panel are keys and
-    `own` is a row tile; otherwise rows are queries and `own` is a column tile.
+    `h` is the query head, over the whole batch. With `q_lanes`, each lane is a query, each row a
+    key, and `own` is a row tile; otherwise each lane is a key, each row a query, and `own` is a
+    column tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
     lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0

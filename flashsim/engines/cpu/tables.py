@@ -1,4 +1,4 @@
-"""The tables that kernels receive as arguments: sizes, tiles, arrays, and notes for the trace."""
+"""The tables that compiled kernels receive: sizes, tiles, arrays, and notes for the trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES, STOP, ODD = 3, 1, 2
 
 
 class Shape(NamedTuple):
-    """Sizes: heads per batch entry, lengths, head dims and the sides of a tile."""
+    """Sizes of a problem: heads per batch entry, lengths, head dims and the sides of a tile."""
 
     heads: int
     kv_heads: int
@@ -79,17 +79,23 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """A kernel's notes: `steps` (loops, T), `visits` (heads, visits); or both empty."""
+    """A kernel's notes for a trace: `steps` (head loops, outer tiles) and `visits` (heads, visits).
+
+    Both are empty if no trace is requested.
+    """
 
     steps: np.ndarray
     visits: np.ndarray
 
 
 class WalkInputs(NamedTuple):
-    """The flat arrays that a backward pass reads; `lse` is 0 for rows that saw no key.
+    """The flat arrays that the kernels of a backward pass read.
 
-    With one query per head, `kernels_decode` runs the forward pass. Then `along` and `factor` are Q
-    and the factor of the scores as in that kernel; otherwise `along` is empty.
+    LSE is 0 for rows that saw no key.
+
+    With one query per head, the decode kernel (`kernels_decode`) runs the forward pass. Then
+    `along` and `factor` are Q and the factor of scores as that kernel uses them; otherwise `along`
+    is empty.
     """
 
     q: np.ndarray
@@ -103,10 +109,12 @@ class WalkInputs(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The flat arrays that a backward pass writes; `dbias` is empty without bias.
+    """The flat arrays that the kernels of a backward pass write.
 
-    `dq_stride` is the length of one row of `dq`. If dQ is summed in memory, that is head_dim plus
-    padding to whole panels.
+    The array `dbias` is empty without a bias.
+
+    `dq_stride` is the length of one row of `dq`. In the fused backward pass, which sums dQ in
+    memory, that length is head_dim plus padding to whole panels.
     """
 
     dq: np.ndarray

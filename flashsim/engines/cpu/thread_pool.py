@@ -1,9 +1,9 @@
 """A pool of threads that persist between kernel calls, and the CPUs on which they wake.
 
-After a pause, Linux often wakes a thread on its caller's CPU and moves it to another CPU a few
-milliseconds later, when a short kernel has already ended (docs/notebooks/cpu.md). So a caller keeps
-sleeping threads off its own CPU. As soon as a thread runs, it may use all CPUs again, so that Linux
-can move it if other processes are busy.
+When a sleeping thread wakes, Linux often runs it on its caller's CPU, and moves it to another CPU
+only a few milliseconds later, when a short kernel has already ended (docs/notebooks/cpu.md). So
+before a caller wakes threads, it restricts them to other CPUs than its own. As soon as a woken
+thread runs, it may use all CPUs again, so that Linux can move it if other processes are busy.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at once; a thread that wakes too late skips it."""
+    """A call that several threads make at the same time.
+
+    A thread that wakes after the work is done skips the call.
+    """
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -29,7 +32,7 @@ class PoolTask:
         self.ended = SimpleQueue[BaseException | None]()
 
     def __call__(self) -> None:
-        """Make the call on this thread."""
+        """Make the task's call on this thread."""
         with self.lock:
             if self.over:
                 return
@@ -42,9 +45,9 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Let no more threads begin, and wait for those that did, except for `ended` of them.
+        """Let no more threads begin the call, and wait for all that have begun it.
 
-        `ended` threads have already been waited for.
+        The caller has already waited for `ended` of these threads.
         """
         with self.lock:
             self.over = True
@@ -52,7 +55,10 @@ class PoolTask:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for one thread and raise its error, if any; the wait can be interrupted."""
+        """Wait until one thread ends its call, and raise its error, if any.
+
+        An interrupt (Ctrl-C) can end the wait.
+        """
         error: BaseException | None = None
         waiting = True
         while waiting:
@@ -63,7 +69,7 @@ class PoolTask:
 
 
 class Worker:
-    """A thread that waits for tasks; `thread` is its id in the operating system."""
+    """A thread that waits for tasks; `thread` is its number in the operating system."""
 
     def __init__(self) -> None:
         self.tasks, self.thread = SimpleQueue[PoolTask](), 0
@@ -71,7 +77,7 @@ class Worker:
         threading.Thread(target=self.work, name="flashsim", daemon=True).start()
 
     def work(self) -> None:
-        """Run tasks in an endless loop, each on the CPUs that its caller may use."""
+        """Run tasks in an endless loop, each on the CPUs that the task's caller may use."""
         self.thread = threading.get_native_id()
         while True:
             task = self.tasks.get()
@@ -81,7 +87,10 @@ class Worker:
 
 
 class Pool:
-    """A pool of threads that grows when callers need more; a caller takes free threads."""
+    """A pool of threads.
+
+    A caller takes free threads, and the pool grows if there are too few.
+    """
 
     def __init__(self) -> None:
         self.size = 0
@@ -89,9 +98,12 @@ class Pool:
         self.lock = threading.Lock()
 
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
-        """Run ``call(*args)`` on `threads` threads, including the caller unless `wait` is true.
+        """Run ``call(*args)`` on `threads` threads: the caller and others or, with `wait`, others.
 
-        The wait can be interrupted; the other threads then continue until their call ends.
+        Without `wait`, the caller takes part.
+
+        With `wait`, an interrupt (Ctrl-C) can end the caller's wait; the other threads then
+        continue until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -109,7 +121,7 @@ class Pool:
                 self.free += taken
 
     def take(self, count: int) -> list[Worker]:
-        """Return `count` free workers."""
+        """Take `count` free workers from the pool; create them if there are too few."""
         with self.lock:
             while len(self.free) < count:
                 self.free.append(Worker())
@@ -118,7 +130,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Restrict sleeping workers to all CPUs of this thread except the one on which it runs."""
+    """Restrict sleeping workers to the CPUs of this thread, except the CPU on which it runs."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:
@@ -127,7 +139,7 @@ def keep_off(workers: list[Worker]) -> None:
 
 
 def allow(threads: list[int], cpus: Iterable[int]) -> None:
-    """Restrict threads to these CPUs; if a sandbox forbids it, the system chooses the CPU."""
+    """Restrict threads to these CPUs, if the system allows it."""
     with suppress(OSError):
         for thread in threads if cpus else ():
             os.sched_setaffinity(thread, cpus)
@@ -144,7 +156,7 @@ def _libc() -> ctypes.CDLL:
 
 
 def pool() -> Pool:
-    """Return the pool of this process; a forked process gets a new pool."""
+    """Return the thread pool of this process; a forked process gets a new pool."""
     return _of(os.getpid())
 
 

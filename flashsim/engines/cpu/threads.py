@@ -47,12 +47,12 @@ _ALL: dict[str, Callable] = {
 
 
 def _entry(name: str, walk: Callable, sources: str) -> Any:
-    """Return a kernel (`walk`) as a compiled function with an on-disk cache.
+    """Return a kernel's function `walk`, compiled and cached on disk.
 
-    Numba notices edits of the file with a cached function, but not of the files with functions that
-    it calls. So the compiled function has a free variable, `sources`, which is a digest of all
-    source files. Numba includes free variables in the cache's key. `name` becomes the name of the
-    cache files.
+    Numba notices edits of the file that contains a cached function, but not of files that contain
+    functions it calls. So the compiled function has a free variable, `sources`, which is a digest
+    of all source files of the kernels. Numba includes free variables in the cache's key. The
+    argument `name` becomes the name of the cache files.
     """
 
     def entry(cpu, *args):
@@ -64,7 +64,7 @@ def _entry(name: str, walk: Callable, sources: str) -> Any:
 
 
 def _digest() -> str:
-    """Return a digest of every source file that a kernel is compiled from."""
+    """Return a digest of all source files from which kernels are compiled."""
     files = sorted(Path(__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"\0".join(f.read_bytes() for f in files)).hexdigest()
 
@@ -74,13 +74,13 @@ _WALKS = {name: _entry(name, walk, _SOURCES) for name, walk in _ALL.items()}
 
 
 def folder() -> Path | None:
-    """Return the folder with compiled kernels; None if no folder is writable."""
+    """Return the folder in which compiled kernels are cached; None if no folder is writable."""
     walk = _WALKS["forward"]
     return Path(walk._cache.cache_path) if kept(walk) else None
 
 
 def compiled() -> dict[str, int]:
-    """Return how often this process compiled each kernel because the disk cache lacked it."""
+    """Return how often this process compiled each kernel, because the disk cache lacked it."""
     return {name: sum(walk.stats.cache_misses.values()) for name, walk in _WALKS.items()}
 
 
@@ -97,12 +97,13 @@ def most() -> int:
 
 
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
-    """Run one kernel on `threads` threads; compile it first if necessary.
+    """Run one kernel on `threads` threads; compile the kernel first if necessary.
 
     Python handles an interrupt (Ctrl-C) only between its own instructions. So the calling thread
-    computes only in short kernels. In a `long` kernel it waits. If it is interrupted, it makes the
-    other threads stop (`kernels_forward.stopped`) through the kernel's argument `counter`. It does
-    not wait for threads that have not begun when no work tiles are left.
+    takes part in the computation only in short kernels. In a `long` kernel, the calling thread only
+    waits for the others. If the calling thread is interrupted, it makes the other threads stop
+    (`kernels_forward.stopped`) through the kernel's argument `counter`. At the end, the calling
+    thread does not wait for threads that have not begun when no work tiles are left.
     """
     call = partial(_call, _WALKS[name])
     if threads == 1 and not long:
@@ -137,14 +138,14 @@ _COMPILED: set[tuple] = set()
 
 
 def _kind(x: Any) -> Any:
-    """Return the part of an argument's type that a compilation depends on."""
+    """Return the part of an argument's type on which compilation depends."""
     if isinstance(x, np.ndarray):
         return x.dtype
     return (type(x), *map(_kind, x)) if isinstance(x, tuple) else type(x)
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """Return a flat read-only view, so that all arrays have one type and need one compilation."""
+    """Return a flat, read-only view of an array, so that all arrays need only one compilation."""
     view = np.ascontiguousarray(array).reshape(-1)[:]  # a flat view of one column would be strided
     floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
     if not floats.flags.aligned:
@@ -154,14 +155,17 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 class _Notice(threading.local, Listener):
-    """Prints on a terminal that a kernel is being compiled, if that takes longer than `PATIENCE`.
+    """Prints that a kernel is being compiled, if that takes longer than `PATIENCE` seconds.
 
-    It also pauses garbage collection during compilation. Numba's objects live until compilation
-    ends, so collections would free nothing and would take a tenth of the time.
+    The message appears only on a terminal.
+
+    During compilation, the class also pauses Python's garbage collection. Numba's objects live
+    until compilation ends, so collections would free nothing and would take a tenth of the time to
+    compile.
     """
 
     def on_start(self, event: Event) -> None:
-        """Handle Numba's event at the start of a compilation."""
+        """Pause collection and start the timer: Numba calls this at the start of a compilation."""
         if event.data["dispatcher"] not in _WALKS.values():
             return
         self.collects = gc.isenabled()
@@ -172,7 +176,7 @@ class _Notice(threading.local, Listener):
             self.timer.start()
 
     def on_end(self, event: Event) -> None:
-        """Handle Numba's event at the end of a compilation."""
+        """Resume collection and stop the timer: Numba calls this at the end of a compilation."""
         if event.data["dispatcher"] not in _WALKS.values():
             return
         if self.collects:

@@ -1,6 +1,6 @@
 """Divides a stage into work tiles (outer tiles and heads), in the order in which threads take them.
 
-A work tile is a run of outer tiles and a set of heads.
+A work tile is a run of neighbouring outer tiles and a set of heads.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ MASK_CHUNK = 1 << 25
 def tiles(
     schedule: Schedule, name: str, threads: int, lanes: int, *, one_query: bool = False
 ) -> Iterator[Tiles]:
-    """Yield the tables of a stage: one, or with a mask function several, each with its mask bits.
+    """Yield a stage's tables.
 
-    `lanes` is the width of a panel. With `one_query` per head, all query heads of a key head form
-    one work tile. Tables are cached between calls if only the problem's fields determine them.
-    Tables for a `mask` are not cached, because its results may change.
+    There is one `Tiles` or, with a mask function, several, each with its mask bits.
+
+    The argument `lanes` is the width of a panel. With `one_query` per head, all query heads that
+    share a key head form one work tile. Tables are cached between calls if only the problem's
+    fields determine them. The tables of a mask function are not cached, because the function's
+    results may change.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -41,7 +44,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return an equal schedule whose tables exist already, if such a schedule was used recently."""
+    """Return an equal schedule that was used recently, if any, because its tables exist already."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -79,7 +82,7 @@ def _tiles(
 
 
 def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of row and column tiles, each with the start of its sequence appended."""
+    """Return the tables of row and column tiles, plus the start of each tile's sequence."""
     sequences = schedule.problem.sequences
     extended = []
     for table, starts, ends in (
@@ -92,7 +95,10 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return the number of outer tiles per run, for n outer tiles; results do not depend on it."""
+    """Return how many outer tiles form a run, if there are n in all.
+
+    The results of a pass do not depend on this number.
+    """
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
@@ -107,9 +113,9 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return a CSR of the heads that one thread processes one after the other.
+    """Return sets of heads, as a CSR; one thread processes a set's heads one after the other.
 
-    These are the heads that add to the same bias gradient.
+    The heads of a set add to the same bias gradient.
     """
     p = problem
     heads = p.heads if by_row else p.kv_heads
@@ -127,11 +133,11 @@ def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, n
 def runs(
     schedule: Schedule, csr: Csr, fused: bool, together: int, *, spread: bool = False
 ) -> np.ndarray:
-    """Return runs of about equal length, of up to `together` outer tiles.
+    """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    The longest tiles come first; in a fused backward pass, tiles are in the order of turns. With
-    `spread`, the last run is divided into single tiles, so that threads finish at about the same
-    time.
+    Tiles with the most visits come first; in a fused backward pass, tiles are in the order in which
+    they add to dQ. With `spread`, the last run is divided into single tiles, so that threads finish
+    at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -147,9 +153,12 @@ def runs(
 
 
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
-    """Return each visit's turn to add to its row tile: minus the number of its remaining visits.
+    """Return each visit's turn to add to its row tile's dQ.
 
-    The visit itself is included, and columns are in the outer order.
+    The turn is minus the number of visits of this row tile that are left.
+
+    The visit itself is included in that number, and column tiles take turns in the order of the
+    outer loop.
     """
     row = csr[1]
     order = np.argsort(row, kind="stable")
@@ -164,7 +173,7 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
 
 
 def first_turns(schedule: Schedule) -> np.ndarray:
-    """Return the first turn per row tile and head."""
+    """Return the turn that comes first, for each head and row tile."""
     p = schedule.problem
     counts = np.bincount(schedule.col_csr[1], minlength=schedule.t_r)
     return np.tile(-counts, p.batch * p.heads)
@@ -173,7 +182,7 @@ def first_turns(schedule: Schedule) -> np.ndarray:
 def _masks(
     schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield the runs in groups, each with the mask bits of its MASKED visits, and their edges."""
+    """Yield groups of runs, each with the mask bits of its MASKED visits and with their edges."""
     ptr, inner, kind = csr
     keep_at, edges_at = (np.full(len(inner), -1, np.int64) for _ in range(2))
     if schedule.problem.banded:
@@ -202,10 +211,11 @@ def _masks(
 def _bits(
     schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the mask bits of visits `at`, of tiles (i, j), and their edges.
+    """Yield the mask bits of visits `at`, with tiles (i, j), and the bits' `Tiles.edges`.
 
-    Visits whose scores are all kept are left out. Bits have shape (columns, slots, rows), or (rows,
-    slots, columns) in a KV-outer loop, so that the bits of a panel's lanes are neighbours.
+    The function leaves out visits whose scores are all kept. A visit's bits have shape (columns,
+    slots, rows), or (rows, slots, columns) in a KV-outer loop, so that the bits of a panel's lanes
+    are neighbours.
     """
     kept = schedule.kept_tiles(i, j)
     kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
@@ -230,10 +240,10 @@ def _bits(
 
 
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last + 1 row (axis 1) of each panel with a True.
+    """Return the first and the last + 1 row (axis 1) that has a True in each panel.
 
-    They are equal if no row has a True. Rows past a tile's own number of `rows` repeat its last
-    row.
+    Both are equal if no row has a True. In `flags`, rows after a tile's own number of `rows` repeat
+    the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)
@@ -246,7 +256,7 @@ _NO_BITS = np.zeros(0, np.uint8)
 
 
 def _table(array: np.ndarray) -> np.ndarray:
-    """Return a read-only view of a table, so that all tables have one type and one compilation."""
+    """Return a read-only view of a table, so that all tables need only one compilation."""
     view = np.ascontiguousarray(array).view()
     view.setflags(write=False)
     return view

@@ -1,4 +1,4 @@
-"""The operations that tiles allow, and the cost of each."""
+"""The arithmetic operations that tiles allow, and what each costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The HBM of a user's algorithm: handles without numbers, and a record of the elements stored."""
+"""The simulated HBM of a user's algorithm: handles of tensors, and a record of what was stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIDES = {"queries": ROW, "keys": COL, "scores": TILE}
 
 
 class Remote:
-    """A handle of a tensor in HBM, with a name, a shape and a type, but without numbers."""
+    """A handle of a tensor in HBM: a name, a shape and a type, but no numbers."""
 
     __slots__ = ("dtype", "name", "shape")
 
@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """Elements per row; 1 for a vector."""
+        """The number of elements per row; 1 for a vector."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -64,10 +64,10 @@ class Remote:
 
 
 class OpenHbm:
-    """The tensors of one run as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
+    """The tensors of one run, as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
 
-    It contains `samples` sets of inputs side by side; bytes are counted for one set. `most` limits
-    the bytes of the workspaces per set.
+    HBM contains `samples` sets of inputs side by side; bytes are counted for one set. The argument
+    `most` limits the bytes of workspaces per set.
     """
 
     def __init__(self, problem: Problem, samples: int = 1, most: int | None = None) -> None:
@@ -145,7 +145,10 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add an array (batch, heads, n[, width]); `written` if its numbers are valid already."""
+        """Add an array (batch, heads, n[, width]).
+
+        If `written`, its numbers may be read; otherwise they must be stored first.
+        """
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)
@@ -156,7 +159,7 @@ class OpenHbm:
         return self._remotes[name]
 
     def _code(self, name: str, axis: int = ROW) -> int:
-        """Return the code of a tensor or buffer in events; a name of the user's gets a new code."""
+        """Return the code of a tensor or buffer in events; an unknown name gets a new code."""
         if name in CODES:
             return CODES[name]
         if name not in self._codes:
@@ -174,7 +177,7 @@ class OpenHbm:
     # -- for the machine ------------------------------------------------------------------------
 
     def _behind(self, tensor: Remote) -> Tensor:
-        """Return the tensor with a handle's numbers; raise for a handle of another HBM."""
+        """Return the tensor with the numbers of a handle; raise for a handle of another HBM."""
         if self._remotes.get(tensor.name) is not tensor:
             raise MemoryModelError(
                 f"{tensor!r} belongs to another machine; use the tensors of machine.hbm"
@@ -182,7 +185,7 @@ class OpenHbm:
         return self._inside[tensor.name]
 
     def _require_writable(self, tensor: Remote) -> None:
-        """Raise an error if the tensor is an input, which must not be written."""
+        """Raise an error if the tensor is an input, because inputs must not be written."""
         self._behind(tensor)
         if tensor.name not in self._written:
             outputs = ", ".join(self._written)
@@ -195,7 +198,7 @@ class OpenHbm:
     def _require_written(
         self, tensor: Remote, rows: slice, cols: slice, member: int | None
     ) -> None:
-        """Raise an error if a part of a tensor is read that was never stored."""
+        """Raise an error if an algorithm reads a part of a tensor that was never stored."""
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
@@ -220,7 +223,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Return how much of a result was stored: "all", "none", or the rows that were not."""
+        """Return how much of a result was stored: "all", "none", or a text of missing rows."""
         written = self._written[name]
         if not written.any():
             return "none"
@@ -231,7 +234,7 @@ class OpenHbm:
         return f"rows {missing[0]} to {missing[-1]}" if len(missing) > 1 else f"row {missing[0]}"
 
     def _array(self, name: str) -> np.ndarray:
-        """Return a tensor's numbers, (samples * batch, heads, n[, width])."""
+        """Return the numbers of a tensor, (samples * batch, heads, n[, width])."""
         data = self._inside[name].data
         return data.reshape(len(data) // self._problem.kv_heads, -1, *data.shape[2:])
 
@@ -243,7 +246,7 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Non
 
 
 def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
-    """Return the slices of rows and columns, limited to the size of the tensor."""
+    """Return the slices of rows and columns that were asked for, cut to the tensor's size."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
             "load, store and reduce take a tensor in HBM, such as machine.hbm.K, got "

@@ -1,4 +1,4 @@
-"""Finds the line of the user's algorithm that is running, for error messages."""
+"""For error messages, finds the line of the user's algorithm that is running."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 
 
 def line_at_work() -> int:
-    """Return the innermost calling line outside the machine and NumPy; 0 if there is none.
+    """Return the number of the innermost calling line outside the machine and NumPy, or 0.
 
     The line may be in a file other than the algorithm's.
     """
@@ -33,12 +33,12 @@ def line_at_work() -> int:
 
 
 def at_work() -> str:
-    """Return `line_at_work` as "line 7"."""
+    """Return the result of `line_at_work` as text, such as "line 7"."""
     return f"line {line_at_work() or '?'}"
 
 
 def deepest(trace: TracebackType | None) -> tuple[str, int] | None:
-    """Return the file and the number of the deepest traceback line in the algorithm's own code."""
+    """Return file and line number of the innermost call, in a traceback, of the user's code."""
     users_frame = None
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -24,7 +24,7 @@ from flashsim.trace.validate import MOST_STAGES
 
 
 class OpenMachine:
-    """One run of a user's own algorithm.
+    """The simulated machine for one run of a user's own algorithm.
 
     Attributes
     ----------
@@ -38,8 +38,8 @@ class OpenMachine:
         The tensors: ``hbm.Q``, ``hbm.K``, ``hbm.V``, other inputs, and outputs. ``hbm.new``
         allocates a workspace.
 
-    `samples` and `most_hbm` are those of `OpenHbm`. A step may use `most` bytes of SRAM; default:
-    `device.sram_bytes`.
+    The arguments `samples` and `most_hbm` are `samples` and `most` of `OpenHbm`. A step (one thread
+    block's work) may use `most` bytes of SRAM; the default is `device.sram_bytes`.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class OpenMachine:
         per: Per = "head",
         tiling: Tiling | None = None,
     ) -> Iterator[OpenSram]:
-        """Run one stage, which is a kernel on a GPU: yield an empty SRAM.
+        """Open a context for one stage, which is a kernel on a GPU, and yield an empty SRAM.
 
-        The steps of a stage share no tiles, only HBM.
+        The steps of a stage have no tiles in common: only HBM passes data between them.
 
         Parameters
         ----------
@@ -121,18 +121,18 @@ class OpenMachine:
         self._stages.append(done)
 
     def row_tiles(self) -> list[slice]:
-        """The rows of each query tile, of `tiling.block_q` queries."""
+        """The slice of rows of each query tile, of `tiling.block_q` queries."""
         return _cut(self._problem.n_q, self._tiling.block_q)
 
     def key_tiles(self) -> list[slice]:
-        """The rows of each key tile, of `tiling.block_k` keys."""
+        """The slice of rows of each key tile, of `tiling.block_k` keys."""
         return _cut(self._problem.n_kv, self._tiling.block_k)
 
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
-        """Return which scores of a tile the mask keeps: (rows, cols) booleans, or None for all.
+        """Return booleans (rows, cols) of the scores that the mask keeps in a tile; None for all.
 
-        A fully masked tile need not be visited. The mask depends only on positions, so reading it
-        moves no bytes.
+        An algorithm need not visit a tile that is fully masked. The mask depends only on positions,
+        so reading it moves no bytes.
         """
         p = self._problem
         q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))

@@ -1,4 +1,4 @@
-"""The operations on tiles: elementwise operations, products, reductions and `np.where`."""
+"""The operations on tiles in simulated SRAM: elementwise, products, reductions, `np.where`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from flashsim.errors import MemoryModelError, ShapeError
 
 
 class TileBase:
-    """Numbers in a `Room`, with leading axes for the heads, which an algorithm does not see."""
+    """Numbers in simulated SRAM (a `Room`), with leading axes for heads that users do not see."""
 
     __slots__ = ("_lease", "_number", "_view")
 
@@ -26,7 +26,7 @@ class TileBase:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of one head's tile."""
+        """The shape of the tile for one head."""
         return self._view.shape[2:]
 
     @property
@@ -36,17 +36,17 @@ class TileBase:
 
     @property
     def size(self) -> int:
-        """The number of elements of one head's tile."""
+        """The number of elements of the tile for one head."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """The accumulator type, or bool."""
+        """The type of the tile's numbers: the accumulator type, or bool."""
         return self._view.dtype
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one head's tile (or view), in the accumulator type."""
+        """The bytes of the tile or view for one head, in the accumulator type."""
         return self.size * self._view.itemsize
 
     def __len__(self) -> int:
@@ -60,7 +60,7 @@ class TileBase:
         return {"tile": self._number}
 
     def _rounded(self) -> None:
-        """After a write, round a tile that was loaded from a narrower type to that type."""
+        """If the tile was loaded from a narrower type, round it to that type after a write."""
         narrow = self._lease.room.narrow
         if narrow is not None:
             self._view[...] = self._view.astype(narrow).astype(self._view.dtype)
@@ -114,7 +114,7 @@ def elementwise(ufunc: Any, inputs: Any, out: TileBase | None, where: Any) -> An
 
 @taped("product")
 def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -> Any:
-    """Compute a matrix product into a new tile or `out`; with `add`, add it to `out`."""
+    """Compute a matrix product into a new tile or `out`; with `add`, add the product to `out`."""
     for x in (a, b):
         if not isinstance(x, TileBase):
             outsider("@", x)
@@ -192,7 +192,7 @@ def chosen(condition: Any, value: Any, other: Any) -> Any:
 
 
 def aligned(tile: TileBase, ndim: int) -> np.ndarray:
-    """Return a tile's numbers with `ndim` axes besides those of the heads, for broadcasting."""
+    """Return a tile's numbers with `ndim` axes, plus the axes of heads, for broadcasting."""
     view = tile._view
     lead, own = view.shape[:2], view.shape[2:]
     if len(own) >= ndim:
@@ -219,7 +219,7 @@ def _operand(what: str, x: Any, room: Room, ndim: int) -> Any:
 
 
 def held(tile: TileBase, room: Room) -> TileBase:
-    """Return the tile, after checking that it is in the SRAM of the same stage."""
+    """Return the tile, after checking that it lies in the same stage's SRAM as `room`."""
     if tile._alive().sram is not room.sram:
         raise MemoryModelError(
             f"the tile {tile._lease.room.name!r} lies in another stage's SRAM; store it to HBM in "
@@ -230,7 +230,7 @@ def held(tile: TileBase, room: Room) -> TileBase:
 
 
 def outsider(what: str, x: Any) -> Any:
-    """Return an operand from outside the machine: a number or a boolean mask; else raise."""
+    """Return an operand that is no tile: a number or a boolean mask; raise for anything else."""
     if isinstance(x, (bool, np.bool_)):
         return bool(x)
     if isinstance(x, (int, float, np.integer, np.floating)):
@@ -247,7 +247,10 @@ def outsider(what: str, x: Any) -> Any:
 
 
 def flags(part: Any) -> Any:
-    """Return one part of an index for writing, after checking it; it may be a boolean mask."""
+    """Return one part of the index in ``tile[index] = value``, after checking its type.
+
+    The part may be a boolean mask.
+    """
     basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, TileBase))
     if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
         return part
@@ -261,7 +264,7 @@ def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
 
 
 def unknown(name: str, method: str, how: Any) -> str:
-    """Say that the machine has no such operation, and which it has."""
+    """Return the text of an error: the machine lacks this operation, and which ones it has."""
     what = name if method == "__call__" else f"{name}.{method}"
     extra = f" with {', '.join(how)}" if how else ""
     known = sorted({getattr(f, "__name__", "") for f in (*COSTS, *FUNCTIONS, np.matmul)})

@@ -1,8 +1,9 @@
-"""Record a user's algorithm without numbers, and replay the recorded program with any numbers.
+"""Records a user's algorithm as a program without numbers, and replays it with any numbers.
 
 An algorithm cannot depend on the numbers in its tiles. So one run, on tiles that are all NaN,
-contains all its instructions. `record` returns that run as text. `replay` performs it again on
-another machine, which checks every instruction as if the algorithm itself ran.
+contains all the algorithm's instructions. The function `record` returns the instructions of that
+run as text. The function `replay` performs the instructions on another machine, which checks each
+as if the algorithm itself ran.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text is not a program of the machine, or its replay takes too long."""
+    """A text is not a recorded program, or its replay takes too long."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The machine for an algorithm: the problem, and the tensors in HBM."""
+    """The data from which a machine is built: the problem, the sizes, and the tensors in HBM."""
 
     problem: Problem
     tiling: Tiling
@@ -52,7 +53,7 @@ class Setting:
     def machine(
         self, arrays: Mapping[str, np.ndarray], *, samples: int = 1, most: int | None = MOST
     ) -> OpenMachine:
-        """Return a machine with these inputs: `samples` of them along the first axis."""
+        """Return a machine with these inputs, `samples` sets of them along the first axis."""
         p = self.problem
         machine = OpenMachine(
             p, self.tiling, self.device, samples=samples, most=most, most_hbm=MOST_HBM
@@ -68,7 +69,7 @@ class Setting:
 
 
 def record(algorithm: Callable[[OpenMachine], None], name: str, setting: Setting) -> list[str]:
-    """Run an algorithm on tiles without numbers, and return its program.
+    """Run an algorithm on tiles that are all NaN, and return its program.
 
     Raises
     ------
@@ -93,9 +94,9 @@ def replay(
     *,
     until: float = float("inf"),
 ) -> None:
-    """Perform a program on a machine; `until` is a deadline of `time.monotonic`.
+    """Perform a recorded program on a machine, until a deadline of `time.monotonic`.
 
-    `name` is the algorithm's name, and `source` contains the lines of its file, for error messages.
+    For error messages, `name` is the algorithm's name, and `source` contains the lines of its file.
 
     Raises
     ------
@@ -126,7 +127,10 @@ def replay(
 
 
 class _Player:
-    """Performs instructions; `tiles` contains the tiles to which the algorithm still refers."""
+    """Performs instructions on a machine.
+
+    The attribute `tiles` contains the tiles to which the algorithm still refers.
+    """
 
     def __init__(self, machine: OpenMachine) -> None:
         self.machine = machine
@@ -163,7 +167,7 @@ class _Player:
                 self.made += 1
 
     def _value(self, encoded: Any) -> Any:
-        """Return an argument from its JSON value; see `tape._plain`."""
+        """Return an argument of an operation from its JSON value: the reverse of `tape._plain`."""
         if isinstance(encoded, list):
             return tuple(self._value(element) for element in encoded)
         if not isinstance(encoded, dict):

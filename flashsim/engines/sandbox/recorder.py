@@ -1,8 +1,9 @@
 """Runs a student's file and returns its result: a program, answers, or an error as text.
 
-``python -m flashsim.engines.sandbox.recorder`` does so in a separate process, restricted by
-`walls`. That process has the machine and the sizes of the problem. It has no inputs, no reference
-results, no right answers and no marks, so student code cannot find or change them.
+The command ``python -m flashsim.engines.sandbox.recorder`` does so in a separate process,
+restricted by the module `walls`. That process has the machine and the problem's sizes. The process
+has no inputs, no reference results, no right answers and no marks, so student code cannot find or
+change them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ WORDS = 2000
 
 @dataclass(frozen=True)
 class Handed:
-    """The result of running a solution; `kind` and `words` explain why it cannot be graded.
+    """The result of running a student's solution.
 
-    `program` contains the instructions for `program.replay`. `answers` is None unless the file has
-    a dict ANSWERS; a value that is no integer is replaced by its text. `name` is the function's
-    name.
+    If the solution cannot be graded, `kind` and `words` say why.
+
+    The field `program` contains the instructions for `program.replay`. The field `answers` is None
+    unless the file has a dict ANSWERS; in it, a value that is no integer is replaced by its text.
+    The field `name` is the name of the student's function.
     """
 
     program: Iterable[str | bytes] = ()
@@ -42,7 +45,10 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """The task of the process: run a text as a file. Without a setting, the file has ANSWERS."""
+    """The task of the separate process: run a text as a Python file.
+
+    If `setting` is None, the file has a dict ANSWERS instead of an algorithm.
+    """
 
     text: str
     file: str
@@ -52,7 +58,10 @@ class Order(NamedTuple):
 
 
 def from_text(text: str, file: str, setting: Setting | None) -> Handed:
-    """Run a file's text; `setting` is None if it has answers instead of an algorithm."""
+    """Run the text of a student's file.
+
+    If `setting` is None, the file has answers instead of an algorithm.
+    """
     try:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -76,7 +85,7 @@ def from_text(text: str, file: str, setting: Setting | None) -> Handed:
 
 
 def from_function(solution: Callable[..., None], setting: Setting) -> Handed:
-    """Record a function of the machine."""
+    """Record a student's function, which takes the machine as its argument."""
     name = str(getattr(solution, "__name__", "solution"))[:60]
     try:
         return Handed(record(solution, name, setting), name=name)
@@ -97,7 +106,10 @@ def from_answers(mapping: Any) -> Handed:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return the kind of an error as a word; for an error of the machine, the broken rule."""
+    """Return a word for the kind of an error.
+
+    For an error of the machine, the word names the rule that was broken.
+    """
     if isinstance(error, MemoryModelError):
         return error.kind
     kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
@@ -125,8 +137,8 @@ def of_error(error: BaseException) -> str:
 def main() -> None:
     """Read an `Order` from the standard input, and write the result to the output.
 
-    The first line of the output is the result of the file as JSON; the program follows. The file's
-    own prints are written to the standard error.
+    The first line of the output is the result as JSON; the program follows. Text that the student's
+    file prints goes to the standard error.
     """
     from flashsim.engines.sandbox import walls  # not available in a browser
 

@@ -1,4 +1,4 @@
-"""On-chip memory that a tile shares with its views, and the lifetime of temporaries."""
+"""On-chip memory in common to a tile and its views, and the lifetime of temporaries."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from flashsim.engines.sandbox.tape import Tape
 
 
 class Room:
-    """Bytes of SRAM that one tile and its views share.
+    """The SRAM bytes in which one tile and all its views lie.
 
-    `gone` is "" while the memory is allocated; after that it says where the memory was freed.
-    `narrow` is the type of a tile that was loaded from a narrower tensor. Such a tile counts the
-    bytes of that type, so numbers written to it are rounded to that type.
+    The attribute `gone` is "" while the memory is allocated; after that, it says where the memory
+    was freed. For a tile that was loaded from a narrower tensor, `narrow` is that tensor's type.
+    Such a tile takes only the bytes of the narrower type, so numbers written to it are rounded to
+    that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
@@ -30,9 +31,12 @@ class Room:
 
 
 class Lease:
-    """A reference that all tiles of a `Room` share; a temporary's bytes are freed with the last.
+    """A reference to a `Room`, which the tile and all its views hold.
 
-    `tape` is the tape on which its tiles are numbered, and `numbers` are the tiles' numbers.
+    The bytes of a temporary are freed when the last of these is gone.
+
+    The attribute `tape` is the `Tape` on which the tiles are numbered, and `numbers` are the tiles'
+    numbers.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -1,4 +1,4 @@
-"""Runs an algorithm on a machine: sets up tensors, explains errors, and checks the results."""
+"""Runs a user's algorithm on a machine: sets up tensors, explains errors, checks the results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flashsim.schedule.tensors import dtype as dtype_of
 
 
 def size(p: Problem, name: str) -> tuple[int, ...]:
-    """Return the shape (batch, heads, n[, width]) of the tensor that papers call `name`."""
+    """Return the shape (batch, heads, n[, width]) of the tensor with this name in the papers."""
     its = shape(p, name)
     heads = p.kv_heads if its.axis == COL else p.heads
     sides = {ROW: (p.n_q, its.elements), COL: (p.n_kv, its.elements), TILE: (p.n_q, p.n_kv)}
@@ -28,9 +28,9 @@ def size(p: Problem, name: str) -> tuple[int, ...]:
 def put(
     machine: OpenMachine, arrays: Mapping[str, np.ndarray], outputs: Iterable[str]
 ) -> list[str]:
-    """Put inputs and empty outputs in HBM, and return the outputs that need not be stored.
+    """Put inputs and empty outputs in HBM, and return the names of outputs that are optional.
 
-    This is L, which an algorithm that stores O may store as well.
+    The optional output is L, which an algorithm that stores O may store as well.
     """
     p, hbm = machine.problem, machine.hbm
     for name, array in arrays.items():
@@ -59,7 +59,7 @@ def one_argument(algorithm: Callable[..., None], name: str) -> None:
 
 
 def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachine) -> None:
-    """Call the function; errors name the line that raised them."""
+    """Run the algorithm on the machine; errors name the line that raised them."""
     try:
         with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
             algorithm(machine)
@@ -76,7 +76,10 @@ def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachin
 
 
 def located(error: FlashSimError, name: str, line: int, text: str) -> FlashSimError:
-    """Return the error with its line in front; `text` is that line's source, if known."""
+    """Return a copy of the error whose text begins with a line number.
+
+    The argument `text` is that line's source, if known.
+    """
     quoted = f", `{text.strip()}`" if text.strip() else ""  # unknown for code typed at a prompt
     told = type(error)(f"{name}, line {line}{quoted}: {error}")
     vars(told).update({key: value for key, value in vars(error).items() if key != "__notes__"})

@@ -1,4 +1,4 @@
-"""The scopes of a stage: steps, visits and strips; the end of a scope frees its tiles."""
+"""The scopes of a stage (steps, visits and strips); the end of a scope frees its tiles."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashsim.schedule.schedule import Schedule, Visit
 
 
 class Scopes:
-    """The open scopes of one stage, and the cost of the operations in each."""
+    """The scopes that are open in one stage, and the cost of the operations in each."""
 
     def __init__(self, schedule: Schedule, stage: plans.Stage) -> None:
         self._schedule, self._stage = schedule, stage
@@ -39,7 +39,9 @@ class Scopes:
     @taped_scope("step")
     @contextmanager
     def step(self, outer: int | slice, member: int = 0) -> Iterator[None]:
-        """Open a step of the outer loop, the work of one thread block; its end frees all tiles.
+        """Open a step of the outer loop, the work of one thread block.
+
+        The end of a step frees all tiles.
 
         Parameters
         ----------
@@ -60,7 +62,10 @@ class Scopes:
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:
-        """Open a scope within a step or a visit; its end frees the tiles allocated inside."""
+        """Open a scope within a step or a visit.
+
+        The end of the scope frees the tiles allocated inside.
+        """
         with self._scope(self._here(), computes=False):
             yield
 
@@ -69,7 +74,9 @@ class Scopes:
     def visit(
         self, visit: Visit | slice, cols: slice | None = None, member: int = 0
     ) -> Iterator[None]:
-        """Open a visit, the work on one tile of scores; its end frees the tiles allocated inside.
+        """Open a visit, the work on one tile of scores.
+
+        The end of a visit frees the tiles allocated inside.
 
         Parameters
         ----------

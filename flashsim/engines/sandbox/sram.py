@@ -1,4 +1,4 @@
-"""The SRAM of a user's algorithm: scopes, memory, transfers, and the cost of each operation."""
+"""The simulated SRAM of a user's algorithm: scopes, memory, transfers, and operation costs."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _IN_PLACE = (
 
 
 class OpenSram(Scopes):
-    """On-chip memory of one thread block, for one stage of a user's own algorithm.
+    """The on-chip memory of one thread block, for one stage of a user's own algorithm.
 
     Attributes
     ----------
@@ -71,7 +71,7 @@ class OpenSram(Scopes):
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
         """Allocate one tile of the accumulator type.
 
-        Without `fill`, its numbers are NaN until they are written.
+        Without `fill`, the tile's numbers are NaN until they are written.
 
         Raises
         ------
@@ -99,7 +99,7 @@ class OpenSram(Scopes):
 
     @taped("name")
     def name(self, name: str, tile: SramTile) -> SramTile:
-        """Name a temporary, which keeps it until its scope ends, and return it."""
+        """Name a temporary tile, which then stays until its scope ends, and return it."""
         room = tile._alive()
         if room.temporary:
             self._log(FREE, self._hbm._code(room.name), room.nbytes)
@@ -109,14 +109,16 @@ class OpenSram(Scopes):
 
     @taped("free")
     def free(self, tile: SramTile) -> None:
-        """Free a tile's memory before its scope ends."""
+        """Free the memory of a tile before its scope ends."""
         self._give_back(tile._alive(), f"freed at {at_work()}")
 
     @taped("positions")
     def positions(self, rows: slice) -> SramTile:
-        """Return positions of queries or keys as a tile, for ``S[rows > cols[:, None]] = 0`` etc.
+        """Return the positions of queries or keys as a tile.
 
-        The tile is computed, not loaded, but it takes memory on chip.
+        With them, write ``S[rows > cols[:, None]] = 0`` and the like.
+
+        The positions are computed, not loaded, but the tile takes memory on chip.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)
@@ -125,9 +127,9 @@ class OpenSram(Scopes):
     def accumulate(
         self, into: SramTile, a: SramTile, b: SramTile, rescale: SramTile | None = None
     ) -> None:
-        """Compute ``into += a @ b`` as on tensor cores, where the product takes no extra memory.
+        """Add ``a @ b`` to the tile ``into`` as tensor cores do: the product takes no extra memory.
 
-        With `rescale`, one factor per row, ``into`` is first multiplied by it.
+        With `rescale`, which has one factor per row, ``into`` is first multiplied by these factors.
         """
         if rescale is not None:
             into *= rescale[..., None]
@@ -138,27 +140,30 @@ class OpenSram(Scopes):
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
-        """Round an operand of a product ("P", "dS") to the inputs' type, used in the product.
+        """Round an operand of a product ("P" or "dS") to the type in which the product uses it.
 
-        Tiles with other names stay unchanged.
+        A tile with another name stays unchanged.
         """
         if name not in ("P", "dS"):
             return tile
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:
-        """Print the first head's numbers; nothing is returned, so no number leaves the chip."""
+        """Print a tile's numbers for the first head.
+
+        The method returns nothing, so no number leaves the chip.
+        """
         tile._alive()
         recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
         print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
-        """Add the cost of an operation to the open scope."""
+        """Add the cost of an operation to the innermost open scope that counts."""
         if self._sums:
             self._sums[-1] += costs
 
     def _require_room(self, name: str, nbytes: int) -> None:
-        """Raise `SramOverflow` for a tile that does not fit, before it is allocated in memory."""
+        """Raise `SramOverflow` if a tile does not fit, before the computer allocates its memory."""
         if nbytes > self._most:
             self._lease(name, ALLOC, nbytes, np.zeros(0), temporary=False)
 
@@ -208,7 +213,7 @@ class OpenSram(Scopes):
     def load(
         self, tensor: Remote, rows: slice, cols: slice = ALL, *, member: int | None = None
     ) -> SramTile:
-        """Copy a tile HBM -> SRAM, converted to the accumulator type.
+        """Copy a tile from HBM to SRAM, converted to the accumulator type.
 
         In a stage with ``per="group"``, `member` selects the query head of the group.
         """
@@ -263,7 +268,7 @@ class OpenSram(Scopes):
         *,
         member: int | None = None,
     ) -> None:
-        """Add a tile to a tensor in HBM (on a GPU: an atomic in the L2 cache)."""
+        """Add a tile to a tensor in HBM; on a GPU, this is an atomic operation in the L2 cache."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
         self._hbm._require_written(tensor, rows, cols, member)
         inside = self._hbm._behind(tensor)
@@ -307,8 +312,8 @@ class OpenSram(Scopes):
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
         """Raise an error unless `member` fits the stage and the tensor.
 
-        In a stage that works on a whole group, `member` must select the query head whose tile a
-        transfer moves.
+        In a stage whose steps work on a whole group of query heads, `member` must select the head
+        whose tile is moved.
         """
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:

@@ -1,8 +1,9 @@
 """Records an algorithm's calls to the machine, one instruction per call.
 
-The decorators `taped` and `taped_scope` mark the operations that make up a program. While a `Tape`
-is in `TAPE`, each successful call is recorded with its line; `flashsim.engines.sandbox.program`
-replays the result. Instructions refer to tiles by number, in the order in which they were created.
+The decorators `taped` and `taped_scope` mark the operations of which programs consist. While the
+variable `TAPE` holds a `Tape`, each successful call is recorded with its line;
+`flashsim.engines.sandbox.program` replays the record. Instructions refer to tiles by number, in the
+order in which they were created.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Tape:
         self._inside = False  # an operation may call others, but only the outermost is recorded
 
     def run(self, name: str, operation: Callable[..., R], args: Any, kwargs: dict[str, Any]) -> R:
-        """Perform one operation, and record it."""
+        """Perform one operation of the machine, and record it."""
         if self._inside:
             return operation(*args, **kwargs)
         self._inside = True
@@ -69,12 +70,12 @@ class Tape:
         self.instructions.append(text)
 
     def dropped(self, numbers: list[int]) -> None:
-        """Record that the algorithm no longer refers to these tiles."""
+        """Record that the algorithm holds no reference to these tiles any more."""
         self.instructions.append(json.dumps([line_at_work(), "drop", numbers, {}]))
 
 
 def taped(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Mark an operation of the machine, which a tape records under this name."""
+    """Decorate an operation of the machine, so that a tape records it under this name."""
 
     def mark(operation: Callable[P, R]) -> Callable[P, R]:
         OPERATIONS[name] = operation
@@ -94,7 +95,7 @@ def taped(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 def taped_scope(
     name: str,
 ) -> Callable[[Callable[P, AbstractContextManager[R]]], Callable[P, AbstractContextManager[R]]]:
-    """Mark a context manager of the machine, whose end is recorded as another instruction."""
+    """Decorate a context manager of the machine, so that a tape records its start and its end."""
 
     def mark(
         scope: Callable[P, AbstractContextManager[R]],
@@ -121,7 +122,7 @@ def taped_scope(
 
 
 def _plain(value: Any) -> Any:
-    """Return an argument as a JSON value."""
+    """Return an argument of an operation as a JSON value."""
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, np.generic) and value.dtype.kind in "biuf":

@@ -1,9 +1,11 @@
-"""`SramTile`: a tile in simulated SRAM. Arithmetic on tiles creates new tiles, which take memory.
+"""`SramTile`: a tile of numbers in simulated SRAM.
+
+Each arithmetic operation on tiles creates a new tile, which takes memory.
 
 Numbers never leave the simulated chip: every way to copy them out (`np.asarray`, `float`, `list`,
 `tolist`, pickling ...) raises an error, and arrays from outside cannot be used. Using a tile after
-its scope has ended is also an error. The leading axes for heads are hidden: a tile of 64 rows of
-32 elements has the shape (64, 32), however many heads are simulated at once.
+the end of its scope is also an error. Users do not see the leading axes for heads: a tile of 64
+rows of 32 elements has the shape (64, 32), however many heads are simulated at once.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ _LEAD = (slice(None), slice(None))
 
 
 class SramTile(TileBase, NDArrayOperatorsMixin):
-    """Numbers on chip, made by `load`, `alloc` and arithmetic; see the module's docstring."""
+    """A tile of numbers on chip, which `load`, `alloc` or arithmetic created.
+
+    The module's docstring says which operations a tile allows.
+    """
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -153,11 +158,11 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
         return reduced(self, "min", axis, keepdims)
 
     def any(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """Return a tile that says whether any element along an axis, or of all, is true."""
+        """Return a tile of booleans: whether any element, along an axis or of all, is true."""
         return reduced(self, "any", axis, keepdims)
 
     def all(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
-        """Return a tile that says whether every element along an axis, or of all, is true."""
+        """Return a tile of booleans: whether every element, along an axis or of all, is true."""
         return reduced(self, "all", axis, keepdims)
 
     def mean(self, axis: Any = None, *, keepdims: bool = False) -> SramTile:
@@ -168,7 +173,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
 
     @taped("copy")
     def copy(self) -> SramTile:
-        """Return a new tile with the same numbers; it is allocated like any other tile."""
+        """Return a copy of the tile, allocated like any other tile."""
         room = self._alive()
         room.sram._note(priced("", 0, self.nbytes, self.nbytes))
         return room.sram._made(self._view.copy())
@@ -177,7 +182,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
 
     @taped("astype")
     def astype(self, dtype: Any) -> SramTile:
-        """Return a tile rounded to `dtype`, converted back to the accumulator's type."""
+        """Return a tile whose numbers are rounded to `dtype`, in the accumulator's type."""
         room = self._alive()
         rounded = self._view.astype(dtype).astype(room.sram._compute)
         room.sram._note(priced("", 0, self.nbytes, self.nbytes))

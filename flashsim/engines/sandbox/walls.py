@@ -1,9 +1,9 @@
-"""Restricts the process before it runs untrusted code.
+"""Restricts this process before it runs untrusted code.
 
-`limit` limits CPU time and memory, except on Windows. On Linux, `close` also sets up Landlock,
-which prevents all writes and allows reading only Python and its packages, and a seccomp filter,
-which prevents new processes, signals and network access. Neither can be undone. A program that must
-start compilers and write caches uses only `limit`.
+The function `limit` limits CPU time and memory, except on Windows. On Linux, the function `close`
+sets up Landlock, which prevents all writes and allows reading only Python and its packages. It also
+sets up a seccomp filter, which prevents new processes, signals and network access. A process cannot
+undo either restriction. A process that must start compilers and write caches calls only `limit`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _ARCHITECTURES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 def limit(*, seconds: float, memory: int | None = None) -> None:
     """Limit this process to `seconds` of CPU time, and to `memory` MiB beyond its current use.
 
-    Windows has no such limits, and only Linux limits memory.
+    On Windows, the function limits nothing; only Linux limits memory.
     """
     if sys.platform == "win32":
         return
@@ -59,8 +59,9 @@ def limit(*, seconds: float, memory: int | None = None) -> None:
 def close() -> list[str]:
     """Block this process's access to files, other processes and the network.
 
-    Modules can still be imported, but no other file can be read. Only files that are already open
-    can be written. Returns the names of what this system could block.
+    Modules of Python and its packages can still be imported, but no other file can be read. The
+    process can write only to files that are already open. The function returns the names of the
+    kinds of access that this system could block.
     """
     if sys.platform == "win32":
         return []
@@ -96,7 +97,7 @@ def _readable() -> list[str]:
 
 
 def _landlock(libc: ctypes.CDLL, readable: Iterable[str]) -> bool:
-    """Allow reading only below these paths; see landlock(7)."""
+    """Allow this process to read only below these paths; see landlock(7)."""
     create, add, restrict = 444, 445, 446  # numbers of system calls, on every architecture
     version = libc.syscall(create, None, 0, 1)
     if version < 1:
@@ -125,7 +126,7 @@ class _Filter(ctypes.Structure):
 
 
 def _seccomp(libc: ctypes.CDLL, calls: dict[str, tuple[int | None, ...]]) -> bool:
-    """Make these system calls fail with EPERM; see seccomp(2)."""
+    """Make these system calls of this process fail with EPERM; see seccomp(2)."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return False

@@ -1,8 +1,9 @@
-"""Bank conflicts of shared memory and sectors of global memory, for one warp's request.
+"""Bank conflicts in shared memory, and sectors of global memory, for one warp's request.
 
-Shared memory has 32 banks of 4 bytes: word w is in bank w % 32. Shared memory serves one
-*wavefront* per cycle. Different words of the same bank need one wavefront each. A word that several
-lanes request is sent to all of them at once. Global memory is read in sectors of 32 bytes.
+Shared memory has 32 banks of 4 bytes: word w is in bank w % 32. Per cycle, shared memory serves one
+*wavefront*: at most one word from each bank. Requests for different words of the same bank need one
+wavefront for each word. If several lanes request the same word, it is sent to all of them at once.
+Global memory is read in sectors of 32 bytes.
 
 >>> from flashsim import banks
 >>> banks.access("column", "row-major").wavefronts

@@ -1,4 +1,4 @@
-"""Computes the bank conflicts of one warp's request to a tile in shared memory."""
+"""Computes the bank conflicts of a warp's request to a tile in shared memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ LAYOUTS = {
 
 @dataclass(frozen=True, eq=False)
 class Access:
-    """A warp's request to a tile in shared memory.
+    """The request of a warp to a tile in shared memory.
 
     Attributes
     ----------
@@ -62,10 +62,10 @@ class Access:
     _repr_html_ = report.card
 
     def fronts(self) -> np.ndarray:
-        """The wavefront that serves each word, as rows of (address // 4, lane, wavefront).
+        """Return which wavefront serves each word, as rows of (address // 4, lane, wavefront).
 
-        Lanes are served in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8 at 16.
-        Within a group, each bank serves one word per wavefront, lowest address first.
+        The hardware serves lanes in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8
+        at 16. In a group, each bank serves one word per wavefront, lowest address first.
         """
         group, wavefronts, first = max(1, FRONT // max(self.width, WORD)), [], 0
         for start in range(0, LANES, group):
@@ -84,12 +84,12 @@ class Access:
 
     @property
     def wavefronts(self) -> int:
-        """Cycles for which the request occupies shared memory."""
+        """The number of wavefronts, which is the number of cycles that shared memory is busy."""
         return int(self.fronts()[:, 2].max()) + 1
 
     @property
     def ideal(self) -> int:
-        """The fewest wavefronts that can serve as many bytes."""
+        """The smallest number of wavefronts that can serve the words of this request."""
         distinct = len(np.unique(self.fronts()[:, 0]))
         return -(-distinct // BANKS)
 
@@ -100,14 +100,14 @@ class Access:
 
     @property
     def sectors(self) -> int:
-        """Sectors of 32 bytes that the request would read if the matrix were in global memory."""
+        """The number of 32-byte sectors that the same request to global memory would read."""
         last = self.global_addresses + self.width - 1
         ends = np.concatenate([self.global_addresses // SECTOR, last // SECTOR])
         return len(np.unique(ends))
 
     @property
     def ideal_sectors(self) -> int:
-        """The fewest sectors that contain as many bytes."""
+        """The smallest number of sectors that can contain the request's bytes."""
         elements = np.unique(self.global_addresses)
         return -(-len(elements) * self.width // SECTOR)
 
@@ -188,7 +188,7 @@ def access(
 
 
 def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the row, and the byte in the row, at which each lane reads."""
+    """Return for each lane the row that it reads, and the byte in that row."""
     lane = np.arange(LANES)
     zero = np.zeros(LANES, int)
     if pattern == "row":
@@ -210,7 +210,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of one pattern, or of all, in every layout that allows it."""
+    """Return a table of one access pattern, or of all, in every layout that allows it."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

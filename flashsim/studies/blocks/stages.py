@@ -1,4 +1,4 @@
-"""Costs of every stage with every tile size, and of a backward pass with one tile per stage."""
+"""Computes the costs of every stage with every tile size, or with one tile size per stage."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TiledStage:
 @own_errors
 @dataclass(frozen=True, eq=False)
 class BlockSizes:
-    """Costs of all stages and tiles; prints as a table."""
+    """The costs of all stages with all tile sizes; prints as a table."""
 
     problem: Problem
     device: Device
@@ -67,7 +67,7 @@ class BlockSizes:
     found: tuple[TiledStage, ...]
 
     def best(self, stage: str) -> TiledStage:
-        """Return a stage's fastest tile; if no time is known, the tile with the fewest bytes."""
+        """Return a stage's fastest tile or, without times, the tile with the fewest bytes."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
             raise OptionError(f"no tile of stage {shown(stage)} fits; use smaller sides")
@@ -75,7 +75,7 @@ class BlockSizes:
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 
     def table(self) -> Table:
-        """Return a table of the costs, one row per stage and tile."""
+        """Return a table of the costs, with one row per stage and tile size."""
         table = Table(
             f"{self.algorithm} {self.direction}, {in_words(self.problem)} on {self.device.name}",
             ("stage", "tile", "tiles", "visits", "SRAM B", "blocks/SM", "requested B", "ms"),
@@ -114,9 +114,9 @@ def sizes(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Return iterations, occupancy, bytes and time of every tile with these sides, per stage.
+    """Return, per stage and tile size, the iterations, occupancy, bytes and time.
 
-    Stages without an inner loop (delta) are left out.
+    The result leaves out stages without an inner loop (delta).
 
     Parameters
     ----------
@@ -152,10 +152,12 @@ def mixed(
     algorithm: str = "flash2",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Return the costs of a backward pass with one tile per stage: ``{"dkdv": ..., "dq": ...}``.
+    """Return the costs of a backward pass whose stages have tiles of different sizes.
 
-    The stages exchange only delta, one value per row. So a stage moves the same bytes as in a pass
-    in which all stages use its tile.
+    For example, `tilings` is ``{"dkdv": ..., "dq": ...}``.
+
+    The stages of a backward pass exchange only delta, one value per row. So each stage moves the
+    same bytes as in a pass whose stages all use its tile size.
 
     Raises
     ------
@@ -213,7 +215,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return the seconds per stage of the portable kernels; empty if they do not support it."""
+    """Return the seconds of each stage of the portable kernels; empty if they do not support it."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

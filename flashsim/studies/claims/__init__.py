@@ -1,6 +1,6 @@
-"""Recomputes statements from well-known write-ups on FlashAttention: right or wrong, and why.
+"""Checks statements from well-known write-ups on FlashAttention: right or wrong, and why.
 
-Verdicts are not stored: each check computes the correct figure and compares it with the statement.
+No verdict is stored: each check computes the correct figure and compares it with the statement.
 
 >>> from flashsim import claims
 >>> print(claims.table())  # doctest: +SKIP
@@ -23,7 +23,7 @@ CLAIMS: dict[str, Claim] = {
 
 @own_errors
 def judge(name: str) -> Finding:
-    """Recompute one claim, and return the finding.
+    """Check one claim by recomputing it, and return the finding.
 
     Raises
     ------
@@ -54,7 +54,7 @@ def table(*names: str) -> Table:
 
 @own_errors
 def overview(full: Table) -> Table:
-    """Return the result of `table` without its long column of reasons."""
+    """Return the same table as `table`, without its long column of reasons."""
     return Table(
         full.title,
         full.columns[:-1],

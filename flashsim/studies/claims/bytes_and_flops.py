@@ -1,4 +1,4 @@
-"""Claims about bytes, FLOPs, times and on-chip sizes."""
+"""Checks of claims about bytes, FLOPs, times and on-chip sizes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,10 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """Check a rule B = sqrt(M / c) for square tiles at two element sizes (ratio sqrt 2)."""
+    """Check the rule B = sqrt(M / c) for square tiles, at two element sizes.
+
+    If the element size halves, the rule's B grows by sqrt 2.
+    """
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)
     quarter = isqrt(side**2 // 4), isqrt(side**2 // 8)

@@ -1,4 +1,4 @@
-"""A claim, and the finding of its check."""
+"""A claim from a write-up, and the finding of its check."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """The result of a check: the figures as text, whether the claim is right, and why."""
+    """The result of a claim's check: the figures as text, whether the claim is right, and why."""
 
     found: str
     right: bool

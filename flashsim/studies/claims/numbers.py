@@ -1,4 +1,4 @@
-"""Claims about numerical results, checked by computing them."""
+"""Checks of claims about numerical results, by computing these results."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _worst(computed: np.ndarray, true: np.ndarray) -> float:
-    """Return the largest difference divided by the largest true value."""
+    """Return the largest difference, divided by the largest true value."""
     return float(np.abs(computed - true).max() / np.abs(true).max())
 
 
 def _hadamard(n: int) -> np.ndarray:
-    """Return the orthogonal n x n Hadamard matrix divided by sqrt n; n is a power of two."""
+    """Return the orthogonal n x n matrix H / sqrt(n) for the Hadamard matrix H.
+
+    The size n must be a power of two.
+    """
     H = np.ones((1, 1))
     while len(H) < n:
         H = np.block([[H, H], [H, -H]])
@@ -35,10 +38,12 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 def _incoherent() -> Finding:
-    """Check FlashAttention-3, section 3.3: it multiplies q and k by a random orthogonal matrix M.
+    """Check the claim of FlashAttention-3, section 3.3, about a random orthogonal matrix M.
 
-    q M (k M)^T equals q k^T, and outliers are spread over all columns before the rounding to 8
-    bits.
+    The paper multiplies q and k by M before it rounds them to 8 bits.
+
+    The product q M (k M)^T equals q k^T, and M spreads outliers over all columns before the
+    rounding.
     """
     q, k = _inputs()[:2]
     q[:, 3] *= 30  # a column of outliers
@@ -160,7 +165,11 @@ def _rounded_state(m_type: str, l_type: str) -> float:
 
 
 def _advance() -> Finding:
-    """Check K^T as a (d, N) block pointer, which reads zeros past its end, along either axis."""
+    """Check along which axis a block pointer to K^T, of shape (d, N), must advance.
+
+    The check computes the output for steps along either axis; past its end, the pointer reads
+    zeros.
+    """
     q, k, v, _ = _inputs()
     true = _softmax(q @ k.T) @ v
 

@@ -1,8 +1,8 @@
-"""The ladder from softmax to FlashAttention: algorithms ("rungs") that are executed and counted.
+"""The ladder from softmax to FlashAttention: algorithms ("rungs") that are run and counted.
 
-The rungs are softmax (naive, stable, online, and with whole rows on chip), softmax fused with the
-product P V, attention without its softmax, attention with whole rows of scores on chip, and
-standard attention and FlashAttention. Each rung runs on the simulated memory, its bytes are
+The rungs begin with softmax (naive, stable, online, and with whole rows on chip), and softmax fused
+with the product P V. Attention without its softmax, attention with whole rows of scores on chip,
+standard attention and FlashAttention follow. Each rung runs on the simulated memory; its bytes are
 predicted in closed form, and its result is compared with float64.
 
 >>> from flashsim import ladder

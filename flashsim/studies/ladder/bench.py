@@ -1,4 +1,7 @@
-"""The simulated machine on which rungs run: one head, all tiles, Q-outer loops."""
+"""The simulated machine on which the ladder's algorithms ("rungs") run.
+
+It has one head, visits all tiles, and its loops are Q-outer.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Bench:
-    """HBM with the rung's inputs, and an empty SRAM for each of its kernels.
+    """A machine whose HBM contains the rung's inputs; each kernel gets an empty SRAM.
 
     Attributes
     ----------
@@ -41,7 +44,7 @@ class Bench:
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
-        """Run one kernel: yield an empty SRAM of the device's capacity."""
+        """Open a context for one kernel, and yield an empty SRAM of the device's capacity."""
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
@@ -52,19 +55,19 @@ class Bench:
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Yield each row tile's number and rows; tiles on chip are freed at the end of its step."""
+        """Yield each row tile's number and rows; the end of a step frees its tiles on chip."""
         for i in range(self.schedule.t_r):
             with sram.step(i):
                 yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield the columns of each score tile of a row tile; each visit frees its tiles."""
+        """Yield the columns of each of a row tile's score tiles; a visit's end frees its tiles."""
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
                 yield visit.cols
 
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
-        """Raise `SramOverflow` unless `block_q` whole rows fit on chip.
+        """Raise `SramOverflow` unless `block_q` whole rows of scores fit on chip.
 
         Parameters
         ----------

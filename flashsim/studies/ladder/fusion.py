@@ -1,4 +1,7 @@
-"""Rungs from a softmax and a separate product up to attention, which show what fusion saves."""
+"""The ladder's algorithms from a separate softmax and product up to attention.
+
+They show which bytes fusion saves.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def softmax_then_product(bench: Bench) -> None:
 
 
 def softmax_product(bench: Bench) -> None:
-    """Compute O = softmax(S) V in one kernel: S is read once, and P never leaves the chip.
+    """Compute O = softmax(S) V in one kernel, which reads S once and keeps P on chip.
 
     The online softmax also rescales the output: O = exp(m_old - m) O + P V.
     """
@@ -51,10 +54,10 @@ def softmax_product(bench: Bench) -> None:
 
 
 def without_softmax(bench: Bench) -> None:
-    """Compute O = (scale Q K^T) V in one kernel: FlashAttention's loops without rescaling.
+    """Compute O = (scale Q K^T) V in one kernel, with FlashAttention's loops but no rescaling.
 
-    Without the softmax, Q (K^T V) has the same result at a cost linear in the length. The softmax
-    between the products rules this out.
+    Because there is no softmax, Q (K^T V) has the same result at a cost linear in the length. In
+    attention, the softmax between the two products rules out this order.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:
@@ -74,7 +77,8 @@ def without_softmax(bench: Bench) -> None:
 def whole_row_attention(bench: Bench) -> None:
     """Compute attention with a plain softmax, with all scores of a row tile on chip at once.
 
-    It moves as few bytes as FlashAttention, but its use of SRAM grows with the number of keys.
+    This kernel moves as few bytes as FlashAttention, but its use of SRAM grows with the number of
+    keys.
     """
     hbm, p = bench.hbm, bench.problem
     block_k = min(bench.tiling.block_k, p.n_kv)

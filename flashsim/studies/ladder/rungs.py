@@ -1,4 +1,4 @@
-"""The rungs of the ladder in order, with their expected bytes, and `climb`, which runs them."""
+"""The ladder's algorithms ("rungs"), their expected bytes, and `climb`, which runs them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Moves = dict[tuple[str, str], int]
 
 @dataclass(frozen=True)
 class Rung:
-    """One algorithm of the ladder.
+    """One algorithm of the ladder, a "rung".
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Rung:
 
     @property
     def matrices(self) -> int:
-        """Names of the whole score matrices in HBM: S, P."""
+        """The names of the whole score matrices that the rung keeps in HBM: S, P."""
         if self.page is None:
             return 2 * (self.name == "standard")
         return (self.scores[0] > 0) + (self.scores[1] > 0)
@@ -111,7 +111,7 @@ RUNGS: dict[str, Rung] = {
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The result of one rung.
+    """The result of running one rung.
 
     Attributes
     ----------
@@ -144,14 +144,14 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return loads and stores per score, as arXiv:1805.02867 counts them (naive: 2 and 1)."""
+        """Return loads and stores per score, counted as in arXiv:1805.02867 (naive: 2 and 1)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
 
 @dataclass(frozen=True, eq=False)
 class Climb:
-    """All rungs on the same inputs; prints as one table."""
+    """The results of all rungs on the same inputs; prints as one table."""
 
     problem: Problem
     tiling: Tiling
@@ -188,7 +188,7 @@ class Climb:
     _repr_html_ = report.tabled
 
     def _loops(self) -> str:
-        """Return a note on the tensors that FlashAttention-1 and -2 load repeatedly."""
+        """Return a table's note on the tensors that FlashAttention-1 and -2 load more than once."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -212,7 +212,9 @@ def climb(
     magnify: float = 1.0,
     seed: int = 0,
 ) -> Climb:
-    """Run the ladder on one head of random Q, K and V; softmax rungs start from S = scale Q K^T.
+    """Run the ladder on one head of random Q, K and V.
+
+    Rungs that compute only a softmax start from S = scale Q K^T.
 
     Parameters
     ----------
@@ -274,14 +276,17 @@ def climb(
 
 
 class _Inputs:
-    """Q, K, V and, if needed, the scores; computes a result's difference from float64."""
+    """The inputs Q, K, V and, if needed, the scores; also computes a result's error.
+
+    The error is the difference from float64.
+    """
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v
 
     @cached_property
     def s(self) -> np.ndarray:
-        """Scores as stored in HBM, (1, 1, n_q, n_kv)."""
+        """The scores as stored in HBM, (1, 1, n_q, n_kv)."""
         rows = [self._scores(rows).astype(self.q.dtype) for rows in self._blocks()]
         return np.concatenate(rows)[None, None]
 

@@ -1,8 +1,10 @@
-"""Rungs that compute the softmax of each row of a score matrix in HBM: they read S and write P.
+"""The ladder's algorithms that compute only the softmax of each row of a score matrix.
 
-Both matrices are (n_q, n_kv). Names and pass counts follow Milakov and Gimelshein, "Online
-normalizer calculation for softmax", arXiv:1805.02867. A pass count is how often each element is
-transferred between HBM and SRAM.
+They read the scores S from HBM and write P to HBM.
+
+The matrices S and P are (n_q, n_kv). The algorithms' names and pass counts follow Milakov and
+Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867. A pass count is how often
+each element is transferred between HBM and SRAM.
 """
 
 from __future__ import annotations
@@ -13,9 +15,9 @@ from flashsim.studies.ladder.bench import Bench
 
 
 def naive(bench: Bench) -> None:
-    """Run Algorithm 1: sum exponentials, then divide; 2 loads and 1 store per element.
+    """Run Algorithm 1 (naive): sum exponentials, then divide; 2 loads and 1 store per element.
 
-    exp(s) overflows float32 at s = 89, so this algorithm is not used in practice.
+    The exponential exp(s) overflows float32 at s = 89, so this algorithm is not used in practice.
     """
     hbm = bench.hbm
     with bench.kernel("naive softmax") as sram:
@@ -29,7 +31,7 @@ def naive(bench: Bench) -> None:
 
 
 def stable(bench: Bench) -> None:
-    """Run Algorithm 2: maximum, then sum, then divide; 3 loads and 1 store per element."""
+    """Run Algorithm 2 (stable): maximum, sum, then divide; 3 loads and 1 store per element."""
     hbm = bench.hbm
     with bench.kernel("stable softmax") as sram:
         for i, rows in bench.steps(sram):
@@ -49,9 +51,10 @@ def stable(bench: Bench) -> None:
 
 
 def online(bench: Bench) -> None:
-    """Run Algorithm 3 by chunks: maximum and sum in one pass; 2 loads and 1 store per element.
+    """Run Algorithm 3 (online): maximum and sum in one pass; 2 loads and 1 store per element.
 
-    If a chunk raises the maximum, the sum so far is rescaled: l = exp(m_old - m) l + sum(chunk).
+    The pass reads a row in chunks. If a chunk raises the maximum, the sum so far is rescaled: l =
+    exp(m_old - m) l + sum(chunk).
     """
     hbm = bench.hbm
     with bench.kernel("online softmax") as sram:
@@ -72,7 +75,7 @@ def online(bench: Bench) -> None:
 
 
 def whole_row(bench: Bench) -> None:
-    """Keep the row on chip between passes, if it fits: 1 load and 1 store per element."""
+    """Keep each row on chip between passes, if it fits: 1 load and 1 store per element."""
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
     with bench.kernel("whole-row softmax") as sram:

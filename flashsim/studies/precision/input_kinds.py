@@ -1,6 +1,7 @@
 """Random inputs for the precision laboratory, of several kinds.
 
-With normally distributed scores alone, the running maximum rarely changes.
+There are several kinds, because with normally distributed scores alone, the running maximum rarely
+changes.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ KINDS = {
 
 
 class Drawn(NamedTuple):
-    """Random inputs q, k, v and dout in float64, each (1, heads, n, head_dim)."""
+    """A set of random inputs q, k, v and dout in float64, each (1, heads, n, head_dim)."""
 
     q: np.ndarray
     k: np.ndarray
@@ -33,7 +34,7 @@ class Drawn(NamedTuple):
 
 @own_errors
 def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0) -> Drawn:
-    """Draw inputs of one kind; the same seed gives the same numbers."""
+    """Draw random inputs of one kind; the same seed gives the same numbers."""
     checks.one_of("kind of input", kind, KINDS)
     n = checks.positive_int("n", n)
     d = checks.positive_int("head_dim", head_dim)

@@ -1,4 +1,4 @@
-"""Lowers the precision of one rounding point at a time, and compares the results with float64."""
+"""Rounds at one point of an algorithm at a time, and compares the results with float64."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class LoweredPoint:
     row_sum: float
 
     def row(self) -> tuple[report.Cell, ...]:
-        """Return the errors as a row of a table."""
+        """Return a finding's errors as a row of a table."""
         each = (self.errors[name] for name in RESULTS)
         return (self.kind, self.n, self.point, *each, self.row_sum)
 
@@ -63,7 +63,7 @@ class LoweredPoint:
 @own_errors
 @dataclass(frozen=True)
 class Laboratory:
-    """All findings; prints as tables.
+    """All findings of the laboratory; prints as tables.
 
     Attributes
     ----------
@@ -80,7 +80,10 @@ class Laboratory:
     findings: tuple[LoweredPoint, ...]
 
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
-        """Return the finding for a point; kind and length default to the first available."""
+        """Return the finding for a rounding point.
+
+        The kind of input and the length default to the first available.
+        """
         for f in self.findings:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):
                 return f
@@ -93,7 +96,7 @@ class Laboratory:
         return list(dict.fromkeys(f.kind for f in self.findings))
 
     def table(self) -> report.Table:
-        """Return a table with one row per kind of input, length and point."""
+        """Return a table with one row per kind of input, length and rounding point."""
         what = f"{self.algorithm}, d = {self.head_dim}"
         table = report.Table(
             f"Errors of {what}, with one rounding point at a time in {self.dtype}",
@@ -104,7 +107,7 @@ class Laboratory:
         return table
 
     def tables(self) -> list[report.Table]:
-        """Return two tables: over N for the first kind of input, over kinds at the largest N."""
+        """Return two tables: errors by N for the first kind of input, by kind at the largest N."""
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []
         if any(f.n != longest for f in self.findings):
@@ -148,9 +151,11 @@ def laboratory(
     tiling: Tiling | None = None,
     seed: int = 0,
 ) -> Laboratory:
-    """Run attention with one rounding point lowered at a time, and compare it with float64.
+    """Run attention with one rounding point at a time in a lower precision.
 
-    Inputs and all points that are not lowered are float32.
+    The results are compared with float64.
+
+    The inputs, and all rounding points that are not lowered, are float32.
 
     Parameters
     ----------
@@ -214,7 +219,7 @@ KERNELS = {
 def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
-    """Return a table of the errors of published kernels' roundings, on every kind of input.
+    """Return a table of the errors that published kernels' roundings cause, on every kind of input.
 
     See `Precision.preset`.
     """
@@ -242,7 +247,7 @@ def _findings(
     tiling: Tiling,
     seed: int,
 ) -> list[LoweredPoint]:
-    """Return one finding per set of rounding points, on the same inputs."""
+    """Return one finding per set of rounding points, all on the same inputs."""
     x = draw(kind, n, head_dim, seed=seed)
     q, k, v, dout = (part.astype(np.float32) for part in x)
     problem = Problem(n, head_dim=head_dim, causal=causal)
@@ -263,7 +268,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Return the root mean square of the error divided by that of the result."""
+    """Return the error's root mean square, divided by that of the result."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

@@ -1,8 +1,9 @@
-"""Predicts the time of `flashsim.backends`' GPU kernels from units, overlap, waves and tails.
+"""Predicts the time of `flashsim.backends`' GPU kernels.
 
-The model also predicts standard attention's time; `when` finds the lengths at which FlashAttention
-is faster. docs/reference/predictions.md says how the model was calibrated, and what its errors are
-on other shapes.
+The model includes the units of an SM, overlap, waves and tails. It also predicts standard
+attention's time; `when` finds the lengths at which FlashAttention is faster. The page
+docs/reference/predictions.md says how the model was calibrated, and what its errors are on other
+shapes.
 """
 
 from flashsim.problem.links import LINKS, Link

@@ -1,4 +1,4 @@
-"""Simulates how thread blocks run on a GPU's SMs: on which SM, and when each starts and ends."""
+"""Simulates on which SM each thread block of a launch runs, and when it starts and ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """Return the time at which the last block ends, and the mean time that SMs are busy.
+    """Return the time at which the last block ends, and the mean time that an SM is busy.
 
-    A block that shares its SM with k - 1 others takes ``k * work + latency``: they share the SM's
-    units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
-    block ends, the next block starts in its slot. The kernel finishes the loops of one head group,
-    `clump` loops, before it begins those of the next; within a group, the longest tiles start
-    first. When no block is left to start, the last blocks on an SM become faster.
+    A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
+    SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
+    block ends, the next block starts in its slot. The kernel finishes the loops of one head group
+    (`clump` of them) before it begins those of the next; in a group, the longest tiles start first.
+    When no block is left to start, blocks that remain on an SM become faster.
 
     Parameters
     ----------
@@ -58,10 +58,10 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """Return the results of `makespan` for work tiles in several launches, which overlap.
+    """Return the results of `makespan` for several launches of work tiles, which overlap.
 
-    An SM starts blocks of the next launch as soon as no block of the current launch is left to
-    start. The blocks of a cluster start together, on SMs that become free at about the same time.
+    As soon as no block of the current launch is left to start, an SM starts blocks of the next
+    launch. The blocks of a cluster start together, on SMs that become free at about the same time.
 
     Parameters
     ----------
@@ -80,7 +80,7 @@ def in_launches(
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """Return the time at which an SM's last blocks end.
 
-    The ends in `blocks` assume that `share` blocks use the SM all the time; fewer blocks are
+    The end times in `blocks` assume that `share` blocks use the SM all the time; fewer blocks are
     faster.
     """
     if not blocks:

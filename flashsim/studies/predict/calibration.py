@@ -1,9 +1,9 @@
-"""Constants of the time model, fitted by `benchmarks/predict.py --fit`.
+"""The constants of the time model, as `benchmarks/predict.py --fit` fitted them.
 
 The constants were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200.
-Those of the Hopper kernels were also fitted to random shapes on one H100. They are tested on
-shapes that the fit does not use (docs/reference/predictions.md). The rates of a chip's units are
-measured without any of these kernels: docs/data/units-h200.csv.
+The constants of the Hopper kernels were also fitted to random shapes on one H100. The constants are
+tested on shapes that the fit does not use (docs/reference/predictions.md). The rates of a chip's
+units were measured without any of these kernels: docs/data/units-h200.csv.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from flashsim.errors import own_errors
 
 @own_errors
 class Constants(NamedTuple):
-    """How much of an SM's units one stage of a kernel family uses, and its latencies.
+    """How much time one stage of a kernel family uses on an SM's units, and its latencies.
 
-    A share is a fraction of a unit's own time for a visit (`units.Work`; a visit is one query tile
-    times one key tile). For that fraction, the visit keeps the other blocks of its SM waiting. A
-    share is near 1 if the unit bounds the kernel, and near 0 if its work overlaps with another
-    unit's. It exceeds 1 if the kernel's warps wait for each other.
+    A "share" is a fraction of the time that a unit alone needs for a visit (`units.Work`; a visit
+    is one query tile times one key tile). For that part of the time, the visit keeps the other
+    blocks on its SM waiting. A share is near 1 if the unit bounds the kernel's time, and near 0 if
+    its work overlaps with another unit's. A share exceeds 1 if the kernel's warps wait for each
+    other.
 
     Attributes
     ----------
@@ -67,13 +68,13 @@ class Constants(NamedTuple):
 
 
 class DecodeConstants(NamedTuple):
-    """Constants of the decode kernel, in seconds except for `rate`, `hbm_share` and `scatter`.
+    """The constants of the decode kernel, in seconds except for `rate`, `hbm_share` and `scatter`.
 
-    `launch` is per call, `item` per block without its keys, and `row` per element of its results.
-    An SM streams at most `rate` bytes per second; all SMs together stream at most `hbm_share` of
-    HBM's nominal bandwidth. `merge` applies if keys are split, `exchange` if the splits form a
-    cluster. With pages, `table` is the time for the first page numbers, and a byte takes
-    1 + `scatter` / sqrt(bytes of a page's rows) times as long.
+    The constant `launch` is per call, `item` per block apart from its keys, and `row` per element
+    of a block's results. An SM streams at most `rate` bytes per second; all SMs together stream at
+    most `hbm_share` of HBM's nominal bandwidth. The constant `merge` applies if keys are split, and
+    `exchange` if the splits form a cluster. With a paged cache, `table` is the time for the first
+    page numbers, and each byte takes 1 + `scatter` / sqrt(bytes of a page's rows) times as long.
     """
 
     launch: float

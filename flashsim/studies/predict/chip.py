@@ -1,9 +1,9 @@
-"""Describes a GPU for the time model, from measurements of its units.
+"""Describes a GPU for the time model, from measured rates of the GPU's units.
 
-The constants of `calibration` are shares of the rates in an H200's data sheet. A rate of another
-chip is the H200's rate times the ratio of both chips' measured rates of that unit. So a chip whose
-units are as fast as an H200's has the H200's rates, and a chip with half of the measured bandwidth
-has half of the H200's bandwidth.
+The constants in `calibration` are shares of the rates in an H200's data sheet. For another chip, a
+unit's rate is the H200's rate times the ratio of both chips' measured rates. So a chip with the
+H200's measured rates has the H200's rates, and a chip with half of the measured bandwidth has half
+of the H200's bandwidth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ H200 = {
 
 
 def rates(units: Mapping[str, float]) -> dict[str, float]:
-    """Return FLOP/s of an SM's tensor cores and CUDA cores, and B/s of the chip's HBM and L2.
+    """Return an SM's FLOP/s on tensor cores and CUDA cores, and the chip's B/s of HBM and L2.
 
     Parameters
     ----------
@@ -52,7 +52,9 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
-    """Return the device to pass to `predict`: its own capacities, and rates relative to an H200's.
+    """Return the device to pass to `predict`.
+
+    It has the chip's own capacities, and rates relative to an H200's.
 
     Parameters
     ----------

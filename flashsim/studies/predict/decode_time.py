@@ -1,11 +1,11 @@
-"""Predicts the time of the GPU kernel of `algorithm="flash-decode"`: blocks, bandwidth and a merge.
+"""Predicts the time of the GPU kernel of `algorithm="flash-decode"`.
 
-A block waits for its first keys, and ends with a merge of its warps' results (`item`). In between,
-it streams its keys as fast as an SM can (`rate`), or multiplies them as fast as the portable
-forward kernel does on tensor cores, whichever takes longer. All blocks together are not faster than
-HBM. A new block starts when an earlier block ends. If keys are split, either the last block of a
-sequence merges the parts, or a cluster merges them on chip. `launch` takes into account that a call
-begins before the previous call has ended.
+In the model, a thread block waits for its first keys, and ends with a merge of its warps' results
+(`item`). In between, the block streams its keys as fast as an SM can (`rate`), or multiplies them
+as fast as the portable forward kernel does on tensor cores, whichever takes longer. All blocks
+together are limited by HBM's bandwidth. When a block ends, the next block starts. If keys are
+split, either the last block of a sequence merges the parts, or a cluster merges them on chip. The
+constant `launch` takes into account that a call begins before the previous call has ended.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ALGORITHM = decode_plan.ALGORITHM
 
 
 def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
-    """Return the launch of the decode kernel for a batch, or for the packed sequences of a batch.
+    """Return the decode kernel's launch for a batch, or for a batch's packed sequences.
 
     Raises
     ------
@@ -69,7 +69,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
 
 
 def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traffic:
-    """Return the traffic of a launch in closed form."""
+    """Return the traffic of a decode launch in closed form."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)
@@ -79,7 +79,7 @@ def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traff
 def stages(
     made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Return the kernel's times: of the loop over the keys, and of a merge if keys are split."""
+    """Return the decode kernel's times: of its loop and, if keys are split, of a merge."""
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block

@@ -15,12 +15,15 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 
 @own_errors
 def least(traffic: Traffic) -> Prediction:
-    """Return a lower bound on a pass's time: perfect overlap, no tails, no latency but launches.
+    """Return a lower bound on a pass's time, with perfect overlap and no tails.
 
-    Each stage is a kernel. Its time is that of a launch plus the longest of the times that tensor
-    cores, exponentials, CUDA cores, L2 (requested bytes) and HBM need. Every tensor is transferred
-    from or to HBM once, except tensors that an earlier stage of the pass wrote and that fit in L2.
-    Real kernels are slower. `predict` predicts their times for FlashAttention-2's kernel families.
+    The only latency is that of launches.
+
+    The bound treats each stage as a kernel. A kernel's time is that of a launch plus the longest of
+    the times that tensor cores, exponentials, CUDA cores, L2 (requested bytes) and HBM need. Each
+    kernel transfers each of its tensors from or to HBM once, except tensors that an earlier stage
+    of the pass wrote and that fit in L2. Real kernels take longer than this bound. The function
+    `predict` predicts the real times for FlashAttention-2's kernel families.
 
     Raises
     ------
@@ -59,7 +62,7 @@ def least(traffic: Traffic) -> Prediction:
 
 
 def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
-    """Return one stage's FLOPs by kind, for all heads."""
+    """Return the FLOPs of one stage by kind, for all heads."""
     p, sums = traffic.problem, traffic.schedule(stage).sums
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
     walks, _ = plans.heads_of(stage, p)

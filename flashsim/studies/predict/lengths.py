@@ -1,4 +1,4 @@
-"""Predicted times by length: when FlashAttention is faster, and a comparison of its versions."""
+"""Predicts times by length: when FlashAttention is faster, and how its versions compare."""
 
 from __future__ import annotations
 
@@ -99,12 +99,14 @@ def when(
 
 @own_errors
 def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
-    """Compare standard attention and FlashAttention-1, -2, -3: bytes, memory, training-step times.
+    """Compare standard attention with FlashAttention-1, -2 and -3.
 
-    The status is "OOM" if the forward pass's tensors do not fit in the device's memory, and
-    "OOM(backward)" if the backward pass's tensors do not. It is "needs Ampere" or "needs Hopper" on
-    a GPU for which the version was not written. A version that cannot run has no bytes and no
-    times.
+    The table has bytes, memory, and the times of a training step.
+
+    In the table, the status is "OOM" if the forward pass's tensors do not fit in the device's
+    memory, and "OOM(backward)" if the backward pass's tensors do not. The status is "needs Ampere"
+    or "needs Hopper" on a GPU for which the version was not written. For a version that cannot run,
+    the table has no bytes and no times.
     """
     device, p = Device.get(device), problem
     table = Table(
@@ -145,7 +147,10 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
 def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
-    """Return requested bytes, ideal and predicted milliseconds; None for a missing prediction."""
+    """Return a version's requested bytes, and its ideal and predicted milliseconds.
+
+    A prediction that does not exist is None.
+    """
     found = None
     if name in KERNELS:
         try:
@@ -166,5 +171,5 @@ def _figures(
 def _counted(
     p: Problem, tile: Tiling, algorithm: str, direction: str, device: Device
 ) -> traffic.Traffic:
-    """Return the counts of one algorithm on a chip that is large enough for its tiles."""
+    """Return one algorithm's counts, on a chip that is large enough for its tiles."""
     return traffic.Traffic(p, tile, algorithm, direction, device, "ascending")

@@ -1,4 +1,4 @@
-"""`predict`: kernel times from the work per unit, waiting, waves, tails and the power limit."""
+"""`predict`: kernel times from work per unit, waiting, waves, tails and the power limit."""
 
 from __future__ import annotations
 
@@ -75,10 +75,12 @@ def predict(
     decode: DecodeOptions | None = None,
     deterministic: bool | None = None,
 ) -> Prediction:
-    """Predict the time of the kernels of `backend="cupy"`, or of a library's standard attention.
+    """Predict the time of the kernels of `backend="cupy"`, or of standard attention.
 
-    Blocks start in the kernels' own order, the longest first; each next block starts when an
-    earlier block ends. The prediction needs neither data nor a GPU.
+    For standard attention, the prediction is for a library's kernels.
+
+    In the model, blocks start in the kernels' own order, the longest first; when a block ends, the
+    next block starts. A prediction needs neither data nor a GPU.
 
     Parameters
     ----------
@@ -190,10 +192,11 @@ def _beside(
 ) -> StageTime:
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for its
-    results. So its blocks start without a launch's latency, on SMs that have no blocks of the first
-    kernel or whose blocks have ended. The number of a block determines its first work tile. So a
-    block that waits for an SM delays its first tile, even if other blocks run out of work.
+    The GPU launches the dQ kernel while the kernel for dK and dV runs, and the dQ kernel does not
+    wait for that kernel's results. So the dQ kernel's blocks start without a launch's latency, on
+    SMs that have no blocks of the first kernel or whose blocks have ended. A block's number
+    determines its first work tile. So if a block waits for an SM, its first tile is delayed, even
+    if other blocks run out of work.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -210,7 +213,9 @@ def _beside(
 
 
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
-    """Return the end of a launch whose first work tiles wait for their own blocks' SMs.
+    """Return the end of a launch in which each block has a fixed first work tile.
+
+    The first work tile waits until its block's SM is free.
 
     The parameters are those of `cost_model.ends`.
     """
@@ -232,7 +237,7 @@ def _form(
     kernels: str | None,
     device: Device,
 ) -> str:
-    """Return the algorithm of the backward pass that `Result.backward(deterministic)` runs."""
+    """Return the algorithm that `Result.backward(deterministic)` runs on this device."""
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
     form, ordered = plans.fastest_backward(
         algorithm,
@@ -259,7 +264,7 @@ def made_for(device: Device) -> str:
 def _decoded(
     problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
 ) -> tuple[int | str, Problem]:
-    """Return the splits and the problem of the live keys; refuse what has no prediction."""
+    """Return the splits, and the problem of the live keys; raise if no prediction is possible."""
     beside = {} if splits == "auto" else {"splits": splits}
     fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
     if "pack_gqa" in fields:
@@ -272,7 +277,7 @@ def _decoded(
 
 
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
-    """Return the prediction for `algorithm="flash-decode"`."""
+    """Return the predicted time of `algorithm="flash-decode"`."""
     plans.stages(
         problem, decode_time.ALGORITHM, direction
     )  # raises if the algorithm has no such pass
@@ -290,7 +295,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """Return the kernel passes that `run` would launch, and their traffic."""
+    """Return the kernel passes that `run` would launch, and their counted traffic."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             "times can be predicted for flash2, flash2-fused, flash2-once, flash-decode and "
@@ -315,7 +320,7 @@ def _prepare(
 
 
 def _named(kernels: str | None, device: Device) -> str:
-    """Return the kernel family that the caller named, or the device's default."""
+    """Return the kernel family that the caller named or, by default, the device's."""
     return checks.one_of("kernels", made_for(device) if kernels is None else kernels, CALIBRATED)
 
 
@@ -360,17 +365,20 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """Return the result of `work_of` for each launch of a stage, in launch order."""
+    """Return the work of each launch of a stage, in launch order."""
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
 def stage_seconds(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
-    """Return seconds of a stage: launches, the last tile's end, an SM's mean busy time, and HBM.
+    """Return four times of a stage, in seconds.
 
-    `works` is the result of `works_of`. The constants are those of the last launch, which has most
-    of the work tiles.
+    They are the latency of launches, the end of the last tile, the mean time that an SM is busy,
+    and the time of HBM.
+
+    The argument `works` is the result of `works_of`. The constants `c` are those of the last
+    launch, which has most of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -414,7 +422,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the arguments of `in_launches` for a stage whose work tiles take equally long."""
+    """Return the launches for `in_launches`, for a stage whose work tiles take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -427,7 +435,10 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """Return `durations` of a launch's blocks, its (loops, loops per group), and its usable SMs."""
+    """Return the `durations` of a launch's blocks, its grid, and its usable SMs.
+
+    The grid is the number of loops and of loops per group.
+    """
     p, blocks = traffic.problem, one.kernel.cluster
     shared, waiting = durations(work, c)
     if blocks > 1:  # blocks that share a work tile have equal parts of it
@@ -439,7 +450,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return a launch's constants: those of its width if they exist, or those without a width."""
+    """Return the constants of a launch: for its head width if they exist, else for any width."""
     named = constants_name(one, traffic.problem)
     without, _, width = named.rpartition(", ")
     names = [named, without] if without == "forward" or width == "128" else [named]
@@ -452,7 +463,7 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
-    """Return the name of the constants, in the kernel family, that a launch uses."""
+    """Return the name of the constants that a launch uses, in its kernel family."""
     name = one.stage.name
     if not one.kernel.boxes:
         return name
@@ -491,11 +502,15 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 def changeover(c: Constants, blocks: int, places: int) -> float:
     """Return the seconds lost when the first blocks end together and the next blocks start.
 
-    This happens only once, because later blocks end one by one.
+    The loss occurs only once, because later blocks end one by one.
     """
     return c.changeover if blocks > places else 0.0
 
 
 def _throttled(seconds: float, more: float) -> float:
-    """Return the time if the clock is highest until `POWER_AFTER`, and then lower by `more`."""
+    """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
+
+    Until then, the clock is the highest; after that, the kernel takes `more` additional seconds per
+    second.
+    """
     return seconds + more * max(0.0, seconds - POWER_AFTER)

@@ -1,4 +1,4 @@
-"""The predicted time of a pass: each stage's kernel, the unit that bounds it, and the sum."""
+"""The predicted time of a pass: each stage's kernel, its busiest unit, and the sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashsim.studies.predict.units import UNITS
 
 @dataclass(frozen=True)
 class StageTime:
-    """Predicted time of one stage's kernel.
+    """The predicted time of one stage's kernel.
 
     Attributes
     ----------
@@ -46,13 +46,13 @@ class StageTime:
 
     @property
     def bound(self) -> str:
-        """The unit that is busy for the longest time."""
+        """The name of the unit that is busy for the longest time."""
         return max(self.units, key=lambda unit: self.units[unit])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """Predicted time of a pass; prints as a table."""
+    """The predicted time of a pass; prints as a table."""
 
     traffic: Traffic
     kernels: str
@@ -60,20 +60,20 @@ class Prediction:
 
     @property
     def seconds(self) -> float:
-        """Seconds of all stages, which run one after the other."""
+        """The total seconds of all stages, which run one after the other."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def joules(self) -> float | None:
-        """Joules of all stages; None for a device whose energy was never measured."""
+        """The total joules of all stages; None for a device whose energy was never measured."""
         known = [stage.joules for stage in self.stages if stage.joules is not None]
         return sum(known) if len(known) == len(self.stages) else None
 
     @property
     def sustained(self) -> Sustained | None:
-        """Cost of each of many repeated calls, at the clock that the board's power limit allows.
+        """The cost of one of many repeated calls, at the clock that the board's power limit allows.
 
-        None if `joules` is None.
+        The value is None if `joules` is None.
         """
         energy = energy_of(self.traffic.device)
         if energy is None or self.joules is None:
@@ -81,7 +81,7 @@ class Prediction:
         return energy.sustained([stage.use for stage in self.stages], self.seconds)
 
     def table(self) -> report.Table:
-        """Return a table with one row per stage: time, time per unit, waves and tail."""
+        """Return a table with one row per stage: its time, time per unit, waves and tail."""
         t = self.traffic
         units = (*UNITS, "HBM")
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
@@ -115,5 +115,5 @@ class Prediction:
 
 
 def untested(device: Device) -> str:
-    """Return a remark for a table's note, unless the device is the one of the calibration."""
+    """Return a remark for a table's note, if the device is not the one of the calibration."""
     return "" if device.name == "H200" else f", untested on {device.name}"

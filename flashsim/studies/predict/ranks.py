@@ -1,4 +1,4 @@
-"""`spread`: the predicted time of attention over several GPUs, with transfers, step by step."""
+"""`spread`: the predicted time of attention over several GPUs, step by step, with transfers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HOST = 8
 
 @dataclass(frozen=True, eq=False)
 class SpreadTime:
-    """Predicted time of a pass over several ranks; prints as a table.
+    """The predicted time of a pass over several ranks (GPUs); prints as a table.
 
     Attributes
     ----------
@@ -63,7 +63,7 @@ class SpreadTime:
 
     @property
     def alone(self) -> float:
-        """Seconds until the last rank has finished, if transfers took no time."""
+        """Seconds until the last rank would have finished, if transfers took no time."""
         return float(_run(self.account, self.compute, np.zeros_like(self.transfer))[1].max())
 
     @property
@@ -73,11 +73,14 @@ class SpreadTime:
 
     @property
     def efficiency(self) -> float:
-        """One GPU's time divided by (`seconds` times the number of ranks); 1 is perfect scaling."""
+        """The parallel efficiency: one GPU's time divided by (`seconds` times the number of ranks).
+
+        The value 1 is perfect scaling.
+        """
         return self.one / (self.seconds * self.account.group.ranks)
 
     def table(self) -> report.Table:
-        """Return a table with one row per step: compute, transfer, and waiting for transfers."""
+        """Return a table with one row per step: computing, transfers, and waiting for transfers."""
         account, group = self.account, self.account.group
         table = report.Table(
             f"{account.direction} by {group.scheme!r} over {group.ranks} x {self.device.name}, "
@@ -129,12 +132,13 @@ def spread(
     """Predict the time of attention over several GPUs, step by step.
 
     At each step, every rank begins to send, receive and compute at the same time. A transfer begins
-    when both of its ranks have begun the step. The next step begins when the blocks are computed
-    and all data sent and received has arrived. Links reach their nominal speed, and do not slow
-    down kernels. Blocks take the time that `predict` returns; merging takes the time that HBM needs
-    for its bytes. All kernels run at the clock of short kernels. A power limit would slow down many
-    blocks in sequence as much as one GPU's long kernel, but `predict` applies the limit only to
-    long kernels.
+    when both of its ranks have begun the step. On each rank, the next step begins when its blocks
+    are computed and all data that it sends and receives has arrived. The model assumes that links
+    reach their nominal speed, and do not slow down kernels. A block's computation takes the time
+    that `predict` returns; merging takes the time that HBM needs for its bytes. The model assumes
+    that all kernels run at the clock of short kernels. In reality, a power limit would slow down
+    many blocks in sequence as much as one GPU's long kernel, but `predict` applies the limit only
+    to long kernels.
 
     Parameters
     ----------
@@ -208,7 +212,7 @@ def _seconds(
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
-    """Return the seconds that every rank's sends take at every step."""
+    """Return the seconds that each rank's transfers take at each step."""
     group, out = account.group, account.out_bytes
     ranks = np.arange(group.ranks)
     abroad = ranks // host != (ranks + group.ulysses) % group.ranks // host

@@ -1,11 +1,12 @@
-"""Predicts standard attention's time: its kernels pass S and P through memory.
+"""Predicts standard attention's time; its kernels write S and P to memory and read them again.
 
-The model assumes a library's kernels for matrix products and softmax, one kernel per stage of the
-algorithm "standard". Each kernel is bounded by one unit, and every score is computed, masked or
-not. No constant is fitted to attention. A product reaches the same share of the tensor cores' peak
-as a large product, and a stream the same share of the bandwidth as a copy. A stage whose tensors
-all fit in L2 reads them from L2 and leaves them in L2. The result is the least time of standard
-attention; a framework's implementation has additional kernels for scale, mask and types.
+The model assumes a library's kernels for matrix products and softmax: one kernel for each stage of
+the algorithm "standard". In the model, one unit bounds each kernel's time, and every score is
+computed, masked or not. No constant of this model is fitted to attention. In the model, a product
+reaches the same fraction of the tensor cores' peak as a large product, and a stream reaches the
+same fraction of the bandwidth as a copy. If a stage's tensors all fit in L2, the stage reads them
+from L2 and leaves them in L2. The result is the least time of standard attention; a framework's
+implementation has additional kernels for scale, mask and types.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ PRODUCT = Tiling(128, 128)
 
 
 def predict_standard(problem: Problem, direction: str, device: Device) -> Prediction:
-    """Return the predicted time of standard attention, stage by stage.
+    """Return standard attention's predicted time, stage by stage.
 
     Raises
     ------
@@ -73,7 +74,7 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
 
 
 def _tiles(stage: plans.Stage, problem: Problem) -> int:
-    """Return the number of thread blocks per head, one per tile of the result."""
+    """Return a product's number of thread blocks per head, one per tile of its result."""
     stored = next(move.tensor for move in stage.moves if move.op == "store")
     its = shape(problem, stored)
     rows = problem.n_kv if its.axis == COL else problem.n_q

@@ -1,8 +1,8 @@
-"""Computes how long a block's tiles occupy each unit of an SM, from instructions and bytes.
+"""Computes how long a block's tiles keep each unit of an SM busy, from instructions and bytes.
 
-Products are counted as the tensor cores compute them: for whole tiles, with the kernel's padded
-head_dim. Bytes are counted as the kernel moves them: with rows padded to 16 bytes. The number of
-blocks that share an SM follows from their registers and shared memory.
+Matrix products are counted as the tensor cores compute them: for whole tiles, with the kernel's
+padded head_dim. Bytes are counted as the kernel moves them: in rows that are padded to 16 bytes.
+How many blocks share an SM follows from their registers and shared memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RESERVED, REGISTERS = 1024, 256
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a stage's outer tiles, in the order in which blocks take them.
+    """The work of a stage's outer tiles, in the order in which thread blocks take them.
 
     Attributes
     ----------
@@ -73,13 +73,13 @@ class Work:
 
 
 def clock(device: Device) -> float:
-    """Return the SM clock, in Hz, that follows from a device's float32 peak."""
+    """Return the SM clock, in Hz, computed from a device's float32 peak."""
     lanes = LANES.get(device.compute_capability, 128)
     return device.peak("float32", tensor_cores=False) / (2 * lanes * device.sm_count)
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """Return the work of a launch's blocks on the traffic's device."""
+    """Return the work of a launch's thread blocks, on the device of `traffic`."""
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -119,9 +119,9 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Return the bytes that moves of one kind (`op`) transfer, in whole tiles with padded rows.
+    """Return the bytes that moves of one operation (`op`) transfer, in whole tiles.
 
-    Rows are padded to 16 bytes.
+    Each row is padded to 16 bytes.
     """
     total = 0
     for move in moves:
@@ -133,10 +133,12 @@ def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, i
 
 
 def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
-    """Return the bytes per visit that a block's warps read from shared memory, if portable.
+    """Return the bytes that a portable kernel's warps read from shared memory per visit.
 
-    Each warp reads the visited tiles for its own rows of the outer tile, once per product. In the
-    KV-outer kernels, several warps may split a product's columns (`parts`).
+    The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps.
+
+    For each product, each warp reads the visited tiles for its own rows of the outer tile. In
+    KV-outer kernels, several warps may share the columns of a product (`parts`).
     """
     if one.kernel.boxes:  # the tensor cores read operands from shared memory without warps' loads
         return 0
@@ -154,9 +156,9 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
 def _uneven_pieces(
     one: KernelPass, p: Problem, dims: tuple[int, int], sides: tuple[int, int]
 ) -> int:
-    """Return the number of 16-byte pieces of a visit whose addresses are computed one by one.
+    """Return how many 16-byte pieces of a visit have addresses that are computed one by one.
 
-    Only portable kernels have such pieces (`load_async` in mma.cuh). They occur if a block's
+    Only portable kernels have such pieces (`load_async` in mma.cuh). Such pieces occur if a block's
     threads do not divide into whole rows of pieces, eight rows at a time, or if padded rows contain
     pieces that do not exist in memory.
     """
@@ -174,7 +176,7 @@ def _uneven_pieces(
 
 
 def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Return the blocks per SM, by registers and shared memory; 1 for a persistent kernel."""
+    """Return how many blocks fit on an SM, by registers and shared memory; 1 if persistent."""
     if one.kernel.boxes:
         return 1
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
@@ -183,7 +185,10 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 
 
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
-    """Return the quantities from which a launch's energy is computed; `units` as in `StageTime`."""
+    """Return the quantities from which a launch's energy is computed.
+
+    The argument `units` is that of `StageTime`.
+    """
     p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
     members = p.group if one.stage.per == "group" else 1
     visits = int(one.tables.visits.sum()) * members * one.walks if one.stage.visit else 0
@@ -204,14 +209,15 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 
 
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
-    """Return the bytes read from HBM again because the data of concurrent blocks exceeds L2.
+    """Return the bytes that are read from HBM again, because concurrent blocks' data exceeds L2.
 
-    A block of a fused kernel with grouped heads processes its query heads one after the other. If
-    the long and the short blocks of a head all run at once, they soon work on different query
-    heads. Then the Q, dO and dQ of all these heads are in use at the same time. Each request for
-    data that does not fit in L2 goes to HBM, and each addition is then a read and a write. The L2
-    model (`flashsim.l2`), which takes seconds, agrees to within a seventh in the cases tried.
-    Co-scheduled blocks process the query heads together and cause no such bytes.
+    In a fused kernel with grouped heads, a block processes the query heads of its group one after
+    the other. If the long and the short blocks of a head all run at the same time, they soon work
+    on different query heads. Then the Q, dO and dQ of all these heads are in use at the same time.
+    Each request for data that does not fit in L2 then goes to HBM, and each addition to such data
+    is a read and a write. The L2 model (`flashsim.l2`), which takes seconds, agrees with this
+    function to within a seventh in the cases tried. Co-scheduled blocks process the query heads
+    together and cause no such additional bytes.
     """
     if dict(one.kernel.constants).get("FS_IN_STEP"):
         return 0.0

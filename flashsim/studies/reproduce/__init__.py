@@ -1,4 +1,4 @@
-"""Recomputes published numbers: the paper's value, our value, and why they differ.
+"""Recomputes numbers of papers and write-ups: the published value, ours, and why they differ.
 
 >>> from flashsim import reproduce
 >>> for table in reproduce.tables("ring"):
@@ -65,7 +65,7 @@ NOT_DERIVABLE = (
 
 @own_errors
 def tables(name: str) -> list[Table]:
-    """Recompute one set of published numbers.
+    """Recompute one set of published numbers, such as a table or a figure of a paper.
 
     Raises
     ------
@@ -81,7 +81,7 @@ def tables(name: str) -> list[Table]:
 
 @own_errors
 def listing() -> list[Table]:
-    """Return a table of the sets that can be recomputed, and one of those that cannot, and why."""
+    """Return a table of what can be recomputed, and one of what cannot, and why."""
     known = Table("What can be recomputed", ("name", "what"))
     known.rows = [(name, what) for name, (what, _) in NAMES.items()]
     rest = Table("What cannot be derived from the algorithm alone", ("published", "why"))

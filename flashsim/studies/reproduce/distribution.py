@@ -1,4 +1,4 @@
-"""Numbers about work distributed over SMs (flash-decoding) and over GPUs (ring attention)."""
+"""Recomputes numbers about work distributed over SMs (flash-decoding) and GPUs (ring attention)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RING = (
 
 
 def decoding() -> list[Table]:
-    """Compute how many SMs a decoding step uses, and the additional bytes of split keys."""
+    """Compute how many SMs a decoding step uses, and how many bytes splitting the keys adds."""
     table = page(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
@@ -65,10 +65,10 @@ def decoding() -> list[Table]:
 def ring() -> list[Table]:
     """Recompute table 2: the block size c = F / B at which computing hides sending K and V.
 
-    F is in FLOP/s and B in bytes per second. The bytes and FLOPs are those of ring attention
-    executed on four ranks (`flashsim.distributed.run`). A block of c queries and keys has 4 d c^2
-    FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes longer than the
-    transfer if c > F / B, for any d.
+    The rate F is in FLOP/s and the bandwidth B in bytes per second. The bytes and FLOPs are those
+    of ring attention, executed on four ranks (`flashsim.distributed.run`). A block of c queries and
+    keys has 4 d c^2 FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes
+    longer than the transfer if c > F / B, for any d.
     """
     table = page(
         "Smallest block and sequence per device, in thousands of tokens",
@@ -98,7 +98,7 @@ _WHY = {
 
 
 def efficiency() -> Table:
-    """Compare published shares of ideal speed on eight GPUs with those of the time model."""
+    """Compare published parallel efficiencies on eight GPUs with those of the time model."""
     table = page(
         "Eight GPUs, % of the ideal: 8 x the rate of one GPU at 8 Ki, causal, 8 Ki per GPU",
         "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "

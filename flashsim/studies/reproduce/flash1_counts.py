@@ -1,4 +1,7 @@
-"""Figure 2 and table 21 of FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135."""
+"""Recomputes figure 2 and table 21 of FlashAttention.
+
+The paper is Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,10 @@ def memory() -> list[Table]:
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:
-    """Return the difference between the paper's bytes and ours as text, in units of S and T."""
+    """Return the difference between the paper's bytes and ours as text.
+
+    The units are the bytes of a score matrix (S) and of a tensor (T).
+    """
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     matrices = 1 if rest >= scores + tensor else 0
     more = f"{(rest - matrices * scores) / tensor:.2g} T"

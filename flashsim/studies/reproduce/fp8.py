@@ -1,4 +1,7 @@
-"""Table 3 of FlashAttention-3: errors of FP8 and half precision, and of the FP8 accumulator."""
+"""Recomputes table 3 of FlashAttention-3: errors of FP8 and half precision.
+
+It also computes the error of the FP8 accumulator.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +43,10 @@ BEST = "FP8, FlashAttention-3"
 
 
 def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
-    """Recompute table 3, with outliers N(0, 1) + N(0, 100) Bernoulli(0.001); also accumulators.
+    """Recompute table 3, with outliers N(0, 1) + N(0, 100) Bernoulli(0.001), and accumulators.
 
-    All n queries and keys of each seed are quantised; `queries` rows of the output are computed.
+    For each seed, all n queries and keys are quantised, and the first `queries` rows of the output
+    are computed.
     """
     squares: dict[str, list[float]] = {name: [] for name in PAPER}
     apart: dict[str, float] = {}
@@ -96,7 +100,7 @@ def _flushed(apart: dict[str, float], n: int, rows: int) -> Table:
 
 
 def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict[str, np.ndarray]:
-    """Return the outputs of both implementations in half precision."""
+    """Return the outputs of standard attention and FlashAttention in half precision."""
     q, k, v = (x.astype(np.float16) for x in (q, k, v))
     scaled = q / np.float16(np.sqrt(D))
     unscaled = Problem(problem.n_q, problem.n_kv, D, scale=1.0)
@@ -107,14 +111,14 @@ def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict
 
 
 def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
-    """Return plain attention on the dequantised numbers, with intermediates in float16."""
+    """Return plain attention on dequantised numbers, with intermediate results in float16."""
     q, k, v = x.dequantized()
     problem = Problem(queries, k.shape[-2], D)
     return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]
 
 
 def _run(x: Quantized, queries: int, precision: Precision | None = None) -> np.ndarray:
-    """Return FlashAttention on the first `queries` rows, with the scales of their blocks."""
+    """Return FlashAttention's first `queries` rows, with the FP8 scales of their blocks."""
     blocks = x.q_scale[..., : -(-queries // TILE)] if x.block else x.q_scale
     options = {**x.options, "scales": (blocks, x.k_scale, x.v_scale)}
     rows = x.q[..., :queries, :]

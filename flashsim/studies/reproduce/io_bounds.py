@@ -1,4 +1,7 @@
-"""IO complexity: theorem 2 of arXiv:2205.14135, the bounds of arXiv:2402.07443, and loop orders."""
+"""Recomputes IO complexity: theorem 2 of arXiv:2205.14135, and bounds of arXiv:2402.07443.
+
+It also compares loop orders.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ from flashsim.studies.reproduce.page import line, page
 def bounds() -> list[Table]:
     """Compare FlashAttention's HBM accesses, as M grows, with N^2 d^2 / M and the lower bounds.
 
-    The tile follows line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), M in elements.
-    Each count is executed on the simulated memory, not only predicted.
+    The tile sizes follow line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), with M in
+    elements. Each count is taken from a run on the simulated memory, not only predicted.
     """
     n, d = 256, 32
     shape = f"N = {n}, d = {d}, float32, executed"
@@ -56,7 +59,7 @@ def bounds() -> list[Table]:
 
 
 def _parts(n: int, d: int, m: int, order: float) -> str:
-    """Return the parts of Algorithm 1's accesses as text, each divided by N^2 d^2 / M."""
+    """Return the terms of Algorithm 1's HBM accesses as text, each divided by N^2 d^2 / M."""
     visits = n * 4 * n * d / m  # row visits: N rows of Q, each with T_c = 4 N d / M key tiles
     matrices, statistics, once = 3 * d * visits, 4 * visits, n * (3 * d + 2)
     return (

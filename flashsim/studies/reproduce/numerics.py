@@ -1,4 +1,4 @@
-"""Memory accesses of online softmax, and the numerical error of half-precision attention."""
+"""Recomputes memory accesses of online softmax, and errors of half-precision attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAPER_ERROR = {"baseline": 3.2e-4, "FlashAttention-2": 1.9e-4}
 
 
 def softmax() -> list[Table]:
-    """Count the memory accesses per element of naive, safe and online softmax in a run."""
+    """Count, in a run, the memory accesses per element of naive, safe and online softmax."""
     table = page(
         "Memory accesses per element",
         "arXiv:1805.02867; executed on 256 x 1,000 scores in chunks of 64",
@@ -80,6 +80,6 @@ def error(n: int = 1024, seeds: int = 2) -> list[Table]:
 
 
 def _with_outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-    """Return N(0, 1), plus N(0, 100) for one element in a thousand, in float16."""
+    """Return random numbers N(0, 1), plus N(0, 100) for one element in a thousand, in float16."""
     large = 10 * rng.standard_normal(shape) * (rng.random(shape) < 0.001)
     return (rng.standard_normal(shape) + large).astype(np.float16)

@@ -1,4 +1,4 @@
-"""The layout of every table of published numbers: quantity, paper, ours, why they differ."""
+"""The layout of every table of published numbers: quantity, paper, ours, and why they differ."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ COLUMNS = ("quantity", "paper", "ours", "ours / paper", "why they differ")
 
 
 def page(title: str, source: str) -> Table:
-    """Return an empty table with its source as a note."""
+    """Return an empty table, with the source of its numbers as a note."""
     return Table(title, COLUMNS, note=source)
 
 
 def line(quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> tuple[Cell, ...]:
-    """Return a row, with the ratio if both values are numbers; `paper` may be a word instead."""
+    """Return a row of the table, with the ratio of both values if they are numbers.
+
+    The argument `paper` may be a word instead of a number.
+    """
     ratio: Cell = None
     if isinstance(paper, (int, float)) and isinstance(ours, (int, float)) and paper:
         ratio = ours / paper

@@ -1,9 +1,11 @@
-"""A write-up of attention in Pallas (JAX): roofline, intensities, measured times, on-chip bytes.
+"""Recomputes the figures of a write-up of attention in Pallas (JAX).
 
-The write-up's model counts, in the forward pass, two products of 2 T^2 d FLOPs and five operations
-per score for the softmax, in the backward pass each kernel's own products, and one HBM transfer per
-tensor. This module computes all figures from flashsim's counts, and compares them with those
-printed.
+They are a roofline, intensities, measured times and on-chip bytes.
+
+In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
+per score for the softmax. In the backward pass, it counts each kernel's own products. Each tensor
+counts as one HBM transfer. This module computes all of these figures from flashsim's counts, and
+compares them with the printed ones.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ _ROOMY = Device.get("H100")
 
 @dataclass(frozen=True)
 class Textbook:
-    """One pass of one head, counted as in the write-up.
+    """The FLOPs and bytes of one pass of one head, counted as in the write-up.
 
     Attributes
     ----------
@@ -88,10 +90,10 @@ class Textbook:
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
     """Return FLOPs and bytes of the write-up's model, from flashsim's counts.
 
-    Products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10 T^2 d
-    in one); the softmax adds 5 T^2 in the forward pass. Each tensor is transferred once: q, k, v,
-    out, naive's P, and one float32 logsumexp per row if P is not stored; in the backward pass also
-    the gradients.
+    The products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10
+    T^2 d in one); in the forward pass, the softmax adds 5 T^2. Each tensor is transferred once: q,
+    k, v, out, the naive P, and one float32 logsumexp per row if P is not stored; in the backward
+    pass also the gradients.
     """
     problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
     counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
@@ -107,7 +109,7 @@ def pallas() -> list[Table]:
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, index) of all thirty-six figures."""
+    """Return (direction, kernel, length, index) for each of the thirty-six figures."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -154,7 +156,7 @@ def _executed() -> Table:
 
 
 def _run(n: int) -> dict[tuple[str, str], int]:
-    """Return the bytes that the simulator moves at this length, by kernel and direction."""
+    """Return the bytes that the simulator moves at one length, by kernel and direction."""
     moved: dict[tuple[str, str], int] = {}
     q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
     for kernel, algorithm in KERNELS.items():
@@ -165,9 +167,11 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the write-up's batch entries times heads, derived from its times and percentages.
+    """Return the number of the write-up's batch entries times heads.
 
-    The write-up does not print the shape itself.
+    The number is derived from the write-up's times and percentages.
+
+    The write-up itself does not print this number.
     """
     peak = Device.get(DEVICE).peak(DTYPE)
     counts = {
@@ -236,7 +240,7 @@ def _scores_on_chip() -> Table:
 
 
 def _fitting(size: int) -> str:
-    """Return a text that names the devices whose thread blocks have so much on-chip memory."""
+    """Return a text that names the devices whose thread blocks have that much on-chip memory."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"

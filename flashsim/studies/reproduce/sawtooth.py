@@ -1,4 +1,8 @@
-"""Sawtooth wavefronts: Zhu, Pan and Ding, arXiv:2601.16032, FlashAttention on an NVIDIA GB10."""
+"""Recomputes the effect of sawtooth loops over keys.
+
+The paper is "Sawtooth wavefronts": Zhu, Pan and Ding, arXiv:2601.16032, FlashAttention on an NVIDIA
+GB10.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +26,7 @@ GB10 = Device(
 
 
 def sawtooth() -> list[Table]:
-    """Compare L2 misses of straight and sawtooth key loops, with keys larger than L2."""
+    """Compare the L2 misses of straight and sawtooth loops over keys that exceed L2."""
     table = page(
         "Share of L2 misses that sawtooth loops save, %, one head, d = 64, half precision",
         "arXiv:2601.16032 (abstract: 50 % or more on GB10). Ours: the L2 model, tiles of 64 x 64, "

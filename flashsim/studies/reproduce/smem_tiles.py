@@ -1,4 +1,4 @@
-"""Shared memory of FlashAttention-2's and -3's tiles, from the tensors that their kernels keep."""
+"""Computes the shared memory of FlashAttention-2's and -3's tiles, from their kernels' tensors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FA3_FORWARD = ((128, 128, 192, False), (128, 128, 144, True), (192, 128, 112, Fa
 
 
 def tiles() -> list[Table]:
-    """Return tables of FlashAttention-2's backward tiles and FlashAttention-3's key blocks."""
+    """Return tables of FlashAttention-2's backward tiles and of FlashAttention-3's key blocks."""
     second = page(
         "FlashAttention-2 backward: shared memory, KiB",
         "flash_bwd_launch_template.h of Dao-AILab/flash-attention; ours: two Q and one dO buffer, "
@@ -52,7 +52,10 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """Return on-chip bytes: Q (two buffers, to load the next tile early), dO, K, V, P and dS."""
+    """Return the on-chip bytes of a tile: of Q (two buffers), dO, K, V, P and dS.
+
+    The second buffer of Q serves to load the next tile early.
+    """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
     return ITEM * (rows + columns + 2 * block_q * block_k)

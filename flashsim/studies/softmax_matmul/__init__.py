@@ -1,6 +1,6 @@
 """Computes softmax(X) V without storing softmax(X): a first exercise on FlashAttention.
 
-X (batch, d1, d2) contains scores, and V (batch, d2, d3) values. The softmax is taken along d2.
+X (batch, d1, d2) contains scores, and V (batch, d2, d3) values. The softmax is computed along d2.
 
 >>> import numpy as np
 >>> from flashsim import softmax_matmul

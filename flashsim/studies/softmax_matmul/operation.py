@@ -29,7 +29,7 @@ Moves = Mapping[tuple[str, str], int]
 @own_errors
 @dataclass(frozen=True, eq=False)
 class SoftmaxProduct:
-    """softmax(X) V and the bytes that it moved; prints as a table.
+    """The product softmax(X) V, and the bytes that were moved for it; prints as a table.
 
     Attributes
     ----------
@@ -53,18 +53,18 @@ class SoftmaxProduct:
     peak_sram: int | None = None
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes moved, in total or of one operation ("load", "store") and tensor."""
+        """Return the bytes moved, in total or for one operation ("load", "store") and tensor."""
         return sum(
             n for key, n in self.moved.items() if op in (None, key[0]) and tensor in (None, key[1])
         )
 
     def compulsory(self) -> int:
-        """Return the bytes of X and V, read once, and of O, written once, in float32."""
+        """Return the compulsory bytes: X and V, read once, and O, written once, in float32."""
         batch, d1, d2, d3 = self.shape
         return 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
 
     def table(self) -> Table:
-        """Return a table of the bytes, one row per tensor."""
+        """Return a table of the bytes moved, with one row per tensor."""
         batch, d1, d2, d3 = self.shape
         result = Table(
             f"softmax(X) V, {'fused' if self.fused else 'two kernels'}: X {batch} x {d1:,} x "
@@ -96,8 +96,9 @@ def run(
 ) -> SoftmaxProduct:
     """Compute softmax(X) V in one pass over X, without storing P in HBM.
 
-    It uses an online softmax along d2, as FlashAttention-2 does: if a block raises a row's maximum,
-    the sums so far are rescaled. The result of a row of only -inf is NaN, as for softmax itself.
+    The function uses an online softmax along d2, as FlashAttention-2 does: if a block raises a
+    row's maximum, the sums so far are rescaled. If a row of X has only -inf, its result is NaN, as
+    for softmax itself.
 
     Parameters
     ----------
@@ -168,9 +169,11 @@ def count(
     block_2: int | None = None,
     fused: bool = True,
 ) -> SoftmaxProduct:
-    """Return the bytes that `run` moves, in closed form; with `fused` False, those of two kernels.
+    """Return the bytes that `run` moves, in closed form.
 
-    The two kernels are an online softmax, which reads X twice and writes P, and a product, which
+    With ``fused=False``, return those of two separate kernels.
+
+    These kernels are an online softmax, which reads X twice and writes P, and a product, which
     reads P.
     """
     for name, size in (("batch", batch), ("d1", d1), ("d2", d2), ("d3", d3)):
@@ -184,7 +187,7 @@ def count(
 
 @own_errors
 def plain(x: Any, v: Any) -> Any:
-    """Compute softmax(X) V in two steps with the array's own library: NumPy, CuPy or torch."""
+    """Compute softmax(X) V in two steps, with the library of the arrays: NumPy, CuPy or torch."""
     _shape(x, v)
     if type(x).__module__.partition(".")[0] == "torch":
         return x.softmax(dim=-1) @ v
@@ -226,5 +229,5 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Multiply one matrix's bytes by the batch, and rename the ladder's tensors."""
+    """Multiply the bytes of one matrix by the batch size, and rename the ladder's tensors."""
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

@@ -1,4 +1,4 @@
-"""Compares predictions with hardware counters from Nsight Compute, kernel by kernel."""
+"""Compares predicted bytes and FLOPs with Nsight Compute's hardware counters, kernel by kernel."""
 
 from flashsim.studies.verify.agreement import summary
 from flashsim.studies.verify.cases import HERE, Case, Counted, MeasuredPass, here, predict

@@ -1,6 +1,7 @@
-"""Summarises the errors of the predictions in a table that `benchmarks/verify.py` wrote.
+"""Summarises the errors of predictions, from a table that `benchmarks/verify.py` wrote.
 
-The table has both the predictions and the hardware counters; nothing is measured or replayed.
+That table has both the predictions and the hardware counters; this module measures and replays
+nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors writte
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of one kernel on one shape; `fits` is true if all its tensors stay in L2."""
+    """One quantity of one kernel on one shape.
+
+    The field `fits` is true if all tensors of the shape stay in L2.
+    """
 
     shape: str
     kernels: str
@@ -39,12 +43,12 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """(measured - predicted) / predicted; None if zero was predicted."""
+        """The relative error, (measured - predicted) / predicted; None if zero was predicted."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
 def read(text: str) -> list[Difference]:
-    """Return the rows of a table of `benchmarks/verify.py` that have a prediction.
+    """Return the rows, of a table of `benchmarks/verify.py`, that have a prediction.
 
     Raises
     ------
@@ -70,7 +74,7 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Return tables of requested bytes, DRAM reads, bank conflicts, and errors above the targets.
+    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets.
 
     Parameters
     ----------

@@ -1,4 +1,7 @@
-"""`Case`: a problem and how to run it. `MeasuredPass`: a pass of a case with its measurements."""
+"""`Case`: a problem, and how a backend runs it.
+
+A `MeasuredPass` is one pass of a case, with its measurements.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def here() -> str:
 @own_errors
 @dataclass(frozen=True)
 class Case:
-    """A problem and how a backend runs it.
+    """A case to measure: a problem, and how a backend runs it.
 
     Attributes
     ----------
@@ -89,7 +92,10 @@ class Case:
                 )
 
     def placed(self) -> Case:
-        """Return the case itself or, if its device is `HERE`, the case for this machine's GPU.
+        """Return the case with a device.
+
+        If the case's device is `HERE`, the result has this machine's GPU; otherwise it is the case
+        itself.
 
         Raises
         ------
@@ -106,14 +112,14 @@ class Case:
         return replace(self, device=here())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the case as plain values for JSON."""
+        """Return the case's fields as plain values for JSON."""
         sides = [None if t is None else (t.block_q, t.block_k) for t in self.tilings]
         shape = {name: getattr(self.problem, name) for name in _SHAPE}
         return vars(self) | {"problem": shape, "tilings": sides}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Case:
-        """Return the case from the result of `to_dict`."""
+        """Return the case from its fields, the result of `to_dict`."""
         window = values["problem"]["window"]
         shape = values["problem"] | {"window": None if window is None else tuple(window)}
         forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
@@ -139,7 +145,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Counted:
-    """The kernel-reported transfers of one pass.
+    """The transfers of one pass, as its kernels reported them.
 
     Attributes
     ----------
@@ -156,7 +162,7 @@ class Counted:
     transfers: Mapping[tuple[str, str, str], int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the counts as plain values for JSON."""
+        """Return the reported counts as plain values for JSON."""
         return {
             "algorithm": self.algorithm,
             "direction": self.direction,
@@ -166,19 +172,19 @@ class Counted:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Counted:
-        """Return the counts from the result of `to_dict`."""
+        """Return the reported counts from the result of `to_dict`."""
         transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
         tiling = Tiling(*values["tiling"])
         return cls(values["algorithm"], values["direction"], tiling, transfers)
 
     def predicted(self, case: Case) -> Traffic:
-        """Return the predicted traffic of the same pass."""
+        """Return the predicted traffic of the pass to which these counts belong."""
         return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
 
 
 @dataclass(frozen=True)
 class MeasuredPass:
-    """A pass with its prediction, its measured launches and its kernel-reported transfers.
+    """A pass with its prediction, its measured launches and the transfers that kernels reported.
 
     Attributes
     ----------
@@ -205,9 +211,10 @@ class MeasuredPass:
 def predict(
     problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
 ) -> Traffic:
-    """Return the predicted traffic of GPU kernels, whose tiles are in registers too.
+    """Return the predicted traffic of GPU kernels, which keep tiles in registers too.
 
-    So the tiling may exceed the shared memory of the device.
+    So unlike `flashsim.count`, the function accepts a tiling that exceeds the device's shared
+    memory.
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)

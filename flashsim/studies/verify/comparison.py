@@ -1,4 +1,4 @@
-"""One table of predicted, kernel-reported and hardware-measured values, and their ratio."""
+"""Builds one table of predicted, kernel-reported and hardware-measured values, and their ratio."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ from flashsim.studies.verify.sectors import sectors_written
 
 @dataclass(frozen=True)
 class Row:
-    """A quantity of one stage's kernel, in bytes or counts; None if not predicted or reported."""
+    """A row of the comparison: one quantity of one stage's kernel, in bytes or counts.
+
+    Missing predictions and reports are None.
+    """
 
     stage: str
     quantity: str
@@ -35,14 +38,14 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured divided by predicted; None if the prediction is missing or zero."""
+        """Measured value divided by predicted value; None if no prediction exists or it is zero."""
         return self.measured / self.predicted if self.predicted else None
 
 
 @own_errors
 @dataclass(frozen=True)
 class Verification:
-    """The rows of the comparison for one run; prints as a table."""
+    """All rows of the comparison for one run; prints as a table."""
 
     title: str
     rows: tuple[Row, ...]
@@ -66,7 +69,7 @@ class Verification:
     _repr_html_ = report.tabled
 
     def table(self) -> Table:
-        """Return a table with one row per kernel and quantity."""
+        """Return a table with one row for each quantity of each kernel."""
         table = Table(
             self.title,
             ("kernel", "quantity", "predicted", "counted", "measured", "measured / predicted"),
@@ -85,7 +88,7 @@ class Verification:
 def verify(
     passes: Sequence[MeasuredPass], title: str, *, l2: L2Model | None = None
 ) -> Verification:
-    """Compare measured launches with predictions.
+    """Compare the measured launches of passes with their predictions.
 
     Parameters
     ----------
@@ -140,11 +143,12 @@ _OPS = {"requested read": "load", "requested write": "store", "requested reduce"
 
 
 def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
-    """Return the measured quantities of a stage, as means over its launches.
+    """Return a stage's measured quantities, as means over its launches.
 
-    Requested reads are the bytes that arrive at the SMs and, if `with_l1`, the bytes that hit in
-    L1, except reloads of spilled registers. A row-wise kernel requests each sector from L1 twice.
-    The number of L1 requests of Python kernels for the schedule's tables is not known.
+    The quantity "requested read" is the bytes that arrive at the SMs and, if `with_l1`, the bytes
+    that hit in L1, except reloads of spilled registers. A kernel that works row by row requests
+    each sector from L1 twice. For kernels written in Python, the number of L1 requests for the
+    schedule's tables is not known.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
@@ -190,7 +194,10 @@ def _predicted(
 
 
 class _Dram:
-    """Predicts DRAM bytes of a pass's stages; equal launch parameters are replayed only once."""
+    """Predicts the DRAM bytes of a pass's stages.
+
+    The L2 model replays equal launch parameters only once.
+    """
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = _filled(traffic), l2
@@ -215,7 +222,7 @@ class _Dram:
 
 
 def _filled(traffic: Traffic) -> Traffic:
-    """Return the same pass with rows padded to 16 bytes, as in HBM."""
+    """Return the traffic of the same pass, with rows padded to 16 bytes as in HBM."""
     p = traffic.problem
     d, dv = row_elements(p.head_dim), row_elements(p.head_dim_v)
     if (d, dv) == (p.head_dim, p.head_dim_v):
@@ -228,8 +235,8 @@ def _filled(traffic: Traffic) -> Traffic:
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
     """Return how many heads a Hopper kernel processes together, and whether it co-schedules them.
 
-    Other kernels follow the L2 model's rule. The Python kernels never co-schedule heads, but the
-    prediction for the C++ kernels is used for them too.
+    Kernels of other families follow the L2 model's rule. The Hopper kernels written in Python never
+    co-schedule heads, but the prediction for the C++ kernels is used for them too.
     """
     how = HOPPER.hand_out(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
     return how.clump, how.in_step

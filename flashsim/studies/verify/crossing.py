@@ -1,16 +1,18 @@
-"""Computes the bytes between L2 and the SMs, from the kernels' tiles.
+"""Computes the bytes that cross between L2 and the SMs, from the kernels' tiles.
 
-They exceed the problem's own bytes for these reasons. Rows in HBM are padded to 16 bytes: an array
-whose head_dim is no multiple of 8 is copied to padded rows before a launch. L2 sends sectors of 32
-bytes. If rows have an odd number of 16-byte pieces, every other row begins in the middle of a
-sector, and a combined request touches one more sector. Hopper's TMA delivers whole boxes. Columns
-past a row's end and rows past a sequence's end are zeros, which are not read from memory but arrive
-at the SM. In all of a launch, or in its last partial wave, a cluster may share a tile of keys. Then
-K and V arrive at each of its blocks, and so do the other blocks' parts of dK and dV. LSE and delta
-are read in sectors too. Each work tile reads a few more sectors, for its entries in the schedule's
-tables. Products are computed on whole tiles, with a padded head_dim. Each rule was derived from
-counters (docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which
-follows from their code and was not measured.
+These bytes exceed those of the problem's tensors for several reasons. Rows in HBM are padded to 16
+bytes: an array whose head_dim is no multiple of 8 is copied to padded rows before a launch. L2
+sends data in sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row
+begins in the middle of a sector, and a warp's combined request touches one more sector. Hopper's
+TMA delivers whole boxes. In a box, columns past a row's end and rows past a sequence's end are
+zeros, which are not read from memory but arrive at the SM. In a whole launch, or in its last
+partial wave, a cluster of thread blocks may share a tile of keys. With such clusters, K and V
+arrive at each block of the cluster, and so do the other blocks' parts of dK and dV. LSE and delta
+are read in sectors too. For each work tile, a kernel reads a few more sectors: the tile's entries
+in the schedule's tables. FLOPs also exceed the problem's, because products are computed on whole
+tiles, with a padded head_dim. Each of these rules was derived from counters
+(docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which follows from
+their code and was not measured.
 """
 
 from __future__ import annotations
@@ -43,10 +45,12 @@ WALKS = ("forward", "dkdv", "dq", "fused")
 
 
 class SharedItems(NamedTuple):
-    """The number of key tiles, over all heads, in one launch of a KV-outer Hopper backward kernel.
+    """How thread blocks share key tiles in one launch of a KV-outer Hopper backward kernel.
 
-    `blocks` thread blocks share each tile. `unused` is the number of dQ products that all of them
-    compute and discard.
+    The field `items` is the number of key tiles over all heads.
+
+    A cluster of `blocks` thread blocks shares each key tile. The field `unused` is the number of dQ
+    products that all these blocks compute and discard.
     """
 
     items: int
@@ -57,11 +61,11 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """Return the launches of a stage of Hopper's kernels; empty for Q-outer stages.
+    """Return the launches of a stage of Hopper's kernels; a Q-outer stage has none to list.
 
-    If dQ is deferred by one visit (inner-loop iteration), a block computes one more product per
-    work tile than it has visits: the first visit has no dQ to compute, but the kernel computes and
-    discards a product. In C++ this also holds for a block without visits.
+    A kernel may defer dQ by one visit (inner-loop iteration). A block then computes one more
+    product per work tile than it has visits: the first visit has no dQ to compute, but the kernel
+    computes and discards a product. In the C++ kernels, this also holds for a block without visits.
 
     Parameters
     ----------
@@ -93,7 +97,7 @@ def crossing(
     launches: Sequence[SharedItems] = (),
     with_l1: bool = False,
 ) -> int:
-    """Return the bytes that a stage's kernel moves by one operation, for all heads.
+    """Return the bytes that a stage's kernel moves by one operation (`op`), for all heads.
 
     Parameters
     ----------
@@ -154,15 +158,16 @@ MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 
 
 def arriving(width: int) -> float:
-    """Return the sectors of a row's boxes that arrive at each block of a cluster.
+    """Return how many sectors of a row's boxes arrive at each block of a cluster.
 
-    The blocks of the cluster share a tile of keys. Empty boxes past the row's end are not included.
+    The blocks of such a cluster share a tile of keys. The number does not include empty boxes past
+    the row's end.
     """
     return MULTICAST.get(width, _whole_boxes(width))
 
 
 def _whole_boxes(width: int) -> int:
-    """Return the sectors of all boxes of a row with `width` bytes."""
+    """Return the number of sectors in all boxes of a row with `width` bytes."""
     return -(-width // (4 * SECTOR)) * 4
 
 
@@ -171,11 +176,12 @@ def _statistics(
 ) -> int:
     """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
 
-    A sector has eight rows. If a head's number of rows is no multiple of eight, most heads begin
-    inside a sector. In a KV-outer loop, a warp reads 32 rows of a tile at a time, so two reads
-    share a sector. The second read hits in L1: its bytes do not arrive at the SM, but `with_l1`
-    counts them. Hopper's dQ kernel reads eight rows at a time and bypasses L1, and with tiles of 64
-    rows both of its warpgroups read all of them.
+    One sector holds the values of eight rows. If a head's number of rows is no multiple of eight,
+    most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values of 32
+    rows of a tile at a time, so two successive reads share a sector. The second of these reads hits
+    in L1: its bytes do not arrive at the SM, but `with_l1` counts them. Hopper's dQ kernel reads
+    the values of eight rows at a time and bypasses L1; with tiles of 64 rows, both of its
+    warpgroups read all of them.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -213,7 +219,7 @@ def table_reads(
     launches: Sequence[SharedItems] = (),
     warps: int = 1,
 ) -> int:
-    """Return the bytes of the schedule's tables that blocks request, for contiguous visits.
+    """Return the bytes of the schedule's tables that blocks request, if visits are contiguous.
 
     For each work tile, each of `warps` warps reads two entries, one sector each: the number of the
     outer tile, and its visits. If a Hopper kernel has more work tiles than SMs, a block also reads
@@ -235,15 +241,21 @@ def table_reads(
 def _split_sectors(width: int) -> int:
     """Return the half-sectors per tensor row beyond 4 sectors per box row, as a mean of two rows.
 
-    A box's row is split at the ends of sectors and at the end of the tensor's row. If the tensor's
-    row ends in the middle of a sector, the last non-empty box has a fifth part. A full box before
-    it has a fifth part in every other row: in rows that begin in the middle of a sector.
+    Two neighbouring rows begin at different places in a sector.
+
+    The hardware splits a box's row at the ends of sectors and at the end of the tensor's row. If
+    the tensor's row ends in the middle of a sector, the last non-empty box has a fifth part. A full
+    box before that one has a fifth part in every other row: in rows that begin in the middle of a
+    sector.
     """
     return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
-    """Return the rows of a tensor's boxes, for all heads; ragged tiles count as whole tiles."""
+    """Return the number of rows in a tensor's boxes, for all heads.
+
+    Ragged tiles count as whole tiles.
+    """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     walks, _ = plans.heads_of(stage, p)
     rows = shape(p, tensor).axis == ROW
@@ -264,10 +276,13 @@ def tensor_flops(
     launches: Sequence[SharedItems] = (),
     python: bool = False,
 ) -> int:
-    """Return the FLOPs of matrix products on tensor cores, for whole masked and ragged tiles too.
+    """Return the FLOPs of matrix products on tensor cores, of whole tiles.
 
-    Hopper's backward kernels in Python multiply whole chunks of 64 columns. `launches` is as for
-    `crossing`. The dQ products that kernels compute and discard are added to one product per visit.
+    Masked and ragged tiles count as whole tiles too.
+
+    The Hopper backward kernels written in Python multiply whole chunks of 64 columns. The argument
+    `launches` is the same as for `crossing`. The result includes the dQ products that kernels
+    compute and discard, besides one product per visit.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0
@@ -295,11 +310,12 @@ def tensor_flops(
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
-    """Return the columns of dQ that the portable fused kernel multiplies.
+    """Return how many columns of dQ the portable fused kernel multiplies.
 
-    They are in steps of 16, equally many per warp. A warp past the last column computes nothing. If
-    a warp has one pair of fragments left and its share is two, it computes two; for larger shares,
-    the kernel has a branch that stops earlier.
+    The number of columns is a multiple of 16, and each warp has equally many. A warp whose columns
+    all lie past the last column computes nothing. If a warp has only one pair of fragments left and
+    its share is two pairs, it computes two; for larger shares, the kernel has a branch that stops
+    earlier.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

@@ -1,4 +1,4 @@
-"""Measures cases on this machine: once with counting kernels, and once under Nsight Compute."""
+"""Measures cases on this machine: once with kernels that count, and once under Nsight Compute."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
 @own_errors
 @dataclass(frozen=True)
 class Record:
-    """The measurements of some cases; any machine can compare them with predictions.
+    """The measurements of some cases; they can be compared with predictions on any machine.
 
     Attributes
     ----------
@@ -37,7 +37,7 @@ class Record:
     counted: tuple[tuple[Counted, ...], ...]
 
     def save(self, path: Path) -> None:
-        """Write Nsight Compute's CSV to `path`, and cases and counts as JSON beside it."""
+        """Write Nsight Compute's CSV to `path`, and the cases and counts as JSON beside it."""
         with beside(path) as part:
             part.write_text(self.text)
         cases = [case.to_dict() for case in self.cases]
@@ -70,15 +70,17 @@ class Record:
 
 @own_errors
 def counts_beside(path: Path) -> Path:
-    """Return the path of the JSON file with the cases and counts of a CSV."""
+    """Return the path of the JSON file that belongs to a CSV: the cases and counts."""
     return path.with_suffix(".counts.json")
 
 
 @own_errors
 def record(cases: Sequence[Case]) -> Record:
-    """Run all cases in two processes, one per kind of measurement, and return the record.
+    """Run all cases in two processes, and return the record.
 
-    Cases without a device are predicted for this machine's GPU.
+    One process runs kernels that count, and the other runs under Nsight Compute.
+
+    A case without a device is predicted for this machine's GPU.
 
     Raises
     ------
@@ -105,7 +107,7 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
 
 @own_errors
 def passes_of(measured: Record) -> list[list[MeasuredPass]]:
-    """Return the measured passes of each case.
+    """Return the measured passes of each case in a record.
 
     The launches in the record must be in the order of the cases, and for each case in the order of
     its stages.
@@ -136,7 +138,9 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign launches to stages by kernel name, for one shape that ran one or several times.
+    """Assign measured launches to stages by kernel name.
+
+    All launches must be of one shape, which ran one or several times.
 
     Raises
     ------
@@ -162,10 +166,10 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 
 
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
-    """Add up the counters of consecutive launches of Hopper's KV-outer kernel.
+    """Add up the counters of successive launches of Hopper's KV-outer kernel.
 
-    Such launches belong to one pass (`KernelPass.before`), because other kernels run between
-    passes.
+    Launches in direct succession belong to one pass (`KernelPass.before`), because other kernels
+    run between passes.
     """
     found: list[MeasuredLaunch] = []
     for one in launches:

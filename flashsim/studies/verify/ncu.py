@@ -1,4 +1,4 @@
-"""Nsight Compute: the counters to request, the command line, and a reader of its CSV."""
+"""Names the counters to request from Nsight Compute, builds its command line and reads its CSV."""
 
 from __future__ import annotations
 
@@ -46,10 +46,13 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """One kernel launch: its name, and counters by flashsim's names (bytes, seconds or counts).
+    """One launch of a kernel: its name, and its counters by flashsim's names.
 
-    `blocks` is the number of its thread blocks, `threads` the number of threads per block, and
-    `ranges` its NVTX ranges, as Nsight Compute writes them; 0 and "" if the table lacks them.
+    The counters are in bytes, seconds or counts.
+
+    The field `blocks` is the launch's number of thread blocks, `threads` the number of threads per
+    block, and `ranges` its NVTX ranges, as Nsight Compute writes them; 0 and "" if the table lacks
+    them.
     """
 
     kernel: str
@@ -61,16 +64,16 @@ class MeasuredLaunch:
 
     @property
     def blocks_per_sm(self) -> int | None:
-        """Thread blocks that run on an SM at the same time; None if that was not recorded."""
+        """How many thread blocks run on an SM at the same time; None if that was not recorded."""
         limits = [n for name, n in self.counters.items() if name.startswith("blocks an SM")]
         return int(min(limits)) if limits else None
 
 
 def stage_of(kernel: str) -> str | None:
-    """Return the stage that a kernel implements, by its name; None if it is not flashsim's kernel.
+    """Return the stage that a kernel runs, by its name; None if it is not flashsim's kernel.
 
-    The KV-outer pass is one kernel, called ``dkdv`` or ``backward``, whether it also reduces dQ
-    (stage "fused") or not (stage "dkdv"). This function returns "dkdv" for both.
+    One kernel runs the KV-outer pass. Its name contains ``dkdv`` or ``backward``, whether it also
+    reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv" for both stages.
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:
@@ -79,9 +82,11 @@ def stage_of(kernel: str) -> str | None:
 
 
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Return columns and rows of ``ncu --csv``; with ``--page raw``, the first row has the units.
+    """Return the columns and rows of the table that ``ncu --csv`` prints.
 
-    Lines before the header (``==PROF==``, the program's own output) are skipped.
+    With ``--page raw``, the first row has the units.
+
+    The function skips lines before the header (``==PROF==``, and the program's own output).
 
     Raises
     ------
@@ -102,7 +107,7 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 @own_errors
 def parse(text: str) -> list[MeasuredLaunch]:
-    """Return the launches of a table with one counter, or one launch (``--page raw``), per row.
+    """Return the launches in a table with one counter or one launch (``--page raw``) per row.
 
     Raises
     ------
@@ -141,7 +146,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the launches of a table with one launch per row, whose first row has the units."""
+    """Return the launches in a table with one launch per row; its first row has the units."""
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)
@@ -153,7 +158,7 @@ def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _launch(cell: dict[str, str]) -> MeasuredLaunch:
-    """Return the launch of a row, without its counters."""
+    """Return the launch in a row of the table, without its counters."""
     return MeasuredLaunch(
         cell["Kernel Name"],
         _number(cell["ID"]),
@@ -173,7 +178,7 @@ def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
 
 
 def _product(text: str) -> int:
-    """Return the product of sizes such as "(4, 2, 1)"; 0 for an empty text."""
+    """Return the product of sizes in a text such as "(4, 2, 1)"; 0 for an empty text."""
     sizes = re.findall(r"\d+", text)
     return math.prod(map(int, sizes)) if sizes else 0
 
@@ -208,9 +213,10 @@ def command(
     metrics: Sequence[str] = tuple(METRICS.values()),
     kernels: str | None = KERNELS,
 ) -> list[str]:
-    """Return the command line that profiles a program's kernels with Nsight Compute.
+    """Return the command line with which Nsight Compute profiles a program's kernels.
 
-    Clocks are not locked. The cache is flushed before each kernel, as the L2 model assumes.
+    Nsight Compute then does not lock the clocks. Nsight Compute flushes the cache before each
+    kernel, as the L2 model assumes.
 
     Parameters
     ----------

@@ -1,12 +1,13 @@
-"""Computes the sectors that kernels' stores touch, an upper bound on the writes that L2 counts.
+"""Computes which sectors the kernels' stores touch: an upper bound on the writes that L2 counts.
 
 L2 counts writes in sectors of 32 bytes. If a row has an odd number of 16-byte pieces, every other
-row begins in the middle of a sector. Two store instructions, of one warp or of two, then write a
-half of that sector each. L2 receives one request or two, depending on timing, because writes that
-wait between an SM and L2 may be merged. So the counter lies between two exact numbers: the bytes
-stored, and the bytes of the sectors that instructions touch (docs/notebooks/counters.md). The
-kernels define which elements one instruction stores: `store_row` in hopper/tile_scheduler.cuh, and
-`store_tile` in portable/mma.cuh and portable/backward_rows.cu.
+row begins in the middle of a sector. Two store instructions, of one warp or of two, then write one
+half each of the sector that two rows share. L2 then receives one request or two, depending on
+timing, because writes that wait between an SM and L2 may be merged. So L2's counter lies between
+two exact numbers: the bytes stored, and the bytes of the sectors that instructions touch
+(docs/notebooks/counters.md). Which elements one instruction stores is defined in the kernels: by
+`store_row` in hopper/tile_scheduler.cuh, and `store_tile` in portable/mma.cuh and
+portable/backward_rows.cu.
 """
 
 from __future__ import annotations
@@ -63,9 +64,10 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 
 
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
-    """Return the bytes of touched sectors, for all heads, which are contiguous in memory.
+    """Return the bytes of the touched sectors of all heads, which are contiguous in memory.
 
-    `instructions` (n,) is the instruction that stores each piece of `each` bytes of a head.
+    The array `instructions` (n,) has the number of the instruction that stores each piece of `each`
+    bytes of a head.
     """
     items, place = SECTOR // each, np.arange(n := len(instructions))
     another = np.diff(instructions) != 0
@@ -78,7 +80,7 @@ def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
 
 
 def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.ndarray:
-    """Return the number of the instruction that stores each row's LSE or delta."""
+    """Return, for each row, the number of the instruction that stores its LSE or delta."""
     if stage.name != "delta":
         return row // _STATISTICS
     p = traffic.problem
@@ -89,14 +91,17 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
 
 
 def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return the instruction that stores each piece on Hopper: eight rows with four pieces each."""
+    """Return the number of the instruction that stores each piece on Hopper.
+
+    One instruction stores four pieces each of eight rows.
+    """
     return row // 8 * (piece.max() + 1) + piece // 4
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return the instruction that stores each piece in portable kernels.
+    """Return the number of the instruction that stores each piece in portable kernels.
 
-    A warp's lanes store the pieces of a tile in their order in shared memory.
+    The lanes of a warp store the pieces of a tile in their order in shared memory.
     """
     p, rows = traffic.problem, shape(traffic.problem, tensor).axis == ROW
     block = traffic.tiling.block_q if rows else traffic.tiling.block_k

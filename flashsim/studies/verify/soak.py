@@ -37,9 +37,9 @@ MOST_CASES = 10_000
 
 @own_errors
 def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
-    """Return random cases, each with a forward, a three-pass and a fused backward pass.
+    """Return random cases, each with a forward, a three-pass backward and a fused backward pass.
 
-    Lengths, widths, heads, groups and masks are random.
+    The lengths, head dims, heads, groups and masks are random.
 
     Parameters
     ----------
@@ -90,20 +90,20 @@ class Apart:
 
     @property
     def difference(self) -> float:
-        """(measured - predicted) / predicted."""
+        """The relative error, (measured - predicted) / predicted."""
         return self.measured / self.predicted - 1
 
     @property
     def misses(self) -> bool:
-        """Whether the error exceeds the largest accepted error."""
+        """Whether the error exceeds the largest allowed error."""
         return abs(self.difference) > self.target
 
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Return every quantity with a target, sorted by |error| / target, the largest first.
+    """Return every quantity that has a target, sorted by |error| / target, the largest first.
 
-    `passes` contains the measured passes of each case, from `passes_of`.
+    The argument `passes` contains the measured passes of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):
@@ -119,7 +119,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
 
 
 def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
-    """Compare the kernel-reported transfers with the closed forms, stage by stage."""
+    """Compare the transfers that kernels reported with the closed forms, stage by stage."""
     if one.counted is None:
         return []
     found = []
@@ -132,7 +132,10 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 
 @own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
-    """Return a table of the largest errors; its note counts the quantities within their targets."""
+    """Return a table of the largest errors.
+
+    Its note counts the quantities that are within their targets.
+    """
     parts = []
     for quantity in TARGETS:
         those = [x for x in found if x.quantity == quantity]

@@ -1,8 +1,8 @@
 """``python -m flashsim.studies.verify.workload CASES [COUNTED]``: runs the cases to measure.
 
-CASES is a JSON list of `Case.to_dict`. With a file COUNTED, the kernels count their transfers, and
-the counts are written to that file. Without it, the kernels run at full speed; Nsight Compute
-measures them in this way.
+The argument CASES is a JSON list of the results of `Case.to_dict`. With the path COUNTED, the
+kernels count their transfers, and the counts are written to that file. Without COUNTED, the kernels
+run at full speed; Nsight Compute measures them in this way.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
-    """Run a case's forward pass, then its backward passes; return their counts if `counting`."""
+    """Run a case's forward pass and its backward passes; if `counting`, return their counts."""
     q, k, v, dout = _inputs(case)
     options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     result = run(

@@ -1,4 +1,7 @@
-"""Numbers behind FlashAttention's design: the delta identity, divisions of O, and rereads of P."""
+"""Computes numbers behind FlashAttention's design.
+
+They concern the delta identity, divisions of O, and repeated reads of P.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ MOST_ROWS = 8
 
 @own_errors
 def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
-    """Compare rowsum(P dP) with rowsum(O dO) in float64; the latter needs no scores.
+    """Compare rowsum(P dP) with rowsum(O dO) in float64; the second sum needs no scores.
 
     The backward pass of softmax needs sum_j P_ij dP_ij. With dP = dO V^T, this equals
     dO_i . (sum_j P_ij V_j) = dO_i . O_i (arXiv:2307.08691, section 2.3.2).
@@ -51,10 +54,11 @@ def corrections(
     *,
     tiling: Tiling | None = None,
 ) -> Table:
-    """Count the operations of FlashAttention-1 and FlashAttention-2 outside matrix products.
+    """Count FlashAttention-1's and FlashAttention-2's operations outside matrix products.
 
-    FlashAttention-1 divides O by l at every key tile, and multiplies it by l again at the next.
-    FlashAttention-2 divides once, after the last tile (arXiv:2307.08691, section 3.1.1).
+    FlashAttention-1 divides O by l at every key tile, and multiplies O by l again at the next.
+    FlashAttention-2 divides O by l only once, after the last tile (arXiv:2307.08691, section
+    3.1.1).
     """
     tiling, problem = tiling or Tiling(64, 64), Problem(n, head_dim=head_dim, dtype="bfloat16")
     table = Table(
@@ -75,7 +79,7 @@ def corrections(
 
 @own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
-    """Return the time to read P once, and that of standard attention's four passes, by device."""
+    """Return the times of one read of P and of standard attention's four passes, by device."""
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")
     flops = traffic.Traffic(

@@ -1,4 +1,4 @@
-"""One query row of FlashAttention-2, tile by tile, with all numbers."""
+"""Follows one query row through FlashAttention-2, tile by tile, with all numbers."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def tiles(
 ) -> Table:
     """Return a table of m, alpha, l and O of one query row after each tile that it visits.
 
-    It runs Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. O is divided by l once,
-    after the last tile, in the last row of the table.
+    The function runs Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. The algorithm
+    divides O by l once, after the last tile, in the last row of the table.
 
     Parameters
     ----------

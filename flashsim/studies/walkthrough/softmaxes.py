@@ -1,4 +1,4 @@
-"""A few logits through three softmaxes, with every intermediate value in float32."""
+"""Follows a few logits through three kinds of softmax, with every intermediate value in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST = 64  # the largest number of logits that fit on a page
 
 @own_errors
 def softmax(logits: Sequence[float], *, chunk: int = 1, subnormals: bool = False) -> Table:
-    """Return a table of the naive, stable and online softmax of one row, step by step.
+    """Return a table of the naive, the stable and the online softmax of one row, step by step.
 
     Parameters
     ----------

@@ -1,13 +1,13 @@
-"""Infers a kernel's tiles from its hardware counters, by the closed forms.
+"""Infers the tiles of a kernel from its hardware counters, with the closed forms.
 
-FlashAttention-2's forward reads Q once, and K and V once for each query tile that sees them. So the
-number of query tiles follows from the bytes that arrive at the SMs. A fused backward adds each
-query row's dQ once for each key tile. So the key tile follows from the bytes that it adds in L2.
-`infer` computes these bytes for every plausible tile and form of kernel, and returns those that
-agree with the counters.
+FlashAttention-2's forward pass reads Q once, and reads K and V once for each query tile that sees
+them. So the number of query tiles follows from the bytes that arrive at the SMs. A fused backward
+pass adds to each query row's dQ once for each key tile. So the size of the key tile follows from
+the bytes that the pass adds in L2. The function `infer` computes these bytes for every plausible
+tile and form of kernel, and returns those that agree with the counters.
 
-The result is an inference: two tiles that move the same bytes cannot be distinguished. If several
-tiles fit, all of them are returned.
+The result is only an inference: two tiles that move the same bytes cannot be distinguished. If
+several tiles fit, the result contains all of them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class LaunchCounters:
 
 @dataclass(frozen=True)
 class Fit:
-    """A form of kernel and a tile, and the bytes that such a kernel moves.
+    """A possible form and tile of a kernel, and the bytes that such a kernel moves.
 
     Attributes
     ----------
@@ -133,7 +133,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Inference:
-    """The forms and tiles that agree with a kernel's counters.
+    """The form and the tiles that agree with a kernel's counters.
 
     Attributes
     ----------
@@ -166,13 +166,13 @@ class Inference:
 
     @property
     def block_q(self) -> int | None:
-        """The query tile, if only one fits."""
+        """The size of the query tile, if only one fits; else None."""
         sides = self.sides("block_q")
         return sides[0] if len(sides) == 1 else None
 
     @property
     def block_k(self) -> int | None:
-        """The key tile, if only one fits."""
+        """The size of the key tile, if only one fits; else None."""
         sides = self.sides("block_k")
         return sides[0] if len(sides) == 1 else None
 
@@ -211,16 +211,21 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
 
 
 def _products(problem: Problem, seen: LaunchCounters) -> bool:
-    """Return whether a kernel may compute products; those in float32 need no tensor cores."""
+    """Return whether a kernel may compute matrix products.
+
+    Products in float32 need no tensor cores.
+    """
     return seen.tensor_flops is None or seen.tensor_flops > 0 or problem.itemsize > 2
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """Return how many parts of split keys from `before` the kernel `after` combines; 1 if none.
+    """Return how many parts of split keys, computed by `before`, the kernel `after` merges.
 
-    A combining kernel reads a float32 O and an LSE for each part. An LSE takes 4 B, or two sectors
-    if the LSEs of rows are not contiguous. If several numbers of parts remain possible, the number
-    of thread blocks of `before` decides.
+    The result is 1 if it merges none.
+
+    A kernel that merges parts reads a float32 O and an LSE for each part. An LSE takes 4 B, or two
+    sectors if the LSEs of rows are not contiguous. If several numbers of parts remain possible, the
+    number of thread blocks of the kernel `before` decides.
     """
     if before is None or not _products(problem, before) or _products(problem, after):
         return 1
@@ -237,10 +242,11 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 
 
 def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
-    """Infer the kernels of a backward pass.
+    """Infer the form and the tile of each kernel of a backward pass.
 
     If two kernels have products and no atomic additions, the kernel that stores more bytes computes
-    dK and dV, and the other computes dQ. If a kernel fits only the other role, its form is "other".
+    dK and dV, and the other computes dQ. If a kernel fits only the role that the other one has, its
+    form is "other".
     """
     found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
@@ -255,7 +261,7 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 
 
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """Infer a kernel that adds to dQ, or only sums or rounds; None for other kernels."""
+    """Infer a kernel that adds to dQ, or that only sums or rounds; None for other kernels."""
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
     if seen.reduced > dq / 2:
@@ -275,10 +281,10 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Return the inference from the candidates of a form that agree with the counters.
+    """Return the inference: the candidates of a form that agree with the counters.
 
-    The bytes read must agree closely. If no tile agrees, or none of these has the measured FLOPs, a
-    tile with exactly these FLOPs also fits if somewhat more bytes were read.
+    The bytes read must agree closely. If no tile agrees, or none of those that agree has the
+    measured FLOPs, a tile with exactly these FLOPs also fits if somewhat more bytes were read.
     """
     tried = [
         fit
@@ -318,9 +324,10 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 
 
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
-    """Return whether a tile's visits have the measured FLOPs, with head_dim padded as in kernels.
+    """Return whether a tile's visits have the measured FLOPs, with head_dim padded as kernels do.
 
-    For "dkdv and dq", the two passes visit different tiles, so only a range of FLOPs is known.
+    For the form "dkdv and dq", the two passes visit different tiles, so only a range of FLOPs is
+    known.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim
@@ -346,7 +353,7 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the bytes stored beyond a fit's results, without those of partial sectors."""
+    """Return the bytes stored beyond a fit's results, not counting those of partial sectors."""
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
 
@@ -356,7 +363,7 @@ def _beyond(fit: Fit, seen: LaunchCounters) -> float:
 
 
 def _distance(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the largest relative difference between a candidate and a counter."""
+    """Return the largest relative difference between a candidate's bytes and the counters."""
     apart = abs(seen.read / fit.read - 1)
     return max(apart, abs(seen.reduced / fit.reduced - 1)) if fit.reduced else apart
 
@@ -381,9 +388,9 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Yield the tiles to try; of tiles larger than the problem, only the smallest.
+    """Yield the sides of tiles to try; of tiles larger than the problem, only the smallest.
 
-    A tile's scores and its accumulators, O or dK and dV, must fit in an SM's registers.
+    The scores of a tile, and its accumulators (O, or dK and dV), must fit in an SM's registers.
     """
     rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
     forward = form in ("forward", "split keys")
@@ -395,9 +402,9 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 
 
 def _up_to(n: int) -> Sequence[int]:
-    """Return the sides below `n`, the next larger one, and all up to 128.
+    """Return the sides to try for n rows or keys: those below n, the next, and all up to 128.
 
-    Kernels for short sequences pad their tiles, so larger sides are possible.
+    For short sequences, kernels pad their tiles, so larger sides are possible.
     """
     beyond = [side for side in SIDES if side >= n]
     return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
@@ -415,7 +422,7 @@ _STAGES = {
 def _counted(
     form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
 ) -> Iterator[Fit]:
-    """Yield a tile's fits: with ragged tiles and, if that differs, with whole boxes."""
+    """Yield the fits of a tile: with ragged tiles and, if the bytes differ, with whole boxes."""
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
         algorithm, direction = "flash-decode", "forward"
@@ -466,9 +473,9 @@ CLUSTERS = (2, 4, 8)
 def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
     """Return a fit in which a cluster of `blocks` thread blocks shares each key tile.
 
-    The rules are those of `verify.crossing` for flashsim's kernels. K and V arrive at each block by
-    multicast. Each block reads the other blocks' float32 parts of dK and dV, in pieces of 32
-    columns.
+    The rules for such clusters are those of `verify.crossing` for flashsim's kernels. By multicast,
+    K and V arrive at each block of the cluster. Each block also reads the other blocks' float32
+    parts of dK and dV, in pieces of 32 columns.
     """
     more = 0
     for width in (p.head_dim * p.itemsize, p.head_dim_v * p.itemsize):
@@ -484,9 +491,9 @@ _ANY = Device.get("H100")
 
 
 def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
-    """Return the bytes of Q if the keys are split at the same keys for all row tiles.
+    """Return the bytes of Q, if all row tiles split the keys at the same places.
 
-    Each part with keys loads its rows of Q.
+    Each part that has keys loads its rows of Q.
     """
     p, schedule = traffic.problem, traffic.schedule(stage)
     every = -(-len(schedule.cols) // splits)
@@ -507,8 +514,8 @@ def _whole(
 ) -> int:
     """Return the bytes of a tensor's tiles if ragged tiles are moved whole.
 
-    With `columns`, rows are also padded to whole boxes. With `pairs`, thread blocks run in clusters
-    of two, so the number of outer tiles is rounded up to an even number.
+    With `columns`, each row is also padded to whole boxes. With `pairs`, thread blocks run in
+    clusters of two, so that the number of outer tiles is rounded up to an even number.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)

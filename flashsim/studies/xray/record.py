@@ -31,7 +31,7 @@ _RANGE = re.compile(r"flashsim\.watch \d+( backward)?")
 
 @dataclass(frozen=True)
 class ProfiledLaunch:
-    """One kernel launch of an attention call.
+    """One kernel launch that belongs to an attention call.
 
     Attributes
     ----------
@@ -53,12 +53,12 @@ class ProfiledLaunch:
 
     @classmethod
     def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
-        """Return a launch that Nsight Compute measured, assigned to a call."""
+        """Return a measured launch, assigned to an attention call."""
         return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
     def seen(self) -> LaunchCounters:
-        """The counters from which tiles are inferred."""
+        """The launch's counters, from which tiles are inferred."""
         c = self.counters
         tensor = [n for name, n in c.items() if name.startswith("tensor FLOPs")]
         return LaunchCounters(
@@ -73,7 +73,7 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one program; any machine can evaluate them.
+    """The measurements of one program; they can be evaluated on any machine.
 
     Attributes
     ----------
@@ -138,7 +138,7 @@ def measure(
 ) -> Profile:
     """Run a PyTorch program under Nsight Compute, and record the kernels of its attention calls.
 
-    The calls are those that `flashsim.torch.watch` records.
+    The recorded calls are those that `flashsim.torch.watch` records.
 
     Parameters
     ----------
@@ -193,8 +193,8 @@ def measure_kernels(
 ) -> Profile:
     """Run any Python program, and record the kernels whose names match a regular expression.
 
-    This is for kernels that `watch` does not record: your own, or a library's. Every launch of the
-    first kernel begins a call of the same shape.
+    Use this function for kernels that `watch` does not record: your own, or a library's. Each
+    launch of the first of these kernels begins a new call, of the same shape.
 
     Parameters
     ----------
@@ -229,7 +229,7 @@ def measure_kernels(
 
 @own_errors
 def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel: str = "") -> str:
-    """Run a program under Nsight Compute, and return its table.
+    """Run a program under Nsight Compute, and return the table that ``ncu`` prints.
 
     Parameters
     ----------
@@ -259,7 +259,9 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the launches in ``ncu``'s table, each with its range's name; "" outside of ranges.
+    """Return the launches in ``ncu``'s table, each with the name of its range.
+
+    Outside of ranges, the name is "".
 
     Raises
     ------
@@ -279,7 +281,7 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
 
 
 def machine(record: Profile) -> Device | None:
-    """Return the preset of the record's GPU; None if no preset matches."""
+    """Return the preset of the GPU in the record; None if no preset matches."""
     try:
         return Device.get(record.device)
     except OptionError:

@@ -1,4 +1,4 @@
-"""`XRay`: each attention kernel of a program, the bytes that it moved, and its inferred tile."""
+"""`XRay`: a report on a program's attention kernels, with their bytes and inferred tiles."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _SHORT = (
 
 @dataclass(frozen=True)
 class ProfiledKernel:
-    """One kernel of one pass of a call.
+    """One kernel of one pass of an attention call.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class ProfiledKernel:
 
     @property
     def name(self) -> str:
-        """The kernel's name without its namespaces, templates and arguments."""
+        """The kernel's name, without namespaces, template arguments and parameters."""
         head = self.launch.kernel.removeprefix("void ").partition("<")[0].partition("(")[0]
         name = head.rpartition("::")[2] or self.launch.kernel
         return name if len(name) <= 40 else f"{name[:24]}...{name[-13:]}"
@@ -73,7 +73,7 @@ class ProfiledKernel:
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences about this kernel, from its counters."""
+        """Yield sentences about this kernel, derived from its counters."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -128,7 +128,7 @@ def _extent(p: Problem, name: str) -> int:
 
 
 def _any(sides: Sequence[int], extent: int) -> bool:
-    """Return whether nearly every side that was tried fits."""
+    """Return whether nearly every side of a tile that was tried fits."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
 
@@ -152,7 +152,7 @@ def _advice(p: Problem, name: str) -> str:
 
 @own_errors
 class XRay:
-    """The attention kernels of a program, from hardware counters. Prints as a table.
+    """The attention kernels of a program, from hardware counters. The report prints as a table.
 
     Parameters
     ----------
@@ -194,7 +194,7 @@ class XRay:
         return tuple(kernel for those in seen.values() for kernel in those)
 
     def table(self) -> report.Table:
-        """Return the main columns of `full_table`, for kernels with matrix products."""
+        """Return the main columns of `full_table`, only for kernels with matrix products."""
         full = self.full_table()
         at = [_COLUMNS.index(name) for name in _SHORT]
         form = _COLUMNS.index("form")
@@ -207,7 +207,7 @@ class XRay:
         return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *self.words()]))
 
     def words(self) -> list[str]:
-        """Return sentences about each kernel with a tile, from its counters."""
+        """Return sentences about each kernel whose tile is inferred, derived from its counters."""
         said = []
         for kernel in self.kernels:
             text = " ".join(kernel.sentences())
@@ -218,13 +218,13 @@ class XRay:
     def full_table(self) -> report.Table:
         """Return a table with one row per kernel.
 
-        - read B, written B, reduced B: bytes between the SMs and L2, from hardware counters. L2
+        - read B, written B, reduced B: the bytes between the SMs and L2, from hardware counters. L2
           counts writes in sectors of 32 bytes, so a partly written sector counts as a whole sector.
-        - query tile, key tile: the inferred tile; "?" if the counters do not depend on it, and "or"
-          between tiles that fit equally well.
+        - query tile, key tile: the inferred tile. It is "?" if the counters do not depend on it;
+          "or" stands between tiles that fit equally well.
         - compulsory: the bytes of each input and each output of the pass, once.
-        - of roof: the time that DRAM bytes or tensor FLOPs need at the device's peak, divided by
-          the measured time.
+        - of roof: the time that the DRAM bytes or the tensor FLOPs need at the device's peak,
+          whichever is longer, divided by the measured time.
         """
         table = report.Table(
             f"X-ray of {self.record.program} on {self.record.device}",
@@ -270,7 +270,7 @@ class XRay:
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the bytes that each plausible tile reads, beside the bytes measured.
+        """Return a table of the bytes that each plausible tile would read, and those measured.
 
         Parameters
         ----------
@@ -298,11 +298,11 @@ class XRay:
         return table
 
     def rows(self) -> list[dict[str, report.Cell]]:
-        """Return `full_table` as one dict per row."""
+        """Return the rows of `full_table`, each as a dict."""
         return self.full_table().records()
 
     def plot(self, **options: Any) -> Any:
-        """Plot the bytes read over the query tile, with each kernel's measurement.
+        """Plot the bytes read against the size of the query tile, with each kernel's measurement.
 
         Parameters
         ----------
@@ -316,8 +316,7 @@ class XRay:
     def evidence(self) -> list[dict[str, Any]]:
         """Return the data for `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
 
-        If only the key tile of a kernel can be inferred (a fused backward), its curve is over key
-        tiles.
+        If only a kernel's key tile can be inferred (a fused backward), its curve is over key tiles.
         """
         found = []
         for kernel in self.kernels:

@@ -11,7 +11,10 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from flashsim.errors import FunctionError, OptionError, ShapeError  # noqa: E402
 from flashsim.torch import flex_attention  # noqa: E402
 
-pytestmark = pytest.mark.promise("bridges equal their library")
+pytestmark = [
+    pytest.mark.promise("bridges equal their library"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor"),
+]
 
 B, H, N, M, D = 2, 4, 70, 90, 8
 torch.manual_seed(0)
@@ -143,11 +146,95 @@ def test_a_mask_of_other_lengths_is_refused():
         flex_attention(q, k, v, None, blocks)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_compiled_code_calls_it():
+def whole(function, backend="aot_eager"):
+    """Compile without a graph break; what an earlier test compiled is forgotten."""
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+class Biased(torch.nn.Module):
+    """Its score function is made in `forward`, and captures a result, a parameter and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(H, N + M, dtype=torch.float64))
+        self.factor = 1.5
+
+    def forward(self, q, k, v, blocks):
+        doubled = 2 * self.table
+
+        def score(s, b, h, q_idx, kv_idx):
+            return s * self.factor + doubled[h, kv_idx - q_idx + N]
+
+        return flex_attention(q, k, v, score, blocks)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_fullgraph_with_a_module_and_a_block_mask(backend):
+    """Gradients too, of inputs and of the parameter."""
     q, k, v = inputs()
-    compiled = torch.compile(lambda *x: flex_attention(*x, alibi) * 2, backend="eager")
-    torch.testing.assert_close(compiled(q, k, v), 2 * flex_attention(q, k, v, alibi))
+    model, blocks = Biased(), flex.create_block_mask(documents, B, H, N, M, device="cpu")
+    weight = torch.randn(B, H, N, D, dtype=torch.float64)
+    expected = model(q, k, v, blocks)
+
+    out = whole(model, backend)(q, k, v, blocks)
+
+    torch.testing.assert_close(out, expected)
+    of = [q, k, v, model.table]
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), of) for x in (out, expected))
+    torch.testing.assert_close(ours, theirs)
+    model.factor = 0.5
+    torch.testing.assert_close(
+        torch.compile(model, fullgraph=True, backend=backend)(q, k, v, blocks),
+        model(q, k, v, blocks),
+    )
+
+
+def test_fullgraph_with_sinks_grouped_heads_and_a_captured_parameter():
+    q, k, v = inputs(heads=2)
+    sinks = torch.randn(H, dtype=torch.float64, requires_grad=True)
+
+    def loss(q, k, v, sinks):
+        out, lse = flex_attention(
+            q, k, v, alibi, causal, enable_gqa=True, sinks=sinks, scale=0.3, return_lse=True
+        )
+        return (out**2).sum() + lse.clamp(min=-9).sum()
+
+    of = [q, k, v, sinks, SLOPES]
+    expected = torch.autograd.grad(loss(q, k, v, sinks), of)
+    found = torch.autograd.grad(whole(loss)(q, k, v, sinks), of)
+    torch.testing.assert_close(found, expected)
+
+
+def test_fullgraph_with_blocks_that_are_left_out_and_other_lengths():
+    q, k, v = inputs()
+    counts = torch.tensor([[[1, 2, 1]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1, 2], [2, 1, 0], [1, 0, 2]]]], dtype=torch.int32)
+    blocks = flex.BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=32, seq_lengths=(N, M))
+    masked = lambda q: flex_attention(q, k, v, None, blocks)  # noqa: E731
+    torch.testing.assert_close(whole(masked)(q), masked(q))
+    with pytest.raises(Exception, match="block_mask was made for 70 x 90 scores"):
+        whole(masked)(q[:, :, :30])
+    plain = torch.compile(lambda q: flex_attention(q, k, v), backend="eager", dynamic=True)
+    for n in (70, 41, 16):
+        torch.testing.assert_close(plain(q[:, :, :n]), flex_attention(q[:, :, :n], k, v))
+
+
+def test_compiled_code_names_what_cannot_be_traced():
+    """Without fullgraph, the error is that of uncompiled code; with it, the compiler's own."""
+    q, k, v = inputs()
+
+    def wrong(score, b, h, q_idx, kv_idx):
+        return score if q_idx > kv_idx else score + 1
+
+    call = lambda: flex_attention(q, k, v, wrong)  # noqa: E731
+    torch._dynamo.reset()
+    with pytest.raises(FunctionError, match=r"return score if q_idx > kv_idx"):
+        torch.compile(call, backend="eager")()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="Data-dependent branching"):
+        whole(call)()
+    with pytest.raises(Exception, match="the function cumsum cannot be traced"):
+        whole(lambda: flex_attention(q, k, v, lambda s, b, h, i, j: torch.cumsum(s, 0)))()
 
 
 def test_a_line_that_cannot_be_traced_is_named():

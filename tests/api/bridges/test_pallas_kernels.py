@@ -866,6 +866,44 @@ def test_the_command_answers_for_a_pallas_file(tmp_path):
     assert len(text.splitlines()) <= 32
 
 
+PRODUCT = """
+import jax
+from jax.experimental import pallas as pl
+
+
+def kernel(x_ref, y_ref, o_ref):
+    o_ref[...] = x_ref[...] @ y_ref[...]
+
+
+def product(x, y):
+    m, n = x.shape
+    whole = jax.ShapeDtypeStruct((m, y.shape[1]), x.dtype)
+    return pl.pallas_call(kernel, out_shape=whole)(x, y)
+
+
+def nothing(q, k, v):
+    return q
+"""
+
+
+def test_the_command_with_no_attention_and_with_no_kernel(tmp_path):
+    """The two axes of x are not those of q."""
+    path = tmp_path / "product.py"
+    path.write_text(PRODUCT)
+
+    code, text = command(f"{path}:product", "--set", "x=16x8", "--set", "y=8x4")
+    assert code == 0, text
+    assert re.search(r"load x +- +512|load x +512 ", text), text
+    code, text = command(f"{path}:nothing")
+    assert code == 2
+    assert "nothing" in text
+    assert "does not call pl.pallas_call" in text
+    path.write_text(PRODUCT.replace("m, n = x.shape", "m, n, d = x.shape"))
+    code, text = command(f"{path}:product", "--set", "x=16x8", "--set", "y=8x4")
+    assert code == 2
+    assert "`m, n, d = x.shape`: ValueError: not enough values to unpack" in text
+
+
 def test_the_command_takes_a_model_and_other_arguments():
     target = f"{EXAMPLES / 'tpu_forward.py'}:forward"
     code, text = command(target, "--causal", "-n", 128, "-d", 16, "--set", "keep_last=False")
@@ -876,7 +914,7 @@ def test_the_command_takes_a_model_and_other_arguments():
     )
     words = "4 K tiles whose scores are all masked are loaded, by 2 programs"
     assert f"{words}, line {line}" in text
-    assert "note     forward: TPU model." in text
+    assert "note     forward uses the TPU model: " in text
     code, text = command(f"{EXAMPLES / 'gpu_forward.py'}:forward", "--model", "tpu", "-n", 64)
     assert "tpu model" in text
 

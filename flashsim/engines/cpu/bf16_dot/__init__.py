@@ -1,1 +1,1 @@
-"""Products of bfloat16 without conversion: dot products of pairs, summed in float32."""
+"""Matrix products of bfloat16 by the CPU's own instructions, without conversion to float32."""

@@ -1,12 +1,14 @@
-"""Writes a product as a program of AMX tile instructions, and lowers it to LLVM IR.
+"""Writes a matrix product as a program of AMX tile instructions, and lowers it to LLVM IR.
 
-AMX has eight registers, tmm0 to tmm7, of 16 rows of 64 bytes: 16 x 16 float32, or 16 x 32 bfloat16.
-``TDPBF16PS c, a, b`` adds 16 dot products of pairs to each element of c. A row of a contains 16
-pairs of neighbours along the sum; the rows of b contain the matching pairs, one per lane.
+AMX, Intel's matrix unit, has eight tile registers, tmm0 to tmm7. Each has 16 rows of 64 bytes: 16 x
+16 float32, or 16 x 32 bfloat16. The instruction ``TDPBF16PS c, a, b`` adds to each element of tile
+c the dot products of 16 pairs of bfloat16. A row of tile a contains 16 pairs of neighbours along
+the sum; the rows of tile b contain the matching pairs, one per lane.
 
-`program` returns the instructions for a block of C, as data. `lower` writes them as LLVM's
-intrinsics; the tests' tile machine runs them in NumPy. Tiles are named by number, so LLVM neither
-spills nor moves them. A thread must first configure their shape on its CPU (`CONFIG`).
+The function `program` returns the instructions for a block of the product C, as data. The function
+`lower` translates these instructions to LLVM's intrinsics; a small interpreter in the tests runs
+them in NumPy. Instructions name tile registers by number, so LLVM neither spills nor moves them.
+Before its first product, a thread must configure the shape of the tiles on its CPU (`CONFIG`).
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ BYTE = ir.IntType(8)
 
 
 class Zero(NamedTuple):
-    """Set tile `tile` to 0."""
+    """Set tile register `tile` to 0."""
 
     tile: int
 
 
 class Load(NamedTuple):
-    """Load the tile of `operand` at (`row`, `column`), counted in tiles, into tile `tile`."""
+    """Load the tile at (`row`, `column`) of a matrix, counted in tiles, into register `tile`."""
 
     tile: int
     operand: str
@@ -48,7 +50,7 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Store tile `tile` to `operand`: the reverse of `Load`."""
+    """Store tile register `tile` to the matrix `operand`: the reverse of `Load`."""
 
     tile: int
     operand: str
@@ -57,7 +59,7 @@ class Store(NamedTuple):
 
 
 class Dot(NamedTuple):
-    """Add tile `a` times tile `b` to tile `c`."""
+    """Add the product of the tiles in registers `a` and `b` to register `c`."""
 
     c: int
     a: int
@@ -68,9 +70,9 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """Instructions `before` the loop along the sum, in `each` iteration and `after` the loop.
+    """The instructions before the loop along the sum, in each iteration, and after the loop.
 
-    Each iteration takes 16 pairs: the next tile of A to the right, the next tile of B below.
+    Each iteration multiplies 16 pairs: the next tile of A to the right by the next tile of B below.
     """
 
     before: tuple[Instruction, ...]
@@ -79,9 +81,10 @@ class Program(NamedTuple):
 
 
 def program(mode: str, rows: int, columns: int) -> Program:
-    """Return the program of a block of `rows` by `columns` tiles of C, each at most `BLOCK`.
+    """Return the program that computes `rows` by `columns` tiles of C, each at most `BLOCK`.
 
-    `mode` is "set" (C = A B) or "add" (C += A B). C's tiles come first, then A's, then B's.
+    `mode` is "set" (C = A B) or "add" (C += A B). Registers are numbered in the order C's tiles,
+    A's tiles, B's tiles.
     """
     cells = [
         (r * columns + c, r, c) for r, c in product(range(rows), range(columns))
@@ -101,10 +104,11 @@ def program(mode: str, rows: int, columns: int) -> Program:
 
 
 def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int) -> ir.Function:
-    """Lower the program of a block to a function of C, ldc, A, lda, B, ldb and the number of pairs.
+    """Lower the program of a block of C to an LLVM function.
 
-    The pairs are those along the sum. Addresses are of 32-bit elements, and leading dimensions
-    count such elements.
+    Its arguments are C, ldc, A, lda, B, ldb and the number of pairs along the sum.
+
+    Addresses point to 32-bit elements, and leading dimensions count such elements.
     """
     code = Code(module, f"tiles_{mode}_{rows}x{columns}", block, 4, "pipipii")
     if not code.is_new:
@@ -149,7 +153,7 @@ def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int
 
 
 def call(code: Code, name: str, *values) -> None:
-    """Call an AMX intrinsic."""
+    """Emit the call of an AMX intrinsic."""
     module, full = code.function.module, f"llvm.x86.{name}"
     if full not in module.globals:
         ir.Function(module, ir.FunctionType(VOID, [v.type for v in values]), full)
@@ -157,7 +161,7 @@ def call(code: Code, name: str, *values) -> None:
 
 
 def build_configure(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build code that configures the tile shapes of the calling thread and zeroes the tiles."""
+    """Build the function that sets the calling thread's AMX tile shapes and zeroes its tiles."""
     code = Code(module, "tiles_configure", block, itemsize, "p")
     if code.is_new:
         kind = ir.ArrayType(BYTE, len(CONFIG))
@@ -170,7 +174,10 @@ def build_configure(module: ir.Module, block: Blocking, itemsize: int) -> ir.Fun
 
 
 def build_release(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build code that releases a thread's tiles, so the system need not save their 8 KiB."""
+    """Build the function that releases a thread's AMX tiles.
+
+    After the release, the system need not save the tiles' 8 KiB when it switches threads.
+    """
     code = Code(module, "tiles_release", block, itemsize, "p")
     if code.is_new:
         call(code, "tilerelease")

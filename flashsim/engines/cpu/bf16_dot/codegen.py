@@ -1,4 +1,4 @@
-"""The operations on pairs (`operations.py`) as vector code and as AMX tiles: LLVM IR."""
+"""LLVM IR of the operations on bfloat16 pairs (`operations.py`), as vector code or AMX tiles."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 
 def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
-    """Build `plain.product_set` or `product_add`: C, ldc, A, row, step, B, ldb, rows, n."""
+    """Build `plain.product_set` or `plain.product_add`.
+
+    The arguments are C, ldc, A, row, step, B, ldb, rows, n.
+    """
     if not block.pairs:
         return build_product(module, block, itemsize, mode)
     return PRODUCTS[block.pairs](module, block, mode)
@@ -26,7 +29,7 @@ def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: s
 def build_vector_product(
     module: ir.Module, block: Blocking, mode: str, writer: type[Code] = PairCode
 ):
-    """Build a product like `codegen.build_product`, with pairs as elements."""
+    """Build a product as `codegen.build_product` does, with bfloat16 pairs as elements."""
     code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if code.is_new:
         C, ldc, A, row, _, *rest = code.function.args
@@ -39,7 +42,10 @@ def build_vector_product(
 def build_tile_product(
     module: ir.Module, block: Blocking, mode: str, lower: Callable = amx_tiles.lower
 ):
-    """Build a product by blocks of up to 2 x 2 tiles of C; `rows`, `n` must fill whole tiles."""
+    """Build a product of AMX tiles, 2 x 2 tiles of C at a time.
+
+    The arguments `rows` and `n` must be multiples of a tile's sides.
+    """
     code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
     if not code.is_new:
         return code.function
@@ -132,7 +138,7 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
         return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
-        """Process two rows, one vector at a time, all in registers."""
+        """Compute P and its sums for two rows, one vector at a time, all in registers."""
         row = code.at(P, code.times(b.lshr(r, unit), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
@@ -198,11 +204,11 @@ def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
 
 
 def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
-    """Return a builder of a function that transposes a panel, one square after the other.
+    """Return a builder of a function that transposes a panel, one square at a time.
 
-    ``fetch(code, arguments, y, x, r)`` loads row r of the square that starts at (y, x), and ``put``
-    stores row r of the transposed one. The last two arguments of the function count elements down
-    and across, in whole squares.
+    The function ``fetch(code, arguments, y, x, r)`` loads row r of the square that starts at (y,
+    x), and ``put`` stores row r of the transposed square. The last two arguments of the built
+    function are the panel's height and width in elements, both in whole squares.
     """
 
     def build(module: ir.Module, block: Blocking, itemsize: int):
@@ -237,7 +243,7 @@ def _load16(code: PairCode, address):
 
 
 def _at16(code: PairCode, base, *offsets):
-    """Return an address of 16-bit numbers."""
+    """Return the address of the 16-bit number at the sum of the offsets."""
     return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
 
 
@@ -246,7 +252,7 @@ def _plus(code: PairCode, x, r: int):
 
 
 def _fetch_columns(code: PairCode, operands, y, x, r: int):
-    """Load pairs y + r of columns from x on: two merged rows of X."""
+    """Load the two rows of X in row pair y + r, merged into pairs, columns from x on."""
     _, _, X, d = operands
     start = code.b.mul(code.times(_plus(code, y, r), 2), d)
     low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
@@ -264,7 +270,7 @@ build_transpose_columns = _squares("columns", "pipi", _fetch_columns, _put_colum
 
 
 def _fetch_rows(code: PairCode, operands, y, x, r: int):
-    """Load the pairs from x on of row y + r of X."""
+    """Load row y + r of X as pairs of neighbours, from pair x on."""
     _, X, d = operands
     return code.load_at(_at16(code, X, code.b.mul(_plus(code, y, r), d), code.times(x, 2)))
 
@@ -278,7 +284,7 @@ build_transpose_rows = _squares("rows", "ppi", _fetch_rows, _put_rows)
 
 
 def _fetch_panel(code: PairCode, operands, y, x, r: int):
-    """Load row x + r of the panel, lanes from y on, times their factors."""
+    """Load row x + r of the panel from lane y on, and multiply each lane by its factor."""
     panel, _, _, factors = operands
     value = code.load(code.at(panel, code.times(_plus(code, x, r), code.width), y))
     return code.b.fmul(value, code.load(code.at(factors, y)))

@@ -1,16 +1,17 @@
-"""Operations on one panel for kernels that multiply pairs, defined in plain Numba.
+"""Operations on one panel of bfloat16 pairs, defined in plain Numba.
 
-A *pair* is two bfloat16 in 32 bits, the first in the lower half: two neighbours in memory.
-The products in this module sum over pairs. The left operand A has the pairs of a row side by side,
-as rows of a tensor in memory do. Each row of the right operand B has the pairs of all lanes: two
-merged rows of numbers. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK,
-dV). So the softmax of two rows, rounded, is a row of the right operand of the next product, without
-a shuffle.
+A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, like two neighbours in
+memory. The matrix products in this module multiply pair by pair: each term of a sum is the dot
+product of two pairs. A row of the left operand A contains its pairs side by side, as a row of a
+tensor in memory does. Each row of the right operand B contains one pair per lane: two rows of
+numbers, merged. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So
+two rows of rounded softmax results, merged, are a row of the next product's right operand, and no
+shuffle is needed.
 
-C's rows and the pairs along the sum come in multiples of `tiles.SIDE`, and lanes in multiples of
-two of these; packing fills operands with zeros. As in `micro_kernels.plain`, these functions are
-the specification: a CPU whose `Blocking.pairs` is known has separate code, and tests compare the
-two.
+The rows of a product C and the pairs along the sum come in multiples of `amx_tiles.SIDE`, and lanes
+in multiples of twice that; packing fills operands with zeros. As in `micro_kernels.plain`, these
+functions are the specification: a CPU whose `Blocking.pairs` is known runs separate code, and tests
+compare that code with these functions.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ MASKED = np.float32(masked_score(np.float32))
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """Do `plain.online_softmax` of ``factor[0] S``, and store P rounded, in pairs of rows.
+    """Run one online-softmax step on ``factor[0] S``, and store P as bfloat16 pairs of rows.
 
-    P = e^(factor S - m) is at most 1: m is set to `SLACK` above a row's largest score, and does not
-    change (alpha is 1) until a score exceeds it. The factor must not be negative. S is unchanged.
-    An odd last row is paired with zeros. `l` sums the unrounded numbers.
+    The function raises m to `SLACK` above a lane's largest score only when a score exceeds m;
+    otherwise m stays and alpha is 1. So P = e^(factor S - m) is at most 1. The factor must be at
+    least 0. S is unchanged. If the number of rows is odd, the last row is paired with zeros. The
+    sum `l` uses the numbers of P before rounding.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
@@ -71,7 +73,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Round and pair rows of a panel: the right operand of a sum over rows."""
+    """Round a panel to bfloat16 and pair its rows, as right operand of a sum over rows."""
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -82,7 +84,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Round and pair neighbouring lanes of a panel: the left operand of a sum over lanes."""
+    """Round a panel to bfloat16 and pair its lanes, as left operand of a sum over lanes."""
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
@@ -99,7 +101,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """Multiply X by one factor per lane; vector code skips X if all factors are 1."""
+    """Multiply each lane of X by its factor; vector code skips X if all factors are 1."""
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]
@@ -107,7 +109,7 @@ def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
 
 @operation("a o0 a o1 i i a", build_add_scaled)
 def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
-    """Compute Y += ``factor[0]`` X for a panel."""
+    """Add ``factor[0]`` times panel X to panel Y."""
     for r in range(rows):
         for c in range(cpu.width):
             Y[y0 + r * ld + c] += factor[0] * X[x0 + r * ld + c]
@@ -115,7 +117,7 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
 
 @operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
-    """Copy rows of X in pairs of neighbours, in memory order; `pairs` fills whole tiles."""
+    """Copy rows of X, as pairs of neighbours in memory order; `pairs` must be whole tiles."""
     for r in range(rows):
         for x in range(pairs):
             at = x0 + 2 * (r * pairs + x)
@@ -124,7 +126,7 @@ def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
 
 @operation("a o0 i a o1 i i i", build_transpose_columns)
 def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
-    """Copy columns of X, with rows in pairs, to rows of `out`; all sizes are whole tiles."""
+    """Copy columns of X to rows of `out`, with X's rows paired; sizes must be whole tiles."""
     for x in range(columns):
         for r in range(pairs):
             low, high = X[x0 + 2 * r * d + x], X[x0 + (2 * r + 1) * d + x]
@@ -133,7 +135,10 @@ def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
 
 @operation("a o0 a o1 i i i", build_transpose_rows)
 def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
-    """Copy rows of X, in pairs of neighbours, to lanes of `out`; `rows`, `pairs`: whole tiles."""
+    """Copy rows of X to lanes of `out`, as pairs of neighbours.
+
+    The arguments `rows` and `pairs` must be multiples of a tile's sides.
+    """
     for r in range(rows):
         for x in range(pairs):
             low, high = X[x0 + r * d + 2 * x], X[x0 + r * d + 2 * x + 1]
@@ -142,7 +147,10 @@ def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
 
 @operation("a o0 a o1 i a o2 i i", build_transpose_panel)
 def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
-    """Write lanes of a panel times their factors, rounded, as rows of X; also whole tiles only."""
+    """Write lanes of a panel to rows of X, each times its factor and rounded to bfloat16.
+
+    The arguments `rows` and `columns` must be multiples of a tile's sides.
+    """
     for r in range(rows):
         for x in range(columns):
             value = panel[p0 + x * cpu.width + r] * factors[f0 + r]

@@ -1,7 +1,8 @@
-"""Convert bfloat16 rows in memory to operands of pairs, and back: see `operations`.
+"""Converts rows of bfloat16 in memory to operands of pairs, and back: see `operations`.
 
-``X`` contains the bits of rows of d numbers. Operands are padded with zeros beyond n rows and d
-columns. The arguments are those of `engines.cpu.operands`, which does the same for floats.
+In this module, ``X`` contains rows of d bfloat16 numbers as 16-bit integers. Operands are padded
+with zeros beyond n rows and d columns. The arguments are those of `engines.cpu.operands`, whose
+functions do the same for floats.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from flashsim.engines.cpu.tables import ODD
 
 
 class Left(NamedTuple):
-    """A left operand: term x of row r is ``array[start + r * row + x * step]``."""
+    """The left operand of a product; term x of row r is ``array[start + r * row + x * step]``."""
 
     array: np.ndarray
     start: int
@@ -34,7 +35,7 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """Round `n` up to whole tiles: rows of C, or pairs along a sum."""
+    """Round `n`, rows of C or pairs along a sum, up to a multiple of a tile's side."""
     return (n + SIDE - 1) // SIDE * SIDE
 
 
@@ -46,7 +47,7 @@ def pair_tiles_of(n):
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a pair; numbers beyond `count` are 0."""
+    """Return X[at] and X[at + step] as a pair, in which numbers past the first `count` are 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -70,7 +71,10 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @hot_part
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Copy columns of X to a left operand, for a sum over rows; row x of `out` pairs X's rows."""
+    """Copy columns of X to a left operand, for a sum over rows.
+
+    Row x of `out` contains column x, with X's rows paired.
+    """
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
         transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
@@ -89,14 +93,17 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Pack columns of X again, because pairs of columns differ from pairs of rows."""
+    """Return the columns of X as a left operand, packed again.
+
+    The operand's pairs consist of two rows of X, not of two columns as in `left`.
+    """
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Put rows of X in the lanes of panels, for a sum over d.
+    """Copy rows of X to lanes of panels, for a sum over d.
 
-    Pair x of panel p is at row p * pairs + x.
+    Pair x of all lanes of panel p is in row p * pairs + x.
     """
     w, pairs = cpu.width, pair_tiles_of(d)
     for p in range((n + w - 1) // w):
@@ -112,7 +119,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Put columns of X in the lanes of rows of `stride` lanes, for a sum over rows."""
+    """Copy columns of X to the lanes of rows of `stride` lanes, for a sum over rows."""
     for r in range(pair_tiles_of(n)):
         for x in range(stride):
             count = n - 2 * r if x < d else 0
@@ -120,7 +127,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write lanes of panels, each times its factor, rounded to bfloat16, as rows of X."""
+    """Write lanes of panels to rows of X, each times its factor and rounded to bfloat16."""
     for r in range(0, n, cpu.width):
         panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
         unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
@@ -133,7 +140,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """Do `write_rows` for one panel."""
+    """Write the lanes of one panel as `write_rows` does."""
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

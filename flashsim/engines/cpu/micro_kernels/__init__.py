@@ -1,1 +1,1 @@
-"""Operations on a panel of scores: in plain Numba, and as vector code for a CPU."""
+"""Operations on a panel (a block of rows and lanes), in plain Numba and as vector code."""

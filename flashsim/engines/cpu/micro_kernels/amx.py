@@ -1,4 +1,8 @@
-"""Requests AMX from Linux, which saves a thread's 8 KiB of tiles only on request."""
+"""Requests permission for AMX tiles from Linux.
+
+By default, Linux does not save a thread's 8 KiB of tile registers, so a process must ask before it
+uses them.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +29,11 @@ REASONS = {
 
 @cache
 def refusal(process: int) -> str | None:
-    """Request AMX tiles for this process; return None if it may use them, else the reason.
+    """Request AMX tiles for this process; return None if granted, else the reason for refusal.
 
-    One request covers all threads, existing and future. A forked process inherits the permission.
-    The result is cached by `process` (os.getpid()), so a forked process requests it again, which
-    has no effect.
+    One request covers all threads of the process, existing and future. A forked process inherits
+    the permission from its parent. The result is cached by `process` (os.getpid()), so a forked
+    process requests the tiles again, which does no harm.
     """
     del process
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:

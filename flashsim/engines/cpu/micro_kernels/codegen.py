@@ -1,9 +1,10 @@
-"""The operations of `plain.py` as vector code: LLVM IR with vector types.
+"""Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-On these loops Numba's own vectoriser reaches a quarter of a CPU's peak, and one BLAS call per tile
-reaches half. So this module decides which values stay in registers. Each `build_*` writes one LLVM
-function for an element type and a `Blocking`, with a `Code`, independently of Numba. `vector.py`
-passes addresses to that function.
+For the loops of these operations, Numba's own vectoriser reaches a quarter of a CPU's peak, and one
+BLAS call per tile reaches half. So this module itself decides which values stay in registers. Each
+`build_*` function writes one LLVM function for an element type and a `Blocking`, with the help of
+`Code` and without Numba. The module `vector` makes Numba's compiled code call that LLVM function
+with addresses of arrays.
 """
 
 from __future__ import annotations
@@ -30,11 +31,12 @@ def build_step(
     rows: int,
     writer: type[Code] = Code,
 ):
-    """Build `rows` rows of a product, with all accumulators in registers.
+    """Build a function for `rows` rows of a product, with all accumulators in registers.
 
-    The arguments are C, ldc, A, row, step, B, ldb, n. For each x, one scalar of A per row is spread
-    over the lanes and multiplied with the vectors of B's row x. `mode` is "set", "add" or "rescale"
-    (which also takes the address of alpha, one per lane).
+    The arguments are C, ldc, A, row, step, B, ldb, n. For each term x of the sums, one scalar of A
+    per row is spread over the lanes and multiplied with the vectors of B's row x. The argument
+    `mode` is "set", "add" or "rescale"; with "rescale", the function has one more argument, the
+    address of alpha (one per lane).
     """
     args = "pipiipii" + MORE.get(mode, "")
     code = writer(module, f"{mode}_{rows}", block, itemsize, args)
@@ -79,9 +81,11 @@ def build_step(
 def build_product(
     module: ir.Module, block: Blocking, itemsize: int, mode: str, writer: type[Code] = Code
 ):
-    """Build a product with any number of rows: `ROWS` at a time, then the remainder.
+    """Build a function for a product with any number of rows.
 
-    The arguments are C, ldc, A, row, step, B, ldb, rows, n and the others of `build_step`.
+    It computes `ROWS` rows at a time, then the remainder.
+
+    The arguments are C, ldc, A, row, step, B, ldb, rows, n and, as in `build_step`, alpha.
     """
     args = "pipiipiii" + MORE.get(mode, "")
     code = writer(module, mode, block, itemsize, args)
@@ -123,9 +127,12 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
-        """Do ``sums = body(addresses, sums)`` for every row, two rows at a time with separate sums.
+        """Emit a loop that does ``sums = body(addresses, sums)`` for every row.
 
-        Two short dependency chains replace a long one, which also halves the rounding error.
+        Two rows are processed at a time, with separate sums.
+
+        Two short chains of dependent additions replace a long one, which also halves the rounding
+        error.
         """
 
         def rows_from(base, height: int) -> Callable:

@@ -1,11 +1,12 @@
-"""Vector code for one query per head, which reads K and V along their rows, in memory order.
+"""Vector code for decoding one query per head, which reads K and V row by row in memory order.
 
-Memory bandwidth limits such a kernel. So every cache line of K and V is loaded into registers once,
-and 16-bit numbers are converted to floats there. Each row prefetches data `AHEAD` bytes further on.
-Scores are stored by head with keys in the lanes, so each score needs only one exponential.
+Memory bandwidth limits a kernel with one query per head. So the code loads every cache line of K
+and V into registers once, and converts 16-bit numbers to floats there. While it processes a row,
+the code prefetches data `AHEAD` bytes further on. Each head's scores are stored side by side, one
+key per lane, so a vector of scores needs only one vector exponential.
 
-`decode_gemv_bf16` is the version for CPUs with an instruction that adds up products of bfloat16
-pairs (`Blocking.pairs`), and `decode_gemv_amx` the version for AMX.
+The module `decode_gemv_bf16` is the version for CPUs with an instruction that adds up products of
+bfloat16 pairs (`Blocking.pairs`), and `decode_gemv_amx` is the version for AMX.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
     groups, near = b.sdiv(b.sub(b.add(rows, step), ir.Constant(INT, 1)), step), CHUNK // KEYS
 
     def several(group, n, h, count: int) -> None:
-        """Compute the scores of n groups of keys for `count` heads."""
+        """Emit the code that computes the scores of n groups of keys for `count` heads."""
         q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), ldq)) for k in range(count)]
         s_rows = [code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld)) for k in range(count)]
 
@@ -175,7 +176,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
     most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
-        """Reduce all lanes by `operation`; the result is in every lane."""
+        """Return a vector with `operation` applied over all lanes of `value` in every lane."""
         size = 1
         while size < code.lanes:
             value = operation(value, code.pick(value, value, [x ^ size for x in range(code.lanes)]))

@@ -1,9 +1,10 @@
-"""The version of `decode_gemv` for AMX, which multiplies pairs in tiles of 16 heads.
+"""The version of `decode_gemv` for AMX: multiplies bfloat16 pairs in tiles, for 16 heads at once.
 
-See `bf16_dot.amx_tiles`. Rows of K in memory are a left operand, and Q is packed as a right
-operand. So scores have keys as rows and heads as columns, and must be transposed. P is a left
-operand in the layout that the softmax writes; two merged rows of V are a row of the right operand.
-Tiles also have rows and columns for heads beyond the last head, whose results are never read.
+The module `bf16_dot.amx_tiles` explains the tiles. Rows of K are a left operand as they are in
+memory, and Q is packed as a right operand. So a tile of scores has keys as rows and heads as
+columns, and must be transposed. P is a left operand in the layout that the softmax writes. Each row
+of the right operand consists of two rows of V, merged into pairs. Tiles also have rows and columns
+for heads that do not exist, whose results are never read.
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ MERGED = 4096
 
 
 def tiled(block: Blocking, kind: int | None) -> bool:
-    """Return whether AMX tiles multiply numbers of this kind."""
+    """Return whether AMX tiles multiply 16-bit numbers of this kind on this type of CPU."""
     return kind == BFLOAT16 and block.pairs in TILED
 
 
 def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build `decode_gemv_bf16.build_side_by_side` for tiles, which packs 16 rows as right operand.
+    """Build `decode_gemv_bf16.build_side_by_side` for AMX tiles.
 
-    The operand has 16 words per pair.
+    The built function packs 16 rows of Q at a time as a right operand.
+
+    For each pair along the sum, the operand has 16 words of 32 bits, one per row.
     """
     code = PairCode(module, "side_by_side_in_tiles", block, itemsize, "pii")
     if not code.is_new:
@@ -69,9 +72,10 @@ def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> 
 
 
 def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build `decode_gemv.build_dots` for tiles, whose rows have 32 numbers.
+    """Build `decode_gemv.build_dots` for AMX tiles, each row of which holds 32 numbers of K.
 
-    Rows of K with a different length, or too few rows, are copied first.
+    The code first copies rows of K whose length is no multiple of 32, and rows that are too few for
+    a tile.
     """
     code = PairCode(module, "dots_in_tiles", block, itemsize, "pipiipiiip")
     if not code.is_new:
@@ -90,7 +94,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
 
     def turned_over(r, h, count: int) -> None:
-        """Store scores of up to 4 heads, transposed: the scores of four keys in each 16 bytes."""
+        """Emit the code that stores the scores of up to 4 heads, transposed to one row per head."""
         for half in range(0, KEYS, SIDE):
             quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
             vectors = [_joined(code, quarters[i::4]) for i in range(4)]
@@ -137,7 +141,10 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
 
 
 def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build `decode_gemv.build_weigh` for tiles: rows of V are merged in pairs, then multiplied."""
+    """Build `decode_gemv.build_weigh` for AMX tiles.
+
+    The code merges two rows of V at a time into pairs, then multiplies.
+    """
     code = PairCode(module, "weigh_in_tiles", block, itemsize, "pipipiiii")
     if not code.is_new:
         return code.function
@@ -151,7 +158,7 @@ def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Func
     product = TILED[block.pairs](module, block, "add", 1, NUMBERS // SIDE)
 
     def chunk(r0) -> list:
-        """Process rows of V from r0 on, up to two times `most` of them."""
+        """Emit the code that processes up to ``2 * most`` rows of V, from row r0 on."""
         left = b.lshr(b.add(b.sub(keys, r0), one), one)
         pairs = b.select(b.icmp_signed("<", left, most), left, most)
         up = ir.Constant(INT, SIDE - 1)
@@ -209,7 +216,7 @@ def _side() -> ir.Constant:
 
 
 def _scratch(code: PairCode, words):
-    """Allocate 32-bit words for the duration of the function, aligned to a cache line."""
+    """Allocate 32-bit words on the stack of the built function, aligned to a cache line."""
     count = ir.Constant(INT, words) if isinstance(words, int) else words
     place = code.b.alloca(code.element, count)
     place.align = LINE
@@ -231,7 +238,7 @@ def _joined(code: PairCode, parts: list):
 
 
 def _turned(code: PairCode, rows: list) -> list:
-    """Transpose the 4 x 4 floats in each 16-byte column of four vectors."""
+    """Transpose the 4 x 4 floats in each 16-byte group of four vectors."""
     n, groups = code.lanes, range(0, code.lanes, 4)
 
     def mixed(pair: list, lanes: tuple[int, ...]):

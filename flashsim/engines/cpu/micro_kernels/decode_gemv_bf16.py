@@ -1,7 +1,7 @@
-"""The version of `decode_gemv` for CPUs with an instruction for dot products of bfloat16 pairs.
+"""The version of `decode_gemv` for CPUs that have dot products of bfloat16 pairs.
 
-No number is converted to float. Two neighbours in a row of K already form a pair in memory, so Q is
-arranged in the same way. Two rows of V are merged into pairs.
+The code converts no number to float. In memory, two neighbours in a row of K already form a pair,
+so Q is rounded to pairs of neighbours too. Two rows of V at a time are merged into pairs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT
 
 
 def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """Build the code of `plain.side_by_side`, with arguments Q, ld, rows."""
+    """Build `plain.side_by_side`, with arguments Q, ld, rows."""
     if tiled(block, kind):
         return side_by_side_in_tiles(module, block, itemsize)
     code = writer_of(module, "side_by_side", block, itemsize, "pii", kind)
@@ -57,7 +57,7 @@ def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: 
 
 
 def weigh_pairs(code: PairCode) -> ir.Function:
-    """Like `build_weigh`, with two rows of V at a time, whose numbers are merged into pairs."""
+    """Build `decode_gemv.build_weigh` for two rows of V at a time, merged into pairs."""
     O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, CHUNK)
@@ -76,7 +76,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
     ordered = [[lane for part in two for lane in part] for two in parts]
 
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
-        """Update O of `count` heads, for `vecs` vectors of columns."""
+        """Emit the code that updates O of `count` heads, for `vecs` vectors of columns."""
         columns = [code.at(O, b.mul(b.add(h, ir.Constant(INT, k)), ldo), x) for k in range(count)]
         first = b.lshr(r0, unit)
         weights = [

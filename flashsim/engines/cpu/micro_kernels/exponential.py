@@ -1,4 +1,4 @@
-"""Constants of the vector code's power of two, 2^x, and of 2^x - 1, for float and double."""
+"""Constants with which the vector code computes 2^x and 2^x - 1, for float and double."""
 
 from __future__ import annotations
 
@@ -59,8 +59,9 @@ _PARTS_DOUBLE = (_TWICE_LOG2E, 2 * 2.0355273740931033e-17)
 class Exponential(NamedTuple):
     """The constants for computing powers of two in one floating-point type.
 
-    They are the number of `mantissa` bits; the exponent `bias`; polynomials, constant term first,
-    for 2^f and, if small results matter, (2^f - 1) / f; and 2 log2 e in two parts.
+    The fields are the number of `mantissa` bits; the exponent `bias`; polynomials, constant term
+    first, for 2^f and, where small results matter, (2^f - 1) / f; and 2 log2 e as a sum of two
+    numbers.
     """
 
     mantissa: int
@@ -71,7 +72,10 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """The number that rounds x to an integer n when added; the low bits then hold n + bias."""
+        """The number that, added to x, rounds x to an integer n; the sum's low bits hold n + bias.
+
+        The class `writer.Code` uses it.
+        """
         return 1.5 * 2**self.mantissa + self.bias
 
     @classmethod

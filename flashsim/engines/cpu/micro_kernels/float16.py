@@ -1,7 +1,7 @@
-"""Vector code for 16-bit numbers: rounds floats to them, and converts arrays between both types.
+"""Vector code that rounds floats to 16-bit numbers, and converts arrays between both types.
 
-Arrays of 16-bit numbers are passed as float32 arrays over the same memory, two numbers per float.
-So a kernel is compiled once for both float16 and bfloat16.
+Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
+float. So one compilation of a kernel serves both float16 and bfloat16.
 """
 
 from __future__ import annotations
@@ -20,9 +20,12 @@ SHORT = ir.IntType(16)
 
 
 def rounded_bits(code: Code, x):
-    """Return bits of floats whose upper 16 are the nearest bfloat16 (ties to even).
+    """Return 32-bit integers whose upper 16 bits are the bfloat16 nearest to each float.
 
-    The lower bits are arbitrary. NaN stays NaN, although rounding could carry it into a number.
+    Ties are rounded to even.
+
+    The lower 16 bits are arbitrary. A NaN stays a NaN, although plain rounding could turn it into a
+    number or infinity.
     """
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
@@ -35,7 +38,7 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Round floats to the nearest numbers of a 16-bit type, if there is one; return floats."""
+    """Round floats to the nearest numbers of a 16-bit type, if `kind` names one; return floats."""
     b = code.b
     if kind is None:
         return x
@@ -72,9 +75,12 @@ def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
 def build_convert(
     module: ir.Module, block: Blocking, itemsize: int, kind: int, narrow: bool
 ) -> ir.Function:
-    """Build `plain.widen` or, if `narrow`, `plain.narrow`: floats, halves, h0, n.
+    """Build `plain.widen` or, if `narrow`, `plain.narrow`.
 
-    The same code for one lane handles the remainder after whole rows of a panel.
+    The arguments are floats, halves, h0, n.
+
+    A second function of the same code, for one lane, handles the numbers left after whole rows of a
+    panel.
     """
     code = Code(module, f"{'narrow' if narrow else 'widen'}_{kind}", block, itemsize, "ppii")
     if not code.is_new:

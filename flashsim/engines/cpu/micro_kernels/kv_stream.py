@@ -1,4 +1,4 @@
-"""Reads K and V in memory order, for `decode_gemv`: floats, 16-bit numbers or pairs."""
+"""Emits code that reads K and V in memory order: floats, 16-bit numbers or bfloat16 pairs."""
 
 from __future__ import annotations
 
@@ -23,9 +23,11 @@ CHUNK = 16
 
 
 class Stretch:
-    """Numbers in memory that are read as floats: floats, or 16-bit numbers in a float array.
+    """A stretch of memory that is read as floats: floats, or 16-bit numbers in a float array.
 
-    `start` counts numbers; `kind` is `BFLOAT16`, `FLOAT16` or None. A `PairCode` reads pairs.
+    The argument `start` is the number of elements before the stretch; `kind` is `BFLOAT16`,
+    `FLOAT16` or None (floats). If `code` is a `PairCode`, vectors of pairs are read instead of
+    floats.
     """
 
     def __init__(self, code: Code, base, start, kind: int | None) -> None:
@@ -36,9 +38,9 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load the vector from number `at` on.
+        """Load the vector that starts at number `at` of the stretch.
 
-        Lanes that are not in the mask `some` (default: all) are not read and become 0.
+        Only lanes in the mask `some` (default: all) are read; the others become 0.
         """
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
@@ -60,7 +62,7 @@ class Stretch:
         return as_floats(code, value, self.kind) if self.kind else value
 
     def bring_near(self, at, count: int) -> None:
-        """Prefetch the `count` numbers that are `AHEAD` bytes after number `at`."""
+        """Prefetch the `count` numbers that begin `AHEAD` bytes after number `at`."""
         cache = 2 if registers.zen() else 1
         for line in range(0, count * self.size, LINE):
             ahead = ir.Constant(INT, (AHEAD + line) // self.size)
@@ -70,18 +72,18 @@ class Stretch:
 def writer_of(
     module: ir.Module, name: str, block: Blocking, itemsize: int, args: str, kind: int | None
 ) -> Code:
-    """Return the code writer for numbers of a kind; for bfloat16 a `PairCode` if pairs are used."""
+    """Return the `Code` for numbers of a kind: for bfloat16 pairs a `PairCode`."""
     write = WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
     return write(module, f"{name}_{kind}", block, itemsize, args)
 
 
 def numbers_of(code: Code) -> int:
-    """Return how many numbers of a `Stretch` fit in a vector."""
+    """Return how many numbers of a `Stretch` one vector holds."""
     return code.lanes * (2 if isinstance(code, PairCode) else 1)
 
 
 def lanes_below(code: Code, count):
-    """Return the mask of the first `count` numbers of a vector from a `Stretch`."""
+    """Return a mask that selects the first `count` numbers of a vector from a `Stretch`."""
     b, lanes = code.b, numbers_of(code)
     undefined = ir.Constant(ir.VectorType(INT, lanes), ir.Undefined)
     vector = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))
@@ -91,7 +93,10 @@ def lanes_below(code: Code, count):
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """Call ``body(h, count)`` for blocks of `most` heads, then of half as many, and so on."""
+    """Emit loops that call ``body(h, count)`` for blocks of heads that start at head h.
+
+    Blocks have `most` heads; the remaining heads form blocks of half as many, a quarter, and so on.
+    """
     size = most
     while size:
         count = code.b.sdiv(heads, ir.Constant(INT, size))

@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors of floats and of pairs of bfloat16: see `writer`."""
+"""Writes LLVM IR over vectors of floats and of bfloat16 pairs, as an extension of `writer`."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class PairCode(Code):
         return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
 
     def pair(self, x, y):
-        """Round two vectors of floats and merge them into one vector of pairs."""
+        """Round two vectors of floats to bfloat16, and interleave them as one vector of pairs."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             both = self._call(
@@ -55,7 +55,7 @@ class PairCode(Code):
         return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
 
     def in_a_row(self, x, y):
-        """Round two vectors as in `pair`, but put all numbers of y after those of x."""
+        """Round two vectors as `pair` does, but put all numbers of y after those of x."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)
@@ -69,8 +69,9 @@ class PairCode(Code):
 
         Results below 2^-126 are exactly 0, and NaN stays NaN.
 
-        AVX-512 subtracts floor(x) from x, and multiplies by a power of two, in one instruction
-        each. The latter takes 130 cycles if the result is subnormal, so such results become 0.
+        AVX-512 has one instruction that subtracts floor(x) from x, and one that multiplies by a
+        power of two. The multiplying instruction takes 130 cycles if its result is subnormal, so
+        such results become 0.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -90,15 +91,18 @@ class PairCode(Code):
         return b.select(seen, b.fmul(q, power), zero)
 
     def power(self, x):
-        """Compute e^x for x < 88 by `exp2`."""
+        """Compute e^x for x < 88, with `exp2`."""
         return self.exp2(self.b.fmul(x, self.const(np.log2(np.e))))
 
     def load_at(self, address):
-        """Like `load`, from any address aligned to 16 bits."""
+        """Load one vector as `load` does, from any address aligned to 16 bits."""
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """Call an intrinsic; AVX512-BF16's get bfloat16 as integers, which every LLVM accepts."""
+        """Call an LLVM intrinsic.
+
+        The intrinsics of AVX512-BF16 get bfloat16 as integers, which every version of LLVM accepts.
+        """
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)

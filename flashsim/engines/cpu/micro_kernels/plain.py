@@ -1,18 +1,18 @@
-"""The operations of the CPU engine on one panel, defined in plain Numba.
+"""The CPU engine's operations on one panel, defined in plain Numba.
 
 A *panel* is a block of rows with a fixed number of lanes side by side: ``width`` queries (forward
-and dQ) or ``width`` keys (dK, dV). A panel with queries in the lanes contains a transposed tile:
-S^T = K Q^T and O^T += V^T P^T. So
+and dQ) or ``width`` keys (dK, dV). If each lane is a query, a panel contains a transposed tile: S^T
+= K Q^T and O^T += V^T P^T. So
 
 - the softmax is computed per lane and needs no shuffles, and
 - K and V are read in memory order, one scalar at a time; only the operand of the lanes is
   transposed, once for a whole loop over tiles.
 
-Every function in this module has flat arrays and offsets (in elements) as arguments:
-``S[s0 + r * ld + c]`` is row r, lane c. These functions are the specification. On CPUs whose vector
-registers are known (`registers.py`), vector code does the same operation; the decorator names it
-(`vector.operation`). The type of the first argument selects the code when a kernel is compiled.
-Tests compare both.
+Every function in this module has flat arrays and offsets (in elements) as arguments: ``S[s0 + r *
+ld + c]`` is row r, lane c. These functions are the specification. On CPUs whose vector registers
+are known (`registers.py`), vector code does the same as each function; the function's decorator
+(`vector.operation`) names that code. When a kernel is compiled, the type of the first argument,
+`cpu`, selects vector or plain code. Tests compare both.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """Compute C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
 
     If a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
-    each product is the dot product of two pairs, and neighbours in a row of A are adjacent.
+    each product is the dot product of two pairs, and the elements of a row of A are adjacent in
+    memory.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -72,7 +73,10 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 
 @operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
-    """Compute C = alpha C + A B, with one alpha per lane; C is rescaled when it is loaded."""
+    """Compute C = alpha C + A B, with one alpha per lane.
+
+    C is multiplied by alpha as it is loaded into registers.
+    """
     for r in range(rows):
         for c in range(cpu.width):
             total = C[c0 + r * ldc + c] * alpha[alpha0 + c]
@@ -86,9 +90,9 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """Run one step of the online softmax in each lane: replace S by P, and update m, l and alpha.
 
     `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e). The
-    difference is computed first, because S log2 e overflows if S is the largest or smallest finite
-    number, as padding often is. A lane that has seen no key, or only scores so low that they count
-    as masked, subtracts 0 to avoid inf - inf; P and l are then 0.
+    difference S - m is computed first, because S log2 e overflows if S is the largest or smallest
+    finite number, as padding often is. In a lane that has seen no key, or only scores so low that
+    they count as masked, 0 replaces m in the difference, to avoid inf - inf; P and l are then 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -110,7 +114,7 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
 
 @operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """Replace S by P = exp(S - L), and dP by dS = P (dP - delta); L and delta belong to rows."""
+    """Replace S by P = exp(S - L), and dP by dS = P (dP - delta); each row has its L and delta."""
     log2e = S.dtype.type(LOG2E)
     for r in range(rows):
         for c in range(cpu.width):
@@ -121,7 +125,7 @@ def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
 
 @operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """Do as `grad_scores_by_row`, with L and delta that belong to lanes."""
+    """Do the same as `grad_scores_by_row`, with one L and one delta per lane."""
     log2e = S.dtype.type(LOG2E)
     for r in range(rows):
         for c in range(cpu.width):
@@ -140,9 +144,9 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 
 @operation("a o0 i i a a o2", build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
-    """Do as `soft_cap`, and write 1 - tanh^2, by which backward multiplies dS, to `gate`.
+    """Do the same as `soft_cap`, and write 1 - tanh^2, the softcap's derivative, to `gate`.
 
-    `gate` has the layout of S.
+    The array `gate` has the layout of S; the backward pass multiplies dS by it.
     """
     for r in range(rows):
         for x in range(r * ld, r * ld + cpu.width):
@@ -153,11 +157,11 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 
 @operation_by_kind("a i i", build_side_by_side)
 def side_by_side(cpu, Q, ld, rows, kind):
-    """Arrange Q (rows, ld) for `dots`; plain code leaves it unchanged.
+    """Arrange Q (rows, ld) as `dots` needs it; plain code leaves Q unchanged.
 
-    If a CPU multiplies pairs of bfloat16 and Q has bfloat16 numbers, vector code packs them: the
-    first half of a row has its numbers, and the other half zeros. For AMX tiles, 16 rows are packed
-    side by side.
+    If a CPU multiplies pairs of bfloat16 and Q contains such numbers, vector code packs them: the
+    first half of each row then has its numbers, and the other half zeros. For AMX tiles, vector
+    code packs 16 rows of Q side by side.
     """
 
 
@@ -165,9 +169,10 @@ def side_by_side(cpu, Q, ld, rows, kind):
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    Q is arranged by `side_by_side`. K may contain 16-bit numbers. Vector code reads Q up to a
-    multiple of 32 columns, with zeros after d. It writes S up to a multiple of 4 rows (AMX tiles:
-    32). For AMX tiles, Q has memory for 16 heads.
+    The function `side_by_side` must have arranged Q. K may contain floats or 16-bit numbers. Vector
+    code reads each row of Q up to a multiple of 32 columns, and the columns after d must be 0.
+    Vector code writes S up to a multiple of 4 rows of K (AMX tiles: 32). For AMX tiles, Q must have
+    memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -179,10 +184,13 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 
 @operation_by_kind("a i i i a a a o1,2,3", build_softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
-    """Do `online_softmax` along the rows of S (heads, n), one row per head; n is a multiple of 32.
+    """Do `online_softmax` along the rows of S (heads, n), one row per head.
 
-    If inputs have 16 bits, P is rounded to their type, but the sum l uses unrounded numbers. If
-    pairs are multiplied, P is stored as pairs of neighbours, in the first half of a row.
+    The number n must be a multiple of 32.
+
+    If inputs have 16 bits, P is rounded to their type, but the sum l uses the numbers before
+    rounding. If a CPU multiplies pairs of bfloat16, P is stored as pairs of neighbours, in the
+    first half of each row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):
@@ -205,8 +213,9 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """Compute O (heads, dv) += P V, from P (heads, keys) of `softmax_along` and V (keys, dv).
 
-    If V contains 16-bit numbers, P does too. Vector code adds zeros to O up to a multiple of 32
-    columns. For AMX tiles, O and P have memory for 16 heads.
+    If V contains 16-bit numbers, P must have been rounded to their type. Vector code also adds
+    zeros to the columns of O after dv, up to a multiple of 32. For AMX tiles, O and P must have
+    memory for 16 heads.
     """
     for h in range(heads):
         for x in range(dv):
@@ -218,7 +227,10 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
 
 @operation("a a o1 i i i a", build_transpose, out=False)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
-    """Transpose `cols` columns of X (rows, d), rows times factors, into panels: see `pack`."""
+    """Transpose `cols` columns of X (rows, d), each row times its factor, into panels.
+
+    The function `pack` calls this one, and describes the panels.
+    """
     w = cpu.width
     for row in range(rows):
         for x in range(cols):
@@ -227,7 +239,7 @@ def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation("a a o1 i i i a", build_transpose, out=True)
 def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
-    """Do the reverse of `transpose_in`."""
+    """Transpose panels back into rows of X: the reverse of `transpose_in`."""
     w = cpu.width
     for row in range(rows):
         for x in range(cols):
@@ -236,9 +248,9 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation_by_kind("a o0 i i", build_round)
 def round_panel(cpu, X, x0, ld, rows, kind):
-    """Round to the nearest 16-bit number (ties to even) if inputs have 16 bits; stay in float32.
+    """If inputs have 16 bits, round float32 numbers to their type (ties to even), as float32.
 
-    For float16, numbers from 65520 on become infinity. NaN stays NaN.
+    If the type is float16, numbers from 65520 on become infinity. NaN stays NaN.
     """
     if kind is None:
         return
@@ -249,7 +261,10 @@ def round_panel(cpu, X, x0, ld, rows, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=False)
 def widen(cpu, floats, f0, halves, h0, n, kind):
-    """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats; see `float16` on arrays."""
+    """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats.
+
+    The module `float16` explains the arrays of 16-bit numbers.
+    """
     bits = halves.view(np.uint16)
     for i in range(n):
         value = number_of(bits[h0 + i])
@@ -260,7 +275,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """Do the reverse of `widen`: round to nearest, ties to even.
+    """Convert n floats to 16-bit numbers, rounded to nearest, ties to even.
 
     Numbers too large for float16 become infinity.
     """
@@ -272,7 +287,10 @@ def narrow(cpu, floats, f0, halves, h0, n, kind):
 
 @part
 def number_at(X, i, kind):
-    """Return number i of floats or, if there is a `kind`, of 16-bit numbers in a float array."""
+    """Return number i of an array of floats, or of 16-bit numbers in a float array.
+
+    `kind` is the 16-bit type, or None for floats.
+    """
     if kind is None:
         return X[i]
     bits = X.view(np.uint16)[i]
@@ -281,7 +299,7 @@ def number_at(X, i, kind):
 
 @part
 def rounded_number(x, kind):
-    """Return the nearest number of a 16-bit type, as a float."""
+    """Return a float rounded to the nearest number of a 16-bit type, as a float."""
     if kind == BFLOAT16:
         return number_of(bits_of(x))
     return _number_of_float16(_bits_of_float16(x))
@@ -305,7 +323,7 @@ def number_of(bits):
 
 @part
 def _number_of_float16(bits):
-    """Return the float32 equal to the float16 of these 16 bits; the exponent's bias changes."""
+    """Return the float32 equal to the float16 of these 16 bits."""
     sign, size = np.uint32(0x8000), np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
     value = size.view(np.float32) * np.float32(2.0**112)
     if value >= np.float32(2.0**16):  # infinity and NaN
@@ -330,7 +348,7 @@ def _bits_of_float16(x):
 
 @part
 def _drop(u, n):
-    """Drop the last n mantissa bits from the bits `u` of a float32; round to nearest, ties even."""
+    """Round the float32 with bits `u` to n fewer mantissa bits (nearest, ties to even)."""
     unit = np.uint32(1)
     even = (u >> n) & unit
     return np.uint32((u + (unit << (n - unit)) - unit + even) >> n << n)

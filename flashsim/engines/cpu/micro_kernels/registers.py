@@ -1,15 +1,15 @@
 """The vector registers of this CPU, and how panels are divided into registers.
 
-A product keeps `ROWS` rows by ``vecs`` vectors of accumulators in registers. Six by two fill AVX2's
-16 registers (12 accumulators, 2 vectors of the right operand, 1 scalar spread over the lanes);
-six by four suit the 32 registers of AVX-512 and NEON. Both can issue two multiply-adds per cycle,
+The code of a product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in registers. Six
+rows by two vectors fill AVX2's 16 registers (12 accumulators, 2 vectors of the right operand, 1
+scalar spread over the lanes). CPUs with these registers can issue two multiply-adds per cycle,
 which needs at least 8 (AVX2: latency 4) to 16 independent sums.
 
-The registers are those that Numba compiles for: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can name a
-CPU with fewer registers than this one has.
+The code uses the registers for which Numba compiles: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can name
+a CPU with fewer registers than this one has.
 
-The classes contain no code: their type tells the compiler which operations to use (`plain.py`), and
-is part of the key of Numba's on-disk cache.
+The classes of CPUs contain no code: their type tells the compiler which operations to use
+(`plain.py`), and is part of the key of Numba's on-disk cache.
 """
 
 from __future__ import annotations
@@ -30,55 +30,55 @@ ROWS = 6
 
 
 class Plain(NamedTuple):
-    """Any CPU: the definitions in `plain.py`, compiled by Numba."""
+    """Any CPU: runs the definitions in `plain.py`, compiled by Numba."""
 
     width: int
 
 
 class Avx2(NamedTuple):
-    """x86 with AVX2 and FMA: 16 registers of 32 B."""
+    """x86 CPUs with AVX2 and FMA: 16 registers of 32 B."""
 
     width: int
 
 
 class Avx512(NamedTuple):
-    """x86 with AVX-512: 32 registers of 64 B."""
+    """x86 CPUs with AVX-512: 32 registers of 64 B."""
 
     width: int
 
 
 class Avx512Bf16(NamedTuple):
-    """AVX-512 with an instruction for dot products of bfloat16 pairs (`engines.cpu.bf16_dot`)."""
+    """CPUs with AVX-512 and an instruction for dot products of bfloat16 pairs."""
 
     width: int
 
 
 class Amx(NamedTuple):
-    """`Avx512Bf16` plus AMX: eight registers of 16 x 64 B (`bf16_dot.amx_tiles`)."""
+    """CPUs with AVX-512, its bfloat16 instruction, and AMX: eight tile registers of 16 x 64 B."""
 
     width: int
 
 
 class Neon(NamedTuple):
-    """64-bit ARM: 32 registers of 16 B."""
+    """64-bit ARM CPUs: 32 registers of 16 B."""
 
     width: int
 
 
 class Avx2Narrow(NamedTuple):
-    """AVX2 with panels of one register."""
+    """AVX2 with panels as wide as one register, for the decode kernel."""
 
     width: int
 
 
 class Avx512Narrow(NamedTuple):
-    """AVX-512 with panels of one register."""
+    """AVX-512 with panels as wide as one register, for the decode kernel."""
 
     width: int
 
 
 class NeonNarrow(NamedTuple):
-    """NEON with panels of one register."""
+    """NEON with panels as wide as one register, for the decode kernel."""
 
     width: int
 
@@ -87,7 +87,7 @@ Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narro
 
 
 class Blocking(NamedTuple):
-    """How products use the registers.
+    """How the code of a product uses the registers.
 
     Attributes
     ----------
@@ -107,7 +107,7 @@ class Blocking(NamedTuple):
     pairs: str = ""
 
     def lanes(self, itemsize: int) -> int:
-        """Return the number of elements per register."""
+        """Return how many elements of this size one register holds."""
         return self.register // itemsize
 
 
@@ -142,9 +142,9 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return the kind of code for this CPU, with the panel width for this accumulator type.
+    """Return the kind of code for this CPU, with its panel width for an accumulator type.
 
-    `plain` requests the plain definitions, with the panel width of the vector code.
+    With `plain`, return the kind for plain definitions, with the panel width of the vector code.
     """
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
@@ -153,7 +153,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
 
 
 def narrow(cpu: Cpu, dtype: str) -> Cpu:
-    """Return the kind of code of `cpu`, with panels of one register for this accumulator type."""
+    """Return the kind of code for `cpu` whose panels are as wide as one register."""
     kind = NARROW[type(cpu)]
     block = BLOCKING[NeonNarrow if kind is Plain else kind]
     return kind(block.lanes(np.dtype(dtype).itemsize))
@@ -169,7 +169,7 @@ _VECTORS: dict[type[Cpu], tuple[str, ...]] = {
 
 @cache
 def _host() -> type[Cpu]:
-    """Return the best kind that this CPU has and that Numba may compile for.
+    """Return the best kind of code that this CPU can run and that Numba may compile.
 
     NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
     """
@@ -192,7 +192,7 @@ def _given() -> list[str]:
 
 
 def paired(micro_kernel: str) -> Cpu:
-    """Return the kind of code for a bfloat16 micro-kernel, with its panel width."""
+    """Return the kind of code of a bfloat16 micro-kernel, with its panel width."""
     kind = PAIRED[micro_kernel][0]
     block = BLOCKING[kind]
     return kind(block.lanes(4) * block.vecs)
@@ -200,10 +200,11 @@ def paired(micro_kernel: str) -> Cpu:
 
 @cache
 def pays(micro_kernel: str) -> bool:
-    """Return whether a micro-kernel for bfloat16 is expected to be faster than float32 here.
+    """Return whether a bfloat16 micro-kernel is expected to be faster than float32 on this CPU.
 
-    VDPBF16PS is slower on an Intel Xeon: on one thread, passes took 1.4 to 1.8 times as long as in
-    float32. On a Zen 4 they take 0.55 to 0.7 times as long.
+    AVX-512's bfloat16 instruction, VDPBF16PS, is slower than float32 on an Intel Xeon: on one
+    thread, passes took 1.4 to 1.8 times as long. On an AMD Zen 4, passes with VDPBF16PS take 0.55
+    to 0.7 times as long as in float32.
     """
     return micro_kernel == "amx" or zen()
 
@@ -214,10 +215,10 @@ def zen() -> bool:
 
 
 def without(micro_kernel: str) -> str | None:
-    """Return why this process cannot run a micro-kernel for bfloat16; None if it can.
+    """Return why this process cannot run a bfloat16 micro-kernel; None if it can.
 
-    Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. An instruction
-    missing in either would end the process, so this checks both.
+    Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. The process
+    would crash on an instruction that either of these lacks, so this function checks both.
     """
     lacks = _lacks(micro_kernel)
     if lacks:
@@ -231,6 +232,6 @@ def _lacks(micro_kernel: str) -> list[str]:
 
 
 def lacking(features: tuple[str, ...]) -> list[str]:
-    """Return those of `features` that the CPU lacks or that Numba does not let LLVM use."""
+    """Return the `features` that the CPU lacks or that Numba does not let LLVM use."""
     has, allowed = llvm.get_host_cpu_features(), _given()
     return [x for x in features if not (has.get(x) and f"+{x}" in allowed)]

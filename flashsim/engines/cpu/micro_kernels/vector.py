@@ -1,4 +1,4 @@
-"""Operations that use vector code if the CPU's registers are known, and plain Numba otherwise."""
+"""Makes compiled kernels run an operation as vector code, if the CPU's registers are known."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Make compiled code use vector code for the decorated definition, if registers are known.
+    """Decorate a plain definition: compiled callers run vector code if registers are known.
 
-    `layout`, `build` and `options` are those of `vector_intrinsic`. Called from Python, the
-    definition itself runs.
+    The arguments `layout`, `build` and `options` are those of `vector_intrinsic`. A call from
+    Python runs the plain definition itself.
     """
     code = vector_intrinsic(layout, build, **options)
 
@@ -30,10 +30,12 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 
 
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
-    """Do as `operation`; the last argument states which 16-bit numbers are read or written.
+    """Decorate as `operation` does, a definition that may read or write 16-bit numbers.
 
-    Its type shows at compile time whether there are 16-bit numbers. Its value, BFLOAT16 or FLOAT16,
-    is known only at run time.
+    The definition's last argument says which 16-bit numbers, or None.
+
+    At compile time, the type of that argument shows whether there are 16-bit numbers. The
+    argument's value, BFLOAT16 or FLOAT16, is known only at run time.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)
@@ -63,11 +65,12 @@ def _decorated(definition: Callable, vectorised: Callable) -> Callable:
 
 
 def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
-    """Return an intrinsic that passes addresses to the function that `build` writes.
+    """Return a Numba intrinsic that calls the LLVM function written by `build` with addresses.
 
-    `layout` describes each argument after `cpu`. ``a`` is an array. ``o`` plus a number is the
-    offset into the array of that number. ``i`` is an integer that is passed on. Elements of all
-    arrays are as wide as those of the first one, or 16 bits.
+    The text `layout` has one code for each argument after `cpu`. The code ``a`` stands for an
+    array. The code ``o`` with a number stands for an offset into the array of that number. The code
+    ``i`` stands for an integer, which is passed on unchanged. The elements of all arrays must be as
+    wide as those of the first array, or 16 bits wide.
     """
     slots = layout.split()
 

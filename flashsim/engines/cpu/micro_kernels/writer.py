@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors: values, arithmetic and loops for the operations in `codegen.py`.
+"""Writes LLVM IR over vectors: the values, arithmetic and loops with which `codegen` builds.
 
 This module does not depend on Numba, and only its exponentials are specific to attention. LLVM
 lowers the same IR to AVX2, AVX-512 or NEON.
@@ -62,7 +62,7 @@ class Code:
         return ir.Constant(self.vector, [float(value)] * self.lanes)
 
     def masked(self) -> ir.Constant:
-        """Return a vector with the largest score that counts as masked in every lane."""
+        """Return a vector with `masked_score` in every lane: up to it, scores count as masked."""
         return self.const(masked_score(np.float32 if self.itemsize == 4 else np.float64))
 
     def ints(self, value: int) -> ir.Constant:
@@ -71,7 +71,7 @@ class Code:
         return ir.Constant(kind, [value] * self.lanes)
 
     def at(self, base, *offsets):
-        """Return the address `base` plus offsets in elements."""
+        """Return the address `base` plus the offsets, which count elements."""
         for offset in offsets:
             if isinstance(offset, int):
                 offset = ir.Constant(INT, offset)
@@ -92,7 +92,7 @@ class Code:
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
     def prefetch(self, address, cache: int = 1) -> None:
-        """Prefetch a cache line into L1 or L2; the address need not be valid."""
+        """Prefetch the cache line at an address, valid or not, into L1 or L2."""
         kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
         function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
@@ -100,7 +100,7 @@ class Code:
         self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
 
     def vectors(self, address) -> list:
-        """Return the addresses of a panel row's vectors."""
+        """Return the addresses of the vectors in the panel row at `address`."""
         return [self.at(address, v * self.lanes) for v in range(self.vecs)]
 
     def spread(self, address):
@@ -130,10 +130,12 @@ class Code:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """Return n and 2^n of several vectors that were rounded to n by adding `Exponential.magic`.
+        """Return n and 2^n for several vectors that `Exponential.magic` was added to.
 
-        The sum has n + bias in its low bits, and one shift turns that into 2^n. Several vectors are
-        processed step by step together, so that their dependency chains overlap.
+        Adding that constant to x rounds x to the integer n.
+
+        The sum has n + bias in its low bits, and one shift turns these bits into the float 2^n. The
+        code works on all vectors step by step together, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -144,7 +146,7 @@ class Code:
         return ns, powers
 
     def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
-        """Evaluate a polynomial, constant term first, on several vectors, step by step together."""
+        """Evaluate a polynomial, constant term first, at several vectors, together step by step."""
         ps = [self.const(coefficients[-1])] * len(fs)
         for coefficient in coefficients[-2::-1]:
             ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
@@ -153,9 +155,9 @@ class Code:
     def exp(self, xs: list) -> list:
         """Compute e^x of several vectors, as 2^n 2^f with n + f = x log2 e and |f| <= 1/2.
 
-        x must be below bias ln 2. x log2 e itself is never rounded: two fused multiply-adds compute
-        n and f. Results below the smallest normal number (also for x = -inf) are exactly 0; NaN
-        stays NaN.
+        The argument x must be below bias ln 2. The product x log2 e is never rounded on its own:
+        two fused multiply-adds compute n and f. Results below the smallest normal number (also for
+        x = -inf) are exactly 0; NaN stays NaN.
         """
         e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
         low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
@@ -169,10 +171,10 @@ class Code:
     def tanh(self, xs: list, c) -> list:
         """Compute tanh(x / c) of several vectors, within 2 or 3 units in the last place.
 
-        With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum
-        y = 2^n (2^f - 1) + (2^n - 1) loses no precision for small x. The polynomial is exact
-        relative to 2^f - 1, and f includes the rounding errors of z and of its factor. Beyond 2^+-2
-        mantissa bits the quotient is +-1 to the last bit.
+        With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum y = 2^n (2^f - 1) +
+        (2^n - 1) loses no precision for small x. The polynomial's error is small relative to 2^f -
+        1, and f includes the rounding errors of z and of its factor. Beyond |z| of twice the number
+        of mantissa bits, to which the code limits z, the quotient is +-1 to the last bit.
         """
         e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -195,10 +197,11 @@ class Code:
         return [b.fdiv(y, b.fadd(y, two)) for y in ys]
 
     def transposed(self, rows: list) -> list:
-        """Return the columns of a square: as many vectors as each has lanes.
+        """Return the columns of a square matrix, given as vectors of its rows.
 
-        Pairs of vectors that are 1, 2, 4, .. apart exchange blocks of that many lanes: every second
-        block of the first vector is swapped with the opposite blocks of the second.
+        In each step, pairs of vectors that are 1, 2, 4, .. apart exchange blocks of that many
+        lanes: every second block of the first vector is swapped with the opposite blocks of the
+        second.
         """
         size = 1
         while size < self.lanes:
@@ -213,10 +216,13 @@ class Code:
         return rows
 
     def summed(self, sums: list) -> Any:
-        """Return a vector whose first lanes are the sums of the lanes of 1, 2, 4, .. vectors.
+        """Return a vector whose lane i is the sum of all lanes of vector i.
 
-        Each step merges two vectors into one and halves the lanes of both: first within groups of
-        16 bytes, which are cheap to shuffle, then across whole groups of 16 bytes.
+        The number of vectors is a power of two.
+
+        Each step adds one half of two vectors' lanes to the other half, and merges the sums into
+        one vector: first within groups of 16 bytes, which are cheap to shuffle, then across whole
+        groups of 16 bytes.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:
@@ -237,20 +243,20 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of lanes of x and y; lane numbers of y continue after those of x."""
+        """Return a vector of chosen lanes of x and y; y's lanes are numbered after those of x."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Add the contribution of one row of B to a sum of a product."""
+        """Add one term of a product's sum: a scalar of A (spread) times a vector of B's row."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
 
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
-        """Do ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
+        """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        Returns the last `carried`.
+        The method returns the last `carried`.
         """
         b, f = self.b, self.function
         before = b.block

@@ -1,1 +1,1 @@
-"""Functions that compiled kernels share: atomics, packing, arrays without reference counts."""
+"""Functions that all compiled kernels use: atomics, packing, arrays without reference counts."""

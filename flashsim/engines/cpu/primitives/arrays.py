@@ -1,7 +1,7 @@
-"""Allocates and slices arrays inside a kernel.
+"""Allocates and slices arrays inside a compiled kernel.
 
-These functions do the same as NumPy's `empty` and `X[start:]` with a tenth of the LLVM IR, because
-Numba's versions handle every shape, sign and step that an array could have.
+The functions in this module do the same as NumPy's `empty` and `X[start:]`, with a tenth of the
+LLVM IR: Numba's versions handle every shape, sign and step that an array could have.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 def panel_array(context, n, dtype):
     """Allocate n elements, aligned to a cache line.
 
-    A load that crosses two cache lines needs two reads, and an AVX-512 register is as long as a
-    line.
+    The alignment matters because a load that crosses two cache lines needs two reads, and an
+    AVX-512 register is as long as a line.
     """
     del context
     array = types.Array(dtype.dtype, 1, "C")

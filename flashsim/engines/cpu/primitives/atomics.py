@@ -1,4 +1,4 @@
-"""The atomic operations by which threads share work, written with Numba's `@intrinsic`."""
+"""Atomic operations with which the threads of a kernel share work, as Numba intrinsics."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def fetch_add(context, counter):
 def arrive(context, array, index):
     """Add 1 to ``array[index]`` atomically, and return its old value.
 
-    This thread then sees all data that other threads wrote before they arrived, and threads that
-    arrive later see all data that this thread wrote before.
+    Afterwards this thread sees all data that other threads wrote before they arrived, and threads
+    that arrive later see all data that this thread wrote before.
     """
     del context, index
 
@@ -51,7 +51,10 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """Return ``array[index]``; all data written before its `store_release` is then visible."""
+    """Return ``array[index]``, and make all data visible that was written before it was stored.
+
+    The storing thread must use `store_release`.
+    """
     del context, index
 
     def codegen(context, builder, signature, args):
@@ -63,7 +66,7 @@ def load_acquire(context, array, index):
 
 @intrinsic
 def store_release(context, array, index, value):
-    """Do ``array[index] = value`` after all earlier writes of this thread."""
+    """Set ``array[index] = value`` after all earlier writes of this thread."""
     del context, index, value
 
     def codegen(context, builder, signature, args):
@@ -76,7 +79,7 @@ def store_release(context, array, index, value):
 
 @intrinsic
 def give_way(context):
-    """Yield this CPU to another thread, because the awaited thread may need it."""
+    """Yield this CPU to another thread, which may be the one that this thread waits for."""
     del context
 
     def codegen(context, builder, signature, args):

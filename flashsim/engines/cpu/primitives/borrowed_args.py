@@ -1,6 +1,7 @@
-"""Passes arguments to a kernel without reference counts (arrays) or by address (tables).
+"""Passes arrays to a kernel without reference counts, and tables of arrays by address.
 
-The arguments outlive the kernel, so the kernel need not count references or copy them.
+The arguments outlive the kernel's call, so the kernel need not count references to them or copy
+them.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ _OWNERS = "meminfo", "parent"
 
 
 class ByAddress(types.Type):
-    """A named tuple that is passed by its address, instead of as a hundred numbers.
+    """The Numba type of a named tuple that is passed by its address, not as a hundred numbers.
 
-    Numba passes a tuple field by field, and an array as seven numbers, through every call down to
-    the last function that reads a field, and counts references to each array on the way.
+    By default, Numba passes a tuple field by field, and an array as seven numbers, through every
+    call down to the last function that reads a field. It also counts references to each array on
+    the way.
     """
 
     def __init__(self, of: types.BaseTuple) -> None:
@@ -35,7 +37,7 @@ class ByAddress(types.Type):
 
 @register_model(ByAddress)
 class _AddressModel(models.PrimitiveModel):
-    """The data model of `ByAddress`: an address."""
+    """The data model of `ByAddress`, which is a single address."""
 
     def __init__(self, dmm, fe_type):
         lies = dmm.lookup(fe_type.of).get_value_type()
@@ -47,7 +49,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the type of a field; None, an error for Numba, if the field does not exist."""
+        """Return the type of a tuple's field, or None, for which Numba reports an error."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -55,14 +57,14 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """Read a field from memory; an array comes without its owner."""
+    """Read a tuple's field from memory; an array comes without its owner, so nothing is counted."""
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """Read a value from memory; arrays come without their owners."""
+    """Read a value from memory; arrays come without owners, so no references are counted."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for nth, name in enumerate(context.data_model_manager[kind]._fields):
@@ -84,17 +86,17 @@ def _without_owners(array):
 
 
 def _lent(kind: Any) -> Any:
-    """Return an argument's type inside a kernel: `ByAddress` for a named tuple with arrays."""
+    """Return the type of an argument inside a kernel: `ByAddress` for a named tuple with arrays."""
     named = isinstance(kind, types.BaseNamedTuple)
     return ByAddress(kind) if named and _holds_arrays(kind) else kind
 
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)``, with arrays that have no owners, and tables by address.
+    """Call ``kernel(cpu, *arguments)``, with arrays that have no owner and tables by address.
 
-    Numba counts references to an array atomically around every call that takes it, so the threads
-    of a kernel would contend for these counters at every tile.
+    For an array with an owner, Numba counts references atomically around every call that takes it,
+    so the threads of a kernel would contend for these counters at every tile.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 
@@ -119,7 +121,7 @@ def _holds_arrays(kind: Any) -> bool:
 
 @intrinsic
 def borrow(context, value):
-    """Return `value` with arrays that have no owner; see `call_with_lent`.
+    """Return `value` with arrays that have no owner, so that no references are counted.
 
     `value` is an array, a number or a nested tuple of these. The caller must keep `value` alive as
     long as the result is used.

@@ -1,9 +1,10 @@
-"""Compiles functions that only kernels call: they become machine code once, inside the kernel.
+"""Compiles functions that only kernels call, once, as part of each kernel.
 
-Numba builds a separate library for every `@njit` function that another one calls. It optimises the
-library and translates it to machine code that is never run, with a wrapper for Python callers. Then
-it links the LLVM IR into each caller and optimises it again, at every level. A `part` is only
-lowered to LLVM IR. A `Whole` links in every part that it calls, directly or indirectly, and
+By default, Numba builds a separate library for every `@njit` function that another one calls. Numba
+optimises that library, and translates it, with a wrapper for Python callers, to machine code that
+is never run. Then Numba links the library's LLVM IR into each caller and optimises it again, at
+every level of calls. In this module, a `part` is a function that is only lowered to LLVM IR. A
+`Whole` is a kernel's entry: it links in every part that it calls, directly or indirectly, and
 optimises everything once.
 """
 
@@ -21,17 +22,17 @@ from numba.extending import overload
 
 
 class _Text(JITCodeLibrary):
-    """LLVM IR to be linked into other libraries, never into the process."""
+    """The LLVM IR of a part, which is linked into other libraries and never loaded by itself."""
 
     _shared_module: Any
     _linking_libraries: list[Any]
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Do nothing: the library that links this in optimises it."""
+        """Optimise nothing: the library that links this one in does so."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Finish the library without linking in its callees and without machine code."""
+        """Finish the library without its callees and without machine code."""
         self._raise_if_finalized()
         self._finalize_final_module()
 
@@ -45,7 +46,7 @@ class _Text(JITCodeLibrary):
         self._finalized = True
 
     def _get_module_for_linking(self):
-        """Return the IR with its callees linked in, for an ordinary Numba library."""
+        """Return this library's IR with its callees linked in, for a library of Numba's own."""
         self._ensure_finalized()
         if self._shared_module is None:
             self._shared_module = self._final_module.clone()
@@ -54,32 +55,35 @@ class _Text(JITCodeLibrary):
 
 
 class _HotText(_Text):
-    """Like `_Text`, for inner loops, which LLVM unrolls further with each optimisation."""
+    """The LLVM IR of an inner loop, which is also optimised by itself.
+
+    With each optimisation, LLVM unrolls an inner loop further.
+    """
 
     _optimize_functions = JITCodeLibrary._optimize_functions
 
     def finalize(self) -> None:
-        """Link in the callees and optimise all of it."""
+        """Link in the callees, and optimise the whole library."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super(_Text, self).finalize()
 
 
 class _Whole(JITCodeLibrary):
-    """A library with the machine code of a function that Python calls and of all its callees."""
+    """The library of a function that Python calls: machine code of the function and its callees."""
 
     _linking_libraries: list[Any]
     _optimize_functions = _Text._optimize_functions
 
     def finalize(self) -> None:
-        """Link in every callee once; Numba would link in all callees once per function."""
+        """Link in every callee once, where Numba would link in all callees once per function."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()
 
 
 def _link(library: Any, module: Any) -> None:
-    """Link all direct and indirect callees of a library into its module."""
+    """Link all callees of a library, direct and indirect, into the library's module."""
     seen, left = set(), list(library._linking_libraries)
     while left:
         callee = left.pop()
@@ -97,7 +101,7 @@ def _link(library: Any, module: Any) -> None:
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToText(NativeLowering):
-    """Numba's lowering pass, but into a `_Text`, without an address or wrappers."""
+    """Numba's lowering pass, changed to produce a `_Text`, without an address or wrappers."""
 
     _name = "flashsim_lower_to_text"
     library = _Text
@@ -119,14 +123,14 @@ class _LowerToText(NativeLowering):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToHotText(_LowerToText):
-    """Like `_LowerToText`, but optimised at once."""
+    """Numba's lowering pass, changed to produce a `_HotText`."""
 
     _name = "flashsim_lower_to_hot_text"
     library = _HotText
 
 
 class Part(CompilerBase):
-    """Numba's pipeline up to LLVM IR."""
+    """Numba's compiler pipeline for a part, which ends with LLVM IR."""
 
     lowering: type[NativeLowering] = _LowerToText
 
@@ -143,7 +147,7 @@ class Part(CompilerBase):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerWhole(NativeLowering):
-    """Numba's lowering pass, but into a `_Whole`."""
+    """Numba's lowering pass, changed to produce a `_Whole`."""
 
     _name = "flashsim_lower_whole"
 
@@ -155,25 +159,28 @@ class _LowerWhole(NativeLowering):
 
 
 class Whole(Part):
-    """The pipeline of a function that Python calls and that calls parts."""
+    """The compiler pipeline for a function that Python calls and that calls parts."""
 
     lowering = _LowerWhole
 
 
 class HotPart(Part):
-    """Like `Part`, for inner loops."""
+    """The compiler pipeline for a part that is mostly one inner loop."""
 
     lowering = _LowerToHotText
 
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
-    """Compile what `choose` returns for the types of a call, in place of `definition`."""
+    """Make compiled callers use the function that `choose` returns for the arguments' types.
+
+    The function replaces `definition`, which callers name.
+    """
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 
 
 def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **options: Any) -> Any:
-    """Let compiled callers use the decorated function; called from Python, it runs as it stands."""
+    """Let compiled callers use a function as a part; a call from Python runs it uncompiled."""
     if definition is None:
         return lambda function: part(function, pipeline=pipeline, **options)
     using(pipeline, definition, lambda *_: definition, **options)
@@ -181,5 +188,5 @@ def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **o
 
 
 def hot_part(definition: Callable) -> Any:
-    """A `part` that is mostly one inner loop."""
+    """Decorate a part that is mostly one inner loop: see `HotPart`."""
     return part(definition, pipeline=HotPart)

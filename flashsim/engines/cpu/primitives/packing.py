@@ -1,4 +1,4 @@
-"""Convert between rows as they lie in memory and panels."""
+"""Converts rows, as they are in memory, to panels, and panels to rows."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ SIDE = 16
 
 @part
 def panels_of(cpu, n):
-    """Return the number of panels that n lanes take."""
+    """Return the number of panels for n lanes."""
     return (n + cpu.width - 1) // cpu.width
 
 
 @part
 def filled(n, value, dtype):
-    """Return n copies of a number; NumPy's `full` takes three times as long to compile."""
+    """Return an array of n equal numbers; NumPy's `full` takes three times as long to compile."""
     array = panel_array(n, dtype)
     fill(array, array.dtype.type(value))
     return array
@@ -29,20 +29,23 @@ def filled(n, value, dtype):
 
 @part
 def fill(X, value):
-    """Set all of X to a number of its type."""
+    """Set all elements of X to `value`, which has their type."""
     for i in range(X.size):
         X[np.uint64(i)] = value
 
 
 @part
 def room_for(n, dtype, rounding):
-    """Allocate n floats for 16-bit numbers; nothing if they are floats already."""
+    """Allocate n floats into which to convert 16-bit numbers; none if inputs are floats already."""
     return panel_array(0 if rounding is None else n, dtype)
 
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """Return the array and offset of n numbers of X as floats: X or, for 16-bit numbers, `room`."""
+    """Return an array and offset with n numbers of X as floats.
+
+    The array is X itself or, for 16-bit numbers, `room`, to which they are converted.
+    """
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
@@ -51,14 +54,14 @@ def widened(cpu, room, X, x0, n, rounding):
 
 @part
 def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Like `pack`, for rows that may hold 16-bit numbers."""
+    """Do `pack` for rows that may hold 16-bit numbers, which are converted to floats."""
     from_x, start = widened(cpu, room, X, x0, n * d, rounding)
     pack(cpu, panels, from_x, start, n, d, factors)
 
 
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Like `unpack`, to rows that may hold 16-bit numbers; floats are checked by `look`."""
+    """Do `unpack` to rows that may hold 16-bit numbers; if they hold floats, `look` checks them."""
     if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
@@ -69,7 +72,10 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part(fastmath={"reassoc"})
 def look(counter, X, x0, n):
-    """Note in `counter` if any of n results is NaN or infinite: 0 times such a number is NaN."""
+    """Note in `counter` if any of n results is NaN or infinite.
+
+    For such a result, 0 times the number is NaN.
+    """
     total = X.dtype.type(0)
     for i in range(n):
         total += X[np.uint64(x0 + i)] * X.dtype.type(0)  # as in `copy_rows`
@@ -81,7 +87,7 @@ def look(counter, X, x0, n):
 def pack(cpu, panels, X, x0, n, d, factors):
     """Transpose n rows of X (.., d), each times its factor, into panels; lanes past n are zero.
 
-    Row x of panel p begins at (p d + x) times the panel's width.
+    The panel's row x of panel p begins at (p d + x) times the panel's width.
     """
     w, rows, cols = cpu.width, n // SIDE * SIDE, d // SIDE * SIDE
     transpose_in(cpu, panels, X, x0, rows, cols, d, factors)
@@ -93,7 +99,7 @@ def pack(cpu, panels, X, x0, n, d, factors):
 
 @hot_part
 def unpack(cpu, panels, X, x0, n, d, factors):
-    """The reverse of `pack`."""
+    """Transpose panels back into n rows of X, each times its factor: the reverse of `pack`."""
     w, rows, cols = cpu.width, n // SIDE * SIDE, d // SIDE * SIDE
     transpose_out(cpu, panels, X, x0, rows, cols, d, factors)
     for row in range(n):
@@ -105,8 +111,8 @@ def unpack(cpu, panels, X, x0, n, d, factors):
 def copy_rows(out, stride, X, x0, n, d, factor):
     """Copy n rows of X (.., d), times `factor`, padded with zeros to the row length `stride`.
 
-    Indices are unsigned. A signed index may count from the end as far as the compiler knows, so
-    neighbours might not be adjacent, and it would use gathers and scatters.
+    Indices are unsigned. From a signed index, the compiler must expect that it counts from the
+    array's end, so that neighbours might not be adjacent, and would use gathers and scatters.
     """
     for row in range(n):
         for x in range(d):
@@ -117,7 +123,7 @@ def copy_rows(out, stride, X, x0, n, d, factor):
 
 @part
 def clear_rows(cpu, X, x0, ld, first, last):
-    """Zero rows first .. last - 1 of a panel."""
+    """Set rows first .. last - 1 of a panel to 0."""
     for r in range(first, last):
         for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
             X[np.uint64(at)] = 0

@@ -1,0 +1,298 @@
+"""`flex_attention` inside ``torch.compile``: the functions as subgraphs, the call as an operator.
+
+Dynamo, the compiler's tracer, inlines Python and so has no value for a function. For torch's own
+flex attention it makes an exception: it traces the functions apart, as subgraphs, and passes them
+and what they captured to a "higher-order operator". `compiled` is such an operator for Dynamo. When
+it is called, it traces the subgraphs into flashsim's graphs. It passes these as text to
+``flashsim::flex_attention``, an ordinary operator.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+
+from flashsim.api import execution
+from flashsim.functions.builder import graph_of
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.symbols import Captured, Symbol
+from flashsim.functions.tracing import Traced, trace_mask, trace_score
+from flashsim.torch import ops
+
+_TENSORS = (
+    "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] score_arrays, Tensor[] mask_arrays"
+)
+_QUESTION = "str score, str mask, int[] wanted, float? scale, str backend"
+
+
+@torch.library.custom_op(
+    "flashsim::flex_attention",
+    mutates_args=(),
+    schema=f"({_TENSORS}, *, {_QUESTION}) -> (Tensor out, Tensor lse)",
+)
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_arrays: Sequence[Tensor],
+    mask_arrays: Sequence[Tensor],
+    *,
+    score: str,
+    mask: str,
+    wanted: Sequence[int],
+    scale: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """Run `flashsim.run` with functions as texts; `wanted` numbers arrays that want gradients."""
+    asked = _keywords(sinks, score_arrays, mask_arrays, score, mask, scale, backend)
+    result = execution.run(*map(ops.readable, (q, k, v)), **asked)
+    return result.out, result.lse
+
+
+@torch.library.custom_op(
+    "flashsim::flex_attention_backward",
+    mutates_args=(),
+    schema=(
+        f"(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, {_TENSORS}, *, {_QUESTION}) "
+        "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dsinks, Tensor[] captured)"
+    ),
+)
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_arrays: Sequence[Tensor],
+    mask_arrays: Sequence[Tensor],
+    *,
+    score: str,
+    mask: str,
+    wanted: Sequence[int],
+    scale: float | None,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    """Run `flashsim.backward`; dsinks has no elements without sinks."""
+    asked = _keywords(sinks, score_arrays, mask_arrays, score, mask, scale, backend)
+    names = [_graph(score).arrays[n].name for n in wanted]
+    found = execution.backward(
+        *map(ops.readable, (q, k, v, out, lse, dout)),
+        dlse=None if dlse is None else ops.readable(dlse),
+        captured=tuple(names),
+        **asked,
+    )
+    dsinks = q.new_empty(0) if sinks is None else found.dsinks.to(sinks.dtype)
+    return found.dq, found.dk, found.dv, dsinks, [found.captured[name] for name in names]
+
+
+def _keywords(
+    sinks: Tensor | None,
+    score_arrays: Sequence[Tensor],
+    mask_arrays: Sequence[Tensor],
+    score: str,
+    mask: str,
+    scale: float | None,
+    backend: str,
+) -> dict[str, Any]:
+    """Return the keywords of `flashsim.run`."""
+    plain = [x.detach() for x in score_arrays]
+    return {
+        "score_mod": Traced(_graph(score), tuple(plain)) if score else None,
+        "mask_mod": MaskFunction(_graph(mask), mask_arrays) if mask else None,
+        "scale": scale,
+        "sinks": None if sinks is None else sinks.detach(),
+        "backend": backend,
+    }
+
+
+@functools.lru_cache(64)
+def _graph(text: str) -> Any:
+    return graph_of(json.loads(text))
+
+
+@forward.register_fake
+def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    return out, q.new_empty(q.shape[:-1], dtype=wide)
+
+
+@backward.register_fake
+def _gradient_shapes(
+    dout: Tensor,
+    dlse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    score_arrays: Sequence[Tensor],
+    mask_arrays: Sequence[Tensor],
+    *,
+    wanted: Sequence[int],
+    **_: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
+    dsinks = q.new_empty(0) if sinks is None else sinks.new_empty(sinks.shape)
+    arrays = [score_arrays[n].new_empty(score_arrays[n].shape) for n in wanted]
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks, arrays
+
+
+def _keep(ctx: Any, inputs: Any, keyword_only_inputs: dict[str, Any], output: Any) -> None:
+    q, k, v, sinks, score_arrays, mask_arrays = inputs
+    ctx.save_for_backward(q, k, v, sinks, *output, *score_arrays, *mask_arrays)
+    ctx.counts, ctx.question = (len(score_arrays), len(mask_arrays)), keyword_only_inputs
+    ctx.set_materialize_grads(False)
+
+
+def _gradient(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Any, ...]:
+    q, k, v, sinks, out, lse, *arrays = ctx.saved_tensors
+    n_score, n_mask = ctx.counts
+    if dout is None and dlse is None:
+        return None, None, None, None, [None] * n_score, [None] * n_mask
+    dout = torch.zeros_like(out) if dout is None else dout
+    given = (q, k, v, sinks, arrays[:n_score], arrays[n_score:])
+    dq, dk, dv, dsinks, captured = backward(dout, dlse, out, lse, *given, **ctx.question)
+    of_arrays: list[Tensor | None] = [None] * n_score
+    for n, gradient in zip(ctx.question["wanted"], captured, strict=True):
+        of_arrays[n] = gradient
+    return dq, dk, dv, None if sinks is None else dsinks, of_arrays, [None] * n_mask
+
+
+forward.register_autograd(_gradient, setup_context=_keep)
+backward.register_autograd(ops.no_second)
+
+
+# -- what Dynamo calls -----------------------------------------------------------------------------
+
+
+_NAME = "flashsim_flex_attention"
+
+
+def known() -> bool:
+    """Tell Dynamo to treat `compiled` as torch's flex attention; return whether it could be told.
+
+    Dynamo runs this function, and does not inline it.
+    """
+    from torch._dynamo.variables import higher_order_ops
+
+    classes = getattr(higher_order_ops, "_hop_name_to_variable_class", {})
+    if "flex_attention" in classes:
+        classes[_NAME] = classes["flex_attention"]
+    return _NAME in classes
+
+
+known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_constant_result does
+
+
+class _Compiled(HigherOrderOperator):
+    """Takes the arguments that Dynamo gives to torch's own flex attention.
+
+    `block_mask` is a pair, the sinks and the mask's subgraph. `options` holds the backend.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(_NAME)
+        self.otherwise: Callable[..., tuple[Tensor, Tensor]]  # `flex.uncompiled`
+
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        score_mod: Any,
+        block_mask: Any,
+        scale: float | None,
+        options: Any,
+        score_captured: Sequence[Any] = (),
+        mask_captured: Sequence[Any] = (),
+    ) -> tuple[Tensor, Tensor]:
+        if not hasattr(score_mod, "graph"):  # Dynamo gave up, and Python calls this as it is
+            sinks, mask = block_mask
+            return self.otherwise(q, k, v, score_mod, mask, scale, sinks, **options)
+        score = trace_score(_function(score_mod, score_captured, True))
+        mask = trace_mask(_function(block_mask[-1], mask_captured, False))
+        plain = score.graph.nodes[score.graph.root].op == "arg"  # the score itself
+        every = mask.graph.nodes[mask.graph.root].op == "const"
+        wanted = [n for n, x in enumerate(score.arrays) if x.requires_grad]
+        return forward(
+            *(q, k, v, block_mask[0]),
+            *([*score.arrays], [] if every else [*mask.arrays]),
+            score="" if plain else json.dumps(score.graph.entry()),
+            mask="" if every else json.dumps(mask.graph.entry()),
+            wanted=wanted,
+            scale=scale,
+            backend=options["backend"],
+        )
+
+
+#: Dynamo looks for such an object among a function's globals.
+compiled = _Compiled()
+
+
+def _function(subgraph: Any, captured: Sequence[Any], of_score: bool) -> Callable[..., Any]:
+    """Return a function that computes a subgraph, for `trace_score` and `trace_mask`."""
+    body = _Body(subgraph)
+    numbers = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+    arrays = tuple(numbers.get(type(x), lambda same: same)(x) for x in captured)
+    held = body.held()
+    if of_score:
+        return lambda score, b, h, q, k: body.value((score, b, h, q, k, *arrays), held)
+    return lambda b, h, q, k: body.value((b, h, q, k, *arrays), held)
+
+
+class _Body:
+    """A subgraph as Dynamo made it, with symbols as arguments."""
+
+    def __init__(self, subgraph: Any) -> None:
+        self._graph = subgraph
+
+    def held(self) -> tuple[Tensor, ...]:
+        """The tensors that are the subgraph's own, in the order of its nodes."""
+        nodes = self._graph.graph.find_nodes(op="get_attr")
+        return tuple(getattr(self._graph, node.target) for node in nodes)
+
+    def value(self, given: Sequence[Any], held: Sequence[Any]) -> Any:
+        """Compute the subgraph node by node."""
+        found: dict[Any, Any] = {}
+        inputs, own = iter(given), iter(held)
+        for node in self._graph.graph.nodes:
+            args, keywords = torch.fx.node.map_arg((node.args, node.kwargs), found.__getitem__)
+            if node.op == "placeholder":
+                found[node] = next(inputs)
+            elif node.op == "get_attr":
+                found[node] = next(own)
+            elif node.op == "call_method" and node.target == "item":
+                found[node] = args[0]  # a Python number that changed between calls
+            elif node.op == "call_method":
+                found[node] = getattr(args[0], node.target)(*args[1:], **keywords)
+            elif node.op == "output":
+                return args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
+            else:
+                found[node] = _called(node.target, args, keywords)
+        raise AssertionError("a graph ends with its output")
+
+
+def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Call a function of a subgraph; Dynamo writes an element x[i, j] in a way of its own."""
+    indexed = len(args) == 2 and isinstance(args[1], (tuple, list))
+    if indexed and isinstance(args[0], (Captured, Symbol)) and "index" in _name(target).lower():
+        return args[0][tuple(args[1])]
+    return target(*args, **keywords)
+
+
+def _name(target: Any) -> str:
+    return getattr(target, "__qualname__", "") or getattr(target, "__name__", "") or str(target)
+
+
+__all__ = ["compiled", "known"]
