@@ -430,8 +430,8 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
     store together. Their other visits' tiles arrive during products.
     """
     visited = {move.tensor for move in one.stage.visit if move.op == "load"}
-    streamed = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
-    streamed /= once_bytes(traffic, one.stage.name)
+    nbytes = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
+    streamed = nbytes / once_bytes(traffic, one.stage.name)
     return 1 - streamed + streamed / max(1.0, float(work.visits.mean()))
 
 
