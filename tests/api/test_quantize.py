@@ -269,7 +269,7 @@ def test_scales_that_fit_no_inputs():
         run(scales=(x.q_scale, x.k_scale.astype(float), x.v_scale))
     with pytest.raises(OptionError, match="scale of v must be positive and finite"):
         run(scales=(x.q_scale, x.k_scale, -x.v_scale))
-    with pytest.raises(OptionError, match="these are one per head"):
+    with pytest.raises(OptionError, match="these scales are one per head"):
         run(scales=x.scales, scale_block=(64, 64))
     with pytest.raises(OptionError, match="so it needs scales"):
         run(scale_block=(64, 64))
