@@ -110,7 +110,7 @@ class _Late:
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the import spec of a short name in `_LATE`, `flashsim.X`; otherwise None."""
+        """Return the import spec of `flashsim.X` if X is a short name in `_LATE`; else None."""
         package, _, rest = name.partition(".")
         where = _LATE.get(rest.partition(".")[0], __name__)
         if package != __name__ or where == __name__:

@@ -57,10 +57,10 @@ class Table:
     def rich(self, width: int) -> Any:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
-        Of four forms, the first one that fits is used. The first form is the unchanged table. The
-        second has its constant columns moved into the title; the third also has bytes and FLOPs in
-        larger units. The fourth form is transposed, with one column per row, in as many pieces as
-        necessary.
+        Of four forms, the first one that fits is used. The first form is the unchanged table. In
+        the second form, constant columns are moved into the title; in the third form, bytes and
+        FLOPs also have larger units. The fourth form is transposed, with one column per row, in as
+        many pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text

@@ -164,7 +164,7 @@ def clear_dbias(machine: Machine) -> Tensor | None:
 def accumulator_name(machine: Machine, result: str) -> str:
     """Return the name of the tensor in HBM that accumulates `result`.
 
-    This is `result` itself if `result` has the accumulator's type.
+    The name is `result` itself if that tensor has the accumulator's type.
     """
     name = f"{result}_acc"
     return name if name in machine.hbm.tensors else result

@@ -89,8 +89,8 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
     """Convert arrays to NumPy's, copying them from a GPU; the returned host converts results back.
 
-    This is for operations that have no GPU kernel. All arrays are converted in the way of the first
-    one.
+    The function serves operations that have no GPU kernel. All arrays are converted in the way of
+    the first one.
     """
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)

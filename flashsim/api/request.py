@@ -38,7 +38,8 @@ class Checked:
     """A call that passed every check: its job, its engine, and the library of its arrays.
 
     `empty` says whether the batch, the queries or the keys have size 0; then the engine is
-    `Nothing`. `captured`: the arrays of the score function as the user passed them.
+    `Nothing`. `captured` holds the arrays that the score function captures, as the user passed
+    them.
     """
 
     engine: Engine
@@ -87,7 +88,7 @@ class Checked:
         dlse: bool,
         captured: Sequence[str] = (),
     ) -> Job:
-        """Return the job of the backward pass that follows the forward pass `mine`.
+        """Return the `Job` of the backward pass that follows the forward pass `mine`.
 
         `dlse` says whether the caller passes a gradient of the LSE. `captured` names the captured
         arrays of the score function whose gradients the caller wants.

@@ -219,7 +219,7 @@ def gradients(
 ) -> Gradients:
     """Run the backward pass that follows the forward pass `mine`.
 
-    `dout` must have the shape and type of `out`, and `dlse`, unless it is None, those of `lse`.
+    `dout` must have the shape and type of `out`. `dlse` must be None or have those of `lse`.
     """
     on_cpu = asked.backend in dispatch.ON_CPU
     alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)

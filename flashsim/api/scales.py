@@ -65,7 +65,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the value of `Problem.scales` for scales of these shapes; `ndim` is q's.
+    """Return the value of `Problem.scales` for scales of these shapes; `ndim` is q's axes.
 
     Raises
     ------

@@ -106,7 +106,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return the source of the file or cell with a function, and the function's; "" if unknown."""
+    """Return two texts: the file or cell with a function, and the function; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):

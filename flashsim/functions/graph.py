@@ -24,9 +24,10 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 class Node(NamedTuple):
     """One node of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
 
-    `op` is one of OPERATIONS, or one of four others. "arg" is the function's argument named
-    `value`; "const" is the Python number `value`; "cast" converts to the node's kind, and truncates
-    floats to integers; "load" reads captured array number `value` at the integer indices `args`.
+    `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". "arg" is the function's argument
+    named `value`; "const" is the Python number `value`; "cast" converts to the node's kind, and
+    truncates floats to integers; "load" reads captured array number `value` at the integer indices
+    `args`.
     """
 
     op: str

@@ -200,7 +200,7 @@ class Symbol(_Arithmetic):
 class Captured(_Arithmetic):
     """Stands for an array that a traced function captured.
 
-    Indexing it by symbols gives a symbol of the element.
+    Indexing such an array by symbols gives a symbol for the element.
     """
 
     def __init__(self, recorder: Any, array: Any, name: str) -> None:

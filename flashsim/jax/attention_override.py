@@ -35,8 +35,8 @@ def dot_product_attention(
     sequences (`cu_seqlens_q`).
 
     The result differs from jax.nn's in two things. A row that sees no key gives zeros in flashsim;
-    in jax.nn, softmax over equal scores gives it the mean of all values. Also, the residual is not
-    rounded through the masked scores.
+    in jax.nn, softmax over equal scores gives it the mean of all values. Also, masked scores do not
+    round the residual (the LSE).
 
     Parameters
     ----------

@@ -116,7 +116,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run this call; the rule is `flashsim.torch.attention`'s."""
+    """Return whether the decode kernels run a call, by the rule of `flashsim.torch.attention`."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)

@@ -148,7 +148,7 @@ def launch(
 
 
 def run_gpu(walker: Walker, recorder: Programs, here: KernelCall, mapping: Any, jaxpr: Any) -> None:
-    """Run every program with new scratch buffers; refs are views of device memory."""
+    """Run a kernel's programs, each with new scratch buffers; refs are views of device memory."""
     scalars = [Ref.whole(one.array, one, one.name) for one in here.scalars]
     count = len(here.scalars) + len(here.operands)
     vmapped = mapping.vmapped_dims

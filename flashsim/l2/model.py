@@ -14,18 +14,18 @@ from flashsim import report
 from flashsim.counts import questions
 from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, UnsupportedError, choices, own_errors, shown
+from flashsim.l2.captured import LINE, LINED
 from flashsim.l2.curve import Curve
 from flashsim.l2.launch import L2Model
 from flashsim.l2.requests import Stream, TileNumbers, numbers_of, stream
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
-from flashsim.schedule import plans
-from flashsim.schedule.tensors import CAPTURED
 
 OPS = ("read", "write", "pending")
 
-#: Bytes of a cache line, and the numbers of sets and of lines that are simulated as a sample.
-LINE, LEAST_SETS, LEAST_LINES, SPARE = 128, 256, 50_000, 16
+#: The least numbers of sets and of lines that are simulated as a sample, of all lines and of a
+#: captured array; how many times as large as all tensors a cache is at most.
+LEAST_SETS, LEAST_LINES, LEAST_CAPTURED, SPARE = 256, 50_000, 64, 16
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,9 @@ class Dram:
             ``dram__bytes_write.sum`` shows at least these. "pending": bytes that are dirty in L2
             when the kernel ends (with ``flush=False``, when the last kernel ends), and are written
             later. Default: reads and writes, including pending bytes.
+        tensor : str, optional
+            A tensor's name as in `count`, except that "F" contains "F_own", and "M" contains
+            "M_own".
         """
         if op is not None:
             checks.one_of("DRAM operation", op, OPS)
@@ -154,15 +157,10 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     Raises
     ------
     UnsupportedError
-        If there are too many requests to replay.
+        If there are too many requests to replay, or a score function indexes a captured array with
+        elements of another captured array.
     """
     model = _model(requested, model)
-    its = requested.problem, requested.algorithm, requested.direction
-    if set(plans.tensors_of(*its, "load")) & {*CAPTURED, "sink"}:
-        raise UnsupportedError(
-            "the L2 model replays whole tiles, so it does not support sinks, or functions that "
-            "read captured arrays; leave these out, or pass level='requested'"
-        )
     tiles, streams = _streams(requested, model)
     whole = model.ways is None
     cache = _WholeTiles(tiles, requested.device) if whole else _Sets(tiles, requested.device, model)
@@ -270,6 +268,11 @@ class _Sets:
         if share < 1:
             lines = np.floor(tiles.size / LINE * sets / all_sets + rng.random(len(lines)))
             lines = lines.astype(np.int64)
+            for name in filter(LINED.__contains__, tiles.names):  # may have a single line
+                its = tiles.range_of(name)
+                n = its.stop - its.start
+                some = rng.permutation(n)[: max(round(n * sets / all_sets), LEAST_CAPTURED)]
+                lines[its] = np.bincount(some, minlength=n)
         self.first = np.concatenate([[0], np.cumsum(lines)])
         count = int(self.first[-1])
         self.places = rng.integers(sets, size=count, dtype=np.int32)
@@ -278,6 +281,9 @@ class _Sets:
         self.shape = parts, sets, model.ways
         per_tensor, nbytes = tiles.by_tensor(lines), tiles.by_tensor(tiles.size)
         self.bytes_a_line = {name: nbytes[name] / n for name, n in per_tensor.items()}
+        # A captured array's tiles are its lines, and the last line of an array may be shorter.
+        listed = {name: tiles.range_of(name) for name in tiles.names if name in LINED}
+        self.whole = {name: its for name, its in listed.items() if lines[its].all()}
         self._empty()
 
     def _empty(self) -> None:
@@ -303,7 +309,8 @@ class _Sets:
         return self._bytes(dirty)
 
     def _bytes(self, lines: np.ndarray) -> dict[str, int]:
+        found = self.tiles.by_tensor(lines)
+        exact = {name: lines[its] @ self.tiles.size[its] for name, its in self.whole.items()}
         return {
-            name: round(n * self.bytes_a_line[name])
-            for name, n in self.tiles.by_tensor(lines).items()
+            name: round(exact.get(name, n * self.bytes_a_line[name])) for name, n in found.items()
         }

@@ -9,6 +9,7 @@ from itertools import pairwise
 import numpy as np
 
 from flashsim.errors import UnsupportedError, require_numba
+from flashsim.l2 import captured
 from flashsim.l2.launch import L2Model
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
@@ -58,7 +59,7 @@ class TileNumbers:
     ----------
     first : dict of int
         The number of each tensor's first tile. The tiles of a tensor have consecutive numbers, head
-        by head.
+        by head. The tiles of a captured array are its cache lines.
     size : int64 (tiles,)
         The bytes of each tile.
     """
@@ -72,8 +73,9 @@ class TileNumbers:
         sizes: list[np.ndarray] = []
         at = 0
         for name, tensor in self.tensors.items():
-            owners = self.matrices(tensor)
-            count = owners * self.tiles(tensor)
+            lines = captured.line_sizes(problem, name) if name in captured.LINED else None
+            owners = self.matrices(tensor) if lines is None else 1
+            count = owners * self.tiles(tensor) if lines is None else len(lines)
             self.first[name] = at
             at += count
             if at > MOST_TILES:
@@ -81,7 +83,7 @@ class TileNumbers:
                     f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but the tensors "
                     f"up to {name} have {at:,}; use larger tiles, fewer heads or a shorter sequence"
                 )
-            sizes.append(np.tile(self._sizes(name, tensor), owners))
+            sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)
 
     def matrices(self, tensor: TensorShape) -> int:
@@ -104,6 +106,12 @@ class TileNumbers:
             return np.repeat(self.heights, self.schedule.part_counts) * tensor.width
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
+    def range_of(self, name: str) -> slice:
+        """Return the numbers of a tensor's tiles."""
+        edges = [*self.first.values(), len(self.size)]
+        at = self.names.index(name)
+        return slice(edges[at], edges[at + 1])
+
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
         """Return the sum of a value per tile over each tensor's tiles; sums of 0 are left out."""
         edges = [*self.first.values(), len(self.size)]
@@ -114,15 +122,18 @@ class TileNumbers:
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
     """Number the tiles of every tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
-    return TileNumbers(problem, schedule, [*used])
+    return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 
 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return how many tiles one kernel requests, over all heads.
 
-    This builds the schedule's tables only if keys are split (`stage.parts`).
+    A tile's elements of captured arrays count as one request per array access in the function. The
+    schedule's tables are built only if keys are split (`stage.parts`).
     """
-    before, each, whole, rest = (sum(move.transfers for move in moves) for moves in _moves(stage))
+    before, each, whole, rest = (
+        sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
+    )
     if stage.parts:
         _, inner, tile_of, several = _visits(stage, schedule)
         outers, visits, divided = len(tile_of), len(inner), int(several.sum())
@@ -132,6 +143,13 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
     ends = (outers - divided) * whole + divided * rest
     repeat, stride = heads_of(stage, schedule.problem)
     return repeat * (outers * before + ends + _members(stage, schedule, stride) * visits * each)
+
+
+def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
+    """Return how many requests a move makes per tile."""
+    if captured.lined(move.tensor) in captured.LINED and move.transfers:
+        return len(captured.accesses(problem, move.tensor, stage.outer))
+    return int(move.transfers)
 
 
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
@@ -173,7 +191,8 @@ def stream(
     from flashsim.l2.interleave import weave
 
     p, merges = schedule.problem, stage.parts == "merges"
-    parts = [_requests(tiles, moves, merges=merges) for moves in _moves(stage)]
+    touched = captured.Requests(schedule, len(tiles.size))
+    parts = [_requests(tiles, stage, moves, touched, merges=merges) for moves in _moves(stage)]
     before, each, whole, part = map(len, parts)
     _, stride = heads_of(stage, p)
     members = _members(stage, schedule, stride)
@@ -181,11 +200,7 @@ def stream(
         stride = 1
     n = requests(stage, schedule)
     if n > MOST_REQUESTS:
-        raise UnsupportedError(
-            f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
-            f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (the bytes per head hardly "
-            "change if there are many more thread blocks than can run at the same time)"
-        )
+        raise _too_many(stage, n)
     ptr, inner, tile_of, several = _visits(stage, schedule)
     columns, ranks, waiting = None, np.zeros(0, np.int32), (0, 0)
     if model.launch == "in-turns" and any(move.op == "reduce" for move in stage.visit):
@@ -214,7 +229,18 @@ def stream(
         *(ranks, np.zeros(waiting, np.int32), np.zeros(waiting), turn),
     )
     assert written == n
-    return Stream(stage, ids, codes)
+    expanded = touched.expand(ids, codes, MOST_REQUESTS)
+    if isinstance(expanded, int):
+        raise _too_many(stage, expanded)
+    return Stream(stage, *expanded)
+
+
+def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"stage {stage.name!r} makes {n:,} tile requests, but the L2 model replays at most "
+        f"{MOST_REQUESTS:,}; use larger tiles or fewer heads (bytes per head hardly change "
+        "once there are many more blocks than run at once)"
+    )
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
@@ -269,15 +295,24 @@ def _visits(
 
 
 def _requests(
-    tiles: TileNumbers, moves: Iterable[plans.Move], *, merges: bool
+    tiles: TileNumbers,
+    stage: plans.Stage,
+    moves: Iterable[plans.Move],
+    touched: captured.Requests,
+    *,
+    merges: bool,
 ) -> list[tuple[int, ...]]:
     """Return one row of the table for `weave` for each move between HBM and SRAM.
 
-    In a kernel that merges parts, the inner tiles are the parts.
+    A move of captured elements has a row for each array access in the function. In a merging
+    kernel, the inner tiles are the parts.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
-        if move.transfers:
+        name = captured.lined(move.tensor)
+        if move.transfers and name in captured.LINED:
+            rows += touched.rows(stage, move, tiles.first[name])
+        elif move.transfers:
             its = tiles.tensors[move.tensor]
             numbering = tiles.first[move.tensor], tiles.tiles(its), tiles.schedule.t_c
             axis = COL if merges and its.axis == PART else its.axis

@@ -170,7 +170,7 @@ def _one(
 
 @dataclass(frozen=True)
 class Back:
-    """How to compute gradients: the default values are right.
+    """How to compute gradients: the default values are right, and any other value is a mistake.
 
     Attributes
     ----------

@@ -171,7 +171,7 @@ class KernelRecord:
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
         """Group the `chosen` accesses into tuples (line, operation, tensor code, accesses).
 
-        In these tuples, `line` is an index into `lines`.
+        In such a tuple, the source line is an index into `lines`.
         """
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1

@@ -246,9 +246,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
-    On a GPU, the kernel reads cache lengths and block tables while it runs. So such a call does not
-    wait for the GPU, and a CUDA graph can capture it. The docstring of `flash_attn_func` explains
-    arguments that are not listed here.
+    On a GPU, the kernel reads cache lengths and block tables while it runs. So a call of this
+    function does not wait for the GPU, and a CUDA graph can capture it. The docstring of
+    `flash_attn_func` explains arguments that are not listed here.
 
     Parameters
     ----------

@@ -325,7 +325,8 @@ class Trace(Recording):
         Raises
         ------
         UnsupportedError
-            If there are too many requests to replay.
+            If there are too many requests to replay, or a score function indexes a captured array
+            with elements of another captured array.
         """
         from flashsim.l2 import dram
 

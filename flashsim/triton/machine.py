@@ -398,7 +398,7 @@ class Interpreter:
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
         """Run one program again, on memory as it was before its launch; `look` gets each access.
 
-        Such a run is not recorded, and the current memory is restored at the end.
+        This second run is not recorded, and the current memory is restored at the end.
         """
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}

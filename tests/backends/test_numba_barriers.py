@@ -488,7 +488,7 @@ def run(monkeypatch):
             }.items():
                 monkeypatch.setattr(module, name, value)
         for name, value in {
-            **{"float32": float, "tiles": zeros, "tensor_gradients": columns},
+            **{"float32": float, "mma_tiles": zeros, "tensor_gradients": columns},
             **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
             **{"walk_functions": lambda *_, **__: walk, "item_functions": lambda *_, **__: items},
         }.items():

@@ -140,7 +140,7 @@ def played(block):
     )
     tiles = SimpleNamespace(zeros=lambda n: tuple, full=lambda n, value: lambda: value)
     output = SimpleNamespace(store_rows=lambda blocks: lambda *_: 0)
-    return {"hopper": hopper, "softmax": softmax, "tiles": tiles, "output": output}
+    return {"hopper": hopper, "softmax": softmax, "mma_tiles": tiles, "output": output}
 
 
 @pytest.fixture

@@ -119,7 +119,7 @@ def test_who_has_it():
     x = tensors(40, 40, 8)
     with pytest.raises(UnsupportedError, match="'flash2-once'"):
         flashsim.run(x.q, x.k, x.v, backend="numba", algorithm=ONCE)
-    with pytest.raises(OptionError, match="it is deterministic"):
+    with pytest.raises(OptionError, match="one form, which is deterministic"):
         flashsim.run(x.q, x.k, x.v, algorithm=ONCE).backward(x.dout, deterministic=True)
 
 

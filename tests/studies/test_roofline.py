@@ -1,5 +1,8 @@
 """Roofline: which bytes, which roof, what bounds."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 import flashsim
@@ -65,6 +68,19 @@ def test_textbook_counts_one_score_matrix_once_for_standard_attention():
     # The real thing writes S and P and reads both.
     real = flashsim.count(p, algorithm="standard", tiling=Tiling(128, 256))
     assert real.bytes(tensor="S") + real.bytes(tensor="P") == 4 * 2 * 4 * 128 * 256
+
+
+def test_captured_arrays_are_bytes_of_the_points():
+    """A bias of 64 x 64 float32, read by both heads: requested twice, from DRAM once."""
+    bias = np.zeros((64, 64), np.float32)
+    plain = Problem(64, head_dim=8, heads=2)
+    biased = replace(plain, score_mod=lambda s, b, h, q, k: s + bias[q, k])
+    how = {"tiling": Tiling(16, 16), "device": TOY}
+    without, points = (roofline(flashsim.count(p, **how)) for p in (plain, biased))
+    more = {name: points[name].bytes - without[name].bytes for name in ("requested", "dram")}
+    assert more == {"requested": 2 * bias.nbytes, "dram": bias.nbytes}
+    assert points["compulsory"].bytes - without["compulsory"].bytes == bias.nbytes
+    assert points["dram"].flops == without["dram"].flops  # those of the matrix products
 
 
 def test_without_an_l2_bandwidth_the_requested_point_has_no_roof():

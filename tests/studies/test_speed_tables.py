@@ -63,7 +63,7 @@ def test_the_guides_sentences_of_many_gpus_are_of_the_kept_measurements(bench):
     long, short = (rows[4, f"{n} Ki", "causal", "forward"] for n in (64, 16))
     guide = words("guides/many_gpus.md")
     assert f"zigzag is {long[6]} × as fast as one GPU at 64 Ki tokens (causal, forward)." in guide
-    assert f"At 16 Ki it is slower than one GPU, {short[6]} ×," in guide
+    assert f"At 16 Ki tokens, zigzag is {short[6]} × as fast as one GPU, because" in guide
     assert f'"ulysses" needs less of the host and reaches {short[9]} ×.' in guide
 
 
@@ -93,8 +93,10 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "competitor on eleven of twelve shapes in each direction." in GPU
     assert f"Forward, {BEHIND[0]} reached {forward} of its throughput;" in GPU
     assert f"backward, {BEHIND[1]} reached {backward}. Both were behind FA-CuTe" in GPU
-    assert f"On the H200, {BEHIND[0]} reached {forward} × forward in one of two runs." in GUIDE
-    assert f"In the backward pass, {BEHIND[1]} reached {backward} × in one of two runs." in GUIDE
+    best = "× the fastest competitor's throughput"
+    assert f"On the H200, {BEHIND[0]} reached {forward} {best} forward in one of two runs." in GUIDE
+    said = f"In the backward pass, {BEHIND[1]} reached {backward} {best} in one of two runs."
+    assert said in GUIDE
     both = [ends(sorted(way + other)) for way, other in zip(papers, first, strict=True)]
     said = (
         f"{both[0]} × the fastest competitor forward, {both[1]} × backward | measured, two runs |"
@@ -119,14 +121,14 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "64 sequences of 256 tokens reach 0.97 of FA-CuTe's throughput each." in GPU
     behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
     assert f"64 sequences of 256 to 768 tokens reach {behind} of it." in GPU
-    said = f"some short sequences reach only {behind} ×. These are one sequence of 128 tokens and"
+    said = f"some short sequences reach {behind} {best}. These are one sequence of 128 tokens and"
     said = f"{said} 64 sequences of 256 tokens forward, and 64 sequences of 256 to 768 tokens"
     assert f"{said} backward." in GUIDE
     serving = of("gpu-serving-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
     last = f"32 heads on 8 at 32,768 tokens reach {serving[1][0]:.3f}."
     assert f"competitor on all thirteen shapes, and our backward on twelve; {last}" in GPU
-    assert f"8 KV heads at 32,768 tokens reach {serving[1][0]:.3f} × backward," in GUIDE
+    assert f"8 KV heads at 32,768 tokens reach {serving[1][0]:.3f} {best} backward," in GUIDE
     widths = of("gpu-widths-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in widths] == [16, 15]
     assert "forward is at least as fast as the fastest competitor on all sixteen," in GPU
@@ -181,7 +183,8 @@ def test_the_sentences_of_kernels_in_python_are_of_the_kept_measurements(tables)
     forward = ratios("", "forward")
     passes = f"{ratios(' three passes')} in three passes, and {forward} for the forward."
     assert f"Python's throughput divided by C++'s is {said} {passes}" in GPU
-    assert f'it reaches {forward} × `"cupy"` forward and {ratios("")} × backward, from' in GUIDE
+    said = f'`"numba_cuda"` reaches {forward} × the throughput of `"cupy"` forward and'
+    assert f"{said} {ratios('')} × backward, from" in GUIDE
     ours = [
         float(row["C++ / and K ahead"])
         for row in tables.kept("python-forward-h200.csv")
@@ -255,7 +258,7 @@ def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
     behind = [x for x in ratios["1"] if x < 1]
     said = f"{len(behind)} of {len(ratios['1'])} shapes with one query on a cache are"
     slower = [100 * (1 - x) for x in sorted(behind, reverse=True)]
-    assert f"{said} {slower[0]:.1f} to {slower[-1]:.1f} % behind cuDNN." in GUIDE
+    assert f"{said} {slower[0]:.1f} to {slower[-1]:.1f} % behind cuDNN's throughput." in GUIDE
     least, most = min(ratios["4"]), max(ratios["4"])
     assert (
         f"four queries all {ahead['4']} are ahead, by {least:.1f} to {most:.1f} times" in DECODING
@@ -283,7 +286,7 @@ def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
     lacking = [forward[n][eight].strip() for n in (0, 4)]
     said = f"N = 1024 reaches {lacking[0]}, and d = 128 reaches {lacking[1]};"
     assert f"two forward passes without a mask miss it in this run: {said}" in CPU
-    said = "2 of 6 forward shapes miss their target of 1.25 × PyTorch: they reach"
+    said = "2 of 6 forward shapes miss their target of 1.25 × PyTorch's throughput: they reach"
     assert f"{said} {' and '.join(lacking)}." in GUIDE
 
 

@@ -1,9 +1,9 @@
 """Count one matrix product by hand.
 
-S = Q Kᵀ, float32. Q has 40 rows of 16 elements; K has 48 rows of 16 elements. A thread block (a
-*step*) owns a tile of 8 rows of Q, and loads it once. Then the step loops over the keys in
-tiles of 16: it loads a tile, multiplies, and stores the 8 × 16 tile of S. A step keeps nothing
-else on chip, and steps share nothing on chip.
+The product is S = Q Kᵀ in float32. Q has 40 rows of 16 elements; K has 48 rows of 16 elements.
+A thread block (a *step*) owns a tile of 8 rows of Q, and loads it once. Then the step loops
+over the keys in tiles of 16: it loads a tile, multiplies, and stores the 8 × 16 tile of S. A
+step keeps nothing else on chip, and steps share nothing on chip.
 
 Fill in ANSWERS: numbers of bytes and FLOPs, as integers. One multiply-add counts as two FLOPs.
 """

@@ -56,8 +56,7 @@ def reference(machine):
 
 
 def budget(task):
-    """Return the bytes for full marks: Q once per part, partial results twice, the rest
-    once."""
+    """Return the bytes for full marks: Q once per part, partial results twice, others once."""
     p = task.problem
     once = sum(whole_bytes(p, name) for name in ("K", "V", "O", "L"))
     partial = whole_bytes(p, "O") + whole_bytes(p, "L")

@@ -86,6 +86,8 @@ def predict(
     ----------
     problem : Problem
         For FP8 inputs, only the forward pass can be predicted, with the 16-bit forward's constants.
+        Score functions cannot be predicted. Mask functions can: they change the tiles that are
+        visited, and their evaluation takes no time in this model.
     direction : {"forward", "backward"}
     algorithm : {"flash2", "flash2-fused", "flash2-once", "flash-decode", "standard"}
         "flash2-once" exists for Hopper's kernels only. With "standard", do not pass kernels,
@@ -136,6 +138,12 @@ def predict(
             f"for {problem.dtype} inputs, only the time of the forward pass of Hopper's FP8 "
             "kernel can be predicted; pass float16 or bfloat16 inputs, or use `flashsim.count`, "
             "which counts bytes"
+        )
+    if problem.score_mod is not None:
+        raise UnsupportedError(
+            "the time of a score function cannot be predicted, because the time of its operations "
+            "and of its array accesses was not calibrated; use flashsim.count for bytes and "
+            "FLOPs, or leave score_mod out to get the time without it"
         )
     check_splits(splits)
     if decode is not None:

@@ -121,14 +121,15 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
     """Return the bytes that moves of one operation (`op`) transfer, in whole tiles.
 
-    Each row is padded to 16 bytes.
+    Rows of Q, K, V, O and their gradients are padded to 16 bytes.
     """
     total = 0
     for move in moves:
         if move.op == op:
             its = shape(p, move.tensor)
             nbytes = move.tile.nbytes(*sides)
-            total += nbytes if its.vector else nbytes // its.elements * row_elements(its.elements)
+            whole = its.vector or its.elements == 1  # such as captured elements
+            total += nbytes if whole else nbytes // its.elements * row_elements(its.elements)
     return total
 
 

@@ -1,0 +1,300 @@
+"""The cache lines of captured arrays that a tile touches, and the requests for them.
+
+The other tensors of the L2 model consist of tiles. A captured array has no tiles: a score or mask
+function reads it at any index. So it is divided into cache lines, and its index expressions are
+evaluated to find the lines that each tile touches. Sinks are treated as a captured array that is
+indexed by the head. `dF` and `dSink` are the gradients of these arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from flashsim.errors import UnsupportedError
+from flashsim.functions.graph import ArraySpec, Graph, Node, needed, place
+from flashsim.functions.operations import FLOAT, INT, SIDES
+from flashsim.problem.problem import Problem
+from flashsim.schedule import plans
+from flashsim.schedule.schedule import Schedule
+from flashsim.schedule.tables import INT32, MASKED
+from flashsim.schedule.tensors import COL, ROW, TILE, shape
+
+#: Bytes of a cache line.
+LINE = 128
+#: The tensors that consist of lines. `F` and `M` contain the elements of `F_own` and `M_own`.
+LINED = ("F", "M", "dF", "sink", "dSink")
+#: The most index evaluations for one array access in the source of a function.
+MOST_EVALUATED = 2**34
+_AXES = {"fixed": ROW, "row": ROW, "col": COL, "score": TILE}
+
+
+class Access(NamedTuple):
+    """One array access in a function's source: load `node` of `graph`.
+
+    `values` holds the captured arrays' values if they are known. `first` is the number of the
+    array's first element in its tensor, in bytes.
+    """
+
+    graph: Graph
+    values: tuple[np.ndarray, ...] | None
+    node: int
+    itemsize: int
+    first: int
+
+    @property
+    def side(self) -> str:
+        """What the index varies with, one of SIDES."""
+        return self.graph.side(self.node)
+
+
+def lined(name: str) -> str:
+    """Return the tensor whose lines a move's tensor is in: `F` for `F_own`."""
+    return name.removesuffix("_own") if name.startswith(("F_", "M_")) else name
+
+
+def line_sizes(problem: Problem, name: str) -> np.ndarray:
+    """Return the bytes of each line of a tensor; every array starts at a line of its own."""
+    sizes = [_lines_of(nbytes) for nbytes in _array_bytes(problem, name)]
+    return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
+
+
+def _lines_of(nbytes: int) -> np.ndarray:
+    sizes = np.full(-(-nbytes // LINE), LINE, np.int64)
+    if len(sizes):
+        sizes[-1] = nbytes - LINE * (len(sizes) - 1)
+    return sizes
+
+
+def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
+    """Return a tensor's function, the known values of its arrays, and their bytes per element."""
+    p = problem
+    if name in plans.SINKS:
+        itemsize = shape(p, name).itemsize
+        nodes = (Node("arg", (), "h", INT), Node("load", (0,), 0, FLOAT))
+        return Graph(nodes, 1, (ArraySpec("sinks", (p.heads,), p.compute_dtype),)), None, [itemsize]
+    if name == "M":
+        mask = p.mask_mod
+        return mask.graph, mask.arrays, [a.itemsize for a in mask.graph.arrays]
+    graph = p.score_mod
+    if name == "F":
+        return graph, None, [a.itemsize for a in graph.arrays]
+    each = shape(p, name).itemsize
+    return graph, None, [each * (a.name in p.score_grads) for a in graph.arrays]
+
+
+def _array_bytes(problem: Problem, name: str) -> list[int]:
+    graph, _, sizes = _source(problem, name)
+    return [math.prod(a.shape) * n for a, n in zip(graph.arrays, sizes, strict=True)]
+
+
+def accesses(problem: Problem, tensor: str, outer: str) -> list[Access]:
+    """Return the array accesses that one move makes, in the order of the function's source."""
+    name = lined(tensor)
+    graph, values, sizes = _source(problem, name)
+    lines = [-(-n // LINE) * LINE for n in _array_bytes(problem, name)]
+    first = np.cumsum([0, *lines]).tolist()
+    if name in ("F", "M"):
+        own = tensor != name
+        sides = ("fixed", "row") if own else ("col", "score") if outer == "queries" else SIDES
+    else:
+        sides = SIDES
+    found = []
+    for n in graph.loads:
+        array = graph.nodes[n].value
+        if sizes[array] and graph.side(n) in sides:
+            found.append(Access(graph, values, n, sizes[array], first[array]))
+    return found
+
+
+class Touched:
+    """The lines that one access touches, for every head and tile.
+
+    Attributes
+    ----------
+    axis : int
+        ROW, COL or TILE: which tiles have lines of their own.
+    count : int
+        The number of tiles per head along this axis.
+    """
+
+    def __init__(self, access: Access, schedule: Schedule, *, masked_only: bool) -> None:
+        self.access, self.schedule, self.masked_only = access, schedule, masked_only
+        self.axis = TILE if masked_only else _AXES[access.side]
+        t_r, t_c = schedule.t_r, schedule.t_c
+        self.count = {ROW: t_r, COL: t_c, TILE: t_r * t_c}[self.axis]
+        graph, node = access.graph, access.graph.nodes[access.node]
+        shape = graph.arrays[node.value].shape
+        steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        self._index = list(zip(node.args, shape, steps, strict=True))
+        self._nodes = self._part()
+        # An index of only b and h moves all lines of a head by the same number of bytes.
+        of_head = [x for x in self._index if graph.depends[x[0]] <= {"b", "h"}]
+        self._rest = [x for x in self._index if x not in of_head]
+        heads = np.arange(schedule.problem.batch * schedule.problem.heads)
+        b, h = divmod(heads, schedule.problem.heads)
+        offset = np.broadcast_to(self._elements(of_head, b, h, 0, 0), heads.shape)
+        offset = offset * access.itemsize + access.first
+        uses = frozenset().union(*(graph.depends[x[0]] for x in self._rest))
+        own = np.stack([b * ("b" in uses), h * ("h" in uses), offset % LINE])
+        self._variants, variant = np.unique(own, axis=1, return_inverse=True)
+        self.variant, self.shift = variant.reshape(-1), offset // LINE
+
+    def _part(self) -> Graph:
+        """Return the function with only the nodes that the index needs."""
+        graph, name = self.access.graph, self.access.graph.nodes[self.access.node].value
+        used = set(needed(graph.nodes, [x[0] for x in self._index]))
+        if self.access.values is None and used & set(graph.loads):
+            spec = graph.arrays[name]
+            raise UnsupportedError(
+                f"{graph.name} indexes the captured array {spec.name} with elements of another "
+                "captured array, whose values a Problem does not keep for score functions, so the "
+                "L2 model does not know which elements are read; use level='requested'"
+            )
+        nodes = (
+            x if n in used else Node("const", (), 0, x.kind) for n, x in enumerate(graph.nodes)
+        )
+        return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
+
+    def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
+        """Return the sum of the given indices, each times its axis's number of elements."""
+        if not index:
+            return np.zeros((), np.int64)
+        given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}
+        dtype = self.schedule.problem.compute_dtype
+        values = self._nodes.values(given, self.access.values or (), dtype)
+        places = place([values[n] for n, _, _ in index], tuple(size for _, size, _ in index))
+        total = np.zeros((), np.int64)
+        for place_on_axis, (_, _, step) in zip(places, index, strict=True):
+            total = total + place_on_axis * step
+        return total
+
+    def _tiles(self) -> np.ndarray:
+        """Return the row and column tiles whose lines are needed, (tiles, 2)."""
+        s, side = self.schedule, self.access.side
+        if self.axis == TILE:
+            ptr, col, kind = s.row_csr
+            pairs = np.stack([np.repeat(np.arange(s.t_r), np.diff(ptr)), col], axis=1)
+            return pairs[kind == MASKED] if self.masked_only else pairs
+        if side == "fixed":
+            return np.zeros((min(1, s.t_r), 2), np.int64)
+        own = np.arange(s.t_r if side == "row" else s.t_c)
+        return np.stack([own, 0 * own] if side == "row" else [0 * own, own], axis=1)
+
+    @cached_property
+    def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Sets of lines as ``(ptr, lines, number)``.
+
+        The lines of tile t for variant v are set ``number[v, t]``, which is empty for a tile that
+        is not visited.
+        """
+        pairs, s, side = self._tiles(), self.schedule, self.access.side
+        # Tiles of the same row, column or head have the same set if the index says so.
+        keep = {"fixed": (0, 0), "row": (1, 0), "col": (0, 1), "score": (1, 1)}[side]
+        distinct, which = np.unique(pairs * keep, axis=0, return_inverse=True)
+        evaluated = len(distinct) * self._variants.shape[1] * s.tiling.block_q * s.tiling.block_k
+        if side == "score" and evaluated > MOST_EVALUATED:
+            raise UnsupportedError(
+                f"to find the lines of a captured array, the L2 model would evaluate an index of "
+                f"{self.access.graph.name} at {evaluated:.1e} scores, but the limit is "
+                f"{MOST_EVALUATED:.1e}; use fewer queries, keys or heads, or level='requested'"
+            )
+        found = [
+            self._lines(b, h, offset, int(i), int(j), side)
+            for b, h, offset in self._variants.T
+            for i, j in distinct
+        ]
+        ptr = np.cumsum([0, *map(len, found), 0])
+        lines = np.concatenate([*found, np.zeros(0, np.int64)])
+        each, variants = len(distinct), self._variants.shape[1]
+        number = np.full((variants, self.count), len(found), np.int64)
+        at = {ROW: pairs[:, 0], COL: pairs[:, 1], TILE: pairs[:, 0] * s.t_c + pairs[:, 1]}
+        sets = np.arange(variants)[:, None] * each + which.reshape(-1)
+        if side == "fixed" and self.axis != TILE:
+            number[:] = sets[:, :1]
+        else:
+            number[:, at[self.axis]] = sets
+        return ptr, lines, number
+
+    def _lines(self, b: int, h: int, offset: int, i: int, j: int, side: str) -> np.ndarray:
+        s, zero = self.schedule, np.zeros((1, 1), np.int64)
+        q = k = zero
+        if side in ("row", "score"):
+            rows = s.row_slice(i)
+            q = np.arange(rows.start, rows.stop)[:, None] - s.sequence_of_row(i).q_start
+        if side in ("col", "score"):
+            cols = s.col_slice(j)
+            start = s.problem.sequences[int(s.sequence_of_cols[j])].k_start
+            k = np.arange(cols.start, cols.stop)[None] - start
+        elements = self._elements(self._rest, b, h, q, k)
+        return np.unique((elements * self.access.itemsize + offset) // LINE)
+
+
+class Requests:
+    """Placeholders for the accesses of one kernel, and their replacement by lines.
+
+    `interleave.weave` orders requests for tiles by number. An access gets the numbers from `start`,
+    one per head and tile; `expand` replaces each by the lines that the access touches there.
+    """
+
+    def __init__(self, schedule: Schedule, tiles: int) -> None:
+        self.schedule, self.start, self.next = schedule, tiles, tiles
+        self.touched: list[tuple[int, int, Touched]] = []  # first placeholder, first line, access
+
+    def rows(
+        self, stage: plans.Stage, move: plans.Move, first_line: int
+    ) -> Iterator[tuple[int, ...]]:
+        """Yield a row of `weave`'s table for each access of a move.
+
+        A row is: operation, axis, owner, first number, numbers per head, column tiles.
+        """
+        p = self.schedule.problem
+        for access in accesses(p, move.tensor, stage.outer):
+            touched = Touched(access, self.schedule, masked_only=move.for_masked)
+            first, self.next = self.next, self.next + p.batch * p.heads * touched.count
+            if self.next > INT32:
+                raise UnsupportedError(
+                    f"the L2 model numbers at most {INT32:,} pairs of a head and a tile, but the "
+                    f"captured arrays of {access.graph.name} need more; use larger tiles, fewer "
+                    "heads or a shorter sequence, or level='requested'"
+                )
+            self.touched.append((first, first_line, touched))
+            yield move.code, touched.axis, 0, first, touched.count, self.schedule.t_c
+
+    def expand(
+        self, ids: np.ndarray, codes: np.ndarray, most: int
+    ) -> tuple[np.ndarray, np.ndarray] | int:
+        """Replace placeholders by lines; return their number alone if it exceeds `most`."""
+        if not self.touched:
+            return ids, codes
+        lengths = np.ones(len(ids), np.int64)
+        for first, _, touched in self.touched:
+            mine, sets, _ = self._sets(ids, first, touched)
+            lengths[mine] = np.diff(touched.sets[0])[sets]
+        total = int(lengths.sum())
+        if total > most:
+            return total
+        out, at = np.repeat(ids, lengths), np.cumsum(lengths) - lengths
+        for first, first_line, touched in self.touched:
+            mine, sets, heads = self._sets(ids, first, touched)
+            ptr, lines, _ = touched.sets
+            size = lengths[mine]
+            within = np.arange(int(size.sum())) - np.repeat(np.cumsum(size) - size, size)
+            moved = first_line + touched.shift[heads]
+            line = lines[np.repeat(ptr[sets], size) + within] + np.repeat(moved, size)
+            out[np.repeat(at[mine], size) + within] = line
+        return out, np.repeat(codes, lengths)
+
+    @staticmethod
+    def _sets(
+        ids: np.ndarray, first: int, touched: Touched
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return where an access's placeholders are, and the set and the head of each."""
+        stop = first + len(touched.variant) * touched.count
+        mine = np.flatnonzero((ids >= first) & (ids < stop))
+        heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)
+        return mine, touched.sets[2][touched.variant[heads], tile], heads
