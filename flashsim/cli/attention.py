@@ -253,9 +253,7 @@ def sweep(
 ) -> Tables:
     """Count or simulate every combination of values; most options accept lists with commas."""
     if causal and True in mask:
-        raise OptionError(
-            "--causal is short for --mask causal; pass only one of --causal and --mask"
-        )
+        raise OptionError("--causal is short for --mask causal; pass only one of them")
     axes: dict[str, Any] = {
         **{"n": n_q, "head_dim": head_dim, "batch": batch, "heads": heads, "kv_heads": kv_heads},
         **{"dtype": dtype, "causal": [True] if causal else mask, "window": window},

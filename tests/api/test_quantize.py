@@ -261,7 +261,7 @@ def test_scales_that_fit_no_inputs():
         run(scales=x.q_scale)
     with pytest.raises(DTypeError, match="for q, k and v, got 'none'"):
         run(scales="none")
-    with pytest.raises(ShapeError, match=r"must all be \(\)"):
+    with pytest.raises(ShapeError, match=r"must all have shape \(\)"):
         run(scales=(x.q_scale, x.k_scale, x.v_scale[0]))
     with pytest.raises(ShapeError, match=r"scale of q must have shape \(2, 4\), got \(2, 2\)"):
         run(scales=(x.k_scale, x.k_scale, x.v_scale))
@@ -269,7 +269,7 @@ def test_scales_that_fit_no_inputs():
         run(scales=(x.q_scale, x.k_scale.astype(float), x.v_scale))
     with pytest.raises(OptionError, match="scale of v must be positive and finite"):
         run(scales=(x.q_scale, x.k_scale, -x.v_scale))
-    with pytest.raises(OptionError, match="these are one per head"):
+    with pytest.raises(OptionError, match="these scales are one per head"):
         run(scales=x.scales, scale_block=(64, 64))
     with pytest.raises(OptionError, match="so it needs scales"):
         run(scale_block=(64, 64))

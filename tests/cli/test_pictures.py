@@ -274,7 +274,7 @@ def test_a_roofline_has_ones_own_times(monkeypatch, tmp_path):
         ("algorithm,seconds\nflash2,fast\n", "line 2: seconds must be a positive number"),
         ("algorithm,seconds\nflash2,-1\n", "line 2: seconds must be a positive number"),
         ("algorithm,seconds\nflash9,1\n", "unknown algorithm 'flash9'"),
-        ("algorithm,seconds\nflash2,1\nflash2,2\n", "line 3: flash2 appears twice"),
+        ("algorithm,seconds\nflash2,1\nflash2,2\n", "line 3: algorithm flash2 appears twice"),
         ("algorithm,seconds\n", "has no rows"),
         ("", "has columns none"),
     ],

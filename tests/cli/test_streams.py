@@ -125,7 +125,7 @@ def test_an_ascii_stdout_gets_what_it_can_show():
 def test_a_question_that_nobody_answers_names_the_option(stdin):
     done = shell(f"flashsim exercise predict count-a-product {stdin}")
     assert done.returncode == 2
-    assert "stdin is closed; pass --loaded" in done.stderr
+    assert "stdin is closed; pass it by --loaded" in done.stderr
 
 
 @POSIX

@@ -184,7 +184,5 @@ def test_a_chip_with_half_of_an_h200s_units_is_half_as_fast():
     )
     for unit, seconds in fast.units.items():
         assert slow.units[unit] == pytest.approx(2 * seconds, rel=1e-4)
-    with pytest.raises(
-        TraceError, match="the table of units has no name that begins with 'L2 reads'"
-    ):
+    with pytest.raises(TraceError, match="no row whose name begins with 'L2 reads'"):
         chip.rates({k: v for k, v in half.items() if k != "L2 reads"})

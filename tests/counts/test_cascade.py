@@ -141,7 +141,7 @@ def test_what_cannot_be_shared_says_why():
             r"not shared: those of k\[2\] differ from those of k\[0\]",
             {"k": other, "shared_prefix": 16},
         ),
-        (r"shared_prefix must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),
+        (r"shared_prefix= must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),
         ("shared_prefix must be at least 1", {"shared_prefix": -1}),
         ("cannot be combined with window", {"shared_prefix": 16, "window": (9, -1)}),
         ("cannot be combined with mask", {"shared_prefix": 16, "mask": lambda q, k: q >= k}),
@@ -151,7 +151,7 @@ def test_what_cannot_be_shared_says_why():
     table = [[0, 1, 2], [0, 3, 4], [0, 5, 6]]
     pool = np.zeros((7, 2, 10, 8), np.float32)
     with pytest.raises(
-        OptionError, match=r"block_table\[1, 1\] must be page 1, .* first 20 keys, got 3"
+        OptionError, match=r"block_table\[1, 1\] must be page 1, .* first 20 keys, got page 3"
     ):
         flashsim.run(x.q, pool, pool, algorithm=DECODE, block_table=table, shared_prefix=20)
     with pytest.raises(ShapeError, match="multiple of page_size=10, got 15; use 10"):

@@ -186,7 +186,7 @@ def test_what_is_refused_says_why():
     for wrong in (0, -3, 2.0, True, None):
         with pytest.raises(OptionError, match=r"splits= must be an integer of at least 1, or one"):
             run(p, None, splits=wrong)
-    with pytest.raises(OptionError, match=r"unknown splits 'atuo'; .*did you mean 'auto'"):
+    with pytest.raises(OptionError, match=r"unknown splits='atuo'; .*did you mean 'auto'"):
         flashsim.count(p, algorithm=DECODE, splits="atuo")
     with pytest.raises(OptionError, match="'flash2' takes no splits"):
         flashsim.count(p, splits=2)

@@ -400,7 +400,7 @@ def test_scores_after_one_another():
     ("make", "match"),
     [
         (lambda: functions.window(-2), "left must be an integer of at least -1"),
-        (lambda: functions.dilated(0), "step= must be"),
+        (lambda: functions.dilated(0), "step must be"),
         (lambda: functions.documents([0.5]), "numbers must be"),
         (lambda: functions.softcap(0), "cap must be"),
         (lambda: functions.alibi(0), "heads must be"),

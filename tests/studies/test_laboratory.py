@@ -48,7 +48,7 @@ def test_each_point_alone_against_float64():
 def test_float16_scores_overflow_and_say_so_in_the_table():
     found = precision.laboratory((32,), kinds=("normal",), points=("o",), dtype="float16")
     assert "one rounding point at a time in float16" in str(found)
-    with pytest.raises(OptionError, match="there are no results for 'lse'"):
+    with pytest.raises(OptionError, match="there are no results for the rounding point 'lse'"):
         found.of("lse")
     with pytest.raises(OptionError, match="unknown kind of input 'large'"):
         precision.laboratory((32,), kinds=("large",))

@@ -78,7 +78,7 @@ def test_heads(tmp_path):
     for heads, shown in ((1, {0}), (2, {0, 1}), (9, {0, 1, 2})):
         events = load(trace, tmp_path, heads=heads)
         assert {e["args"]["head"] for e in events if e["ph"] == "X"} == shown
-    with pytest.raises(OptionError, match="heads must be a positive integer, got 0"):
+    with pytest.raises(OptionError, match="heads= must be a positive integer, got 0"):
         trace.to_perfetto(tmp_path / "x.json", heads=0)
 
 

@@ -679,7 +679,7 @@ def test_generation_begins_with_chunks_of_padding_alone(chunk):
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"dropout": 0.1}, "no dropout, got 0.1; set the model's attention"),
+        ({"dropout": 0.1}, "no dropout, got dropout=0.1; set the model's attention"),
         ({"indices": torch.zeros(1, 6, 2)}, "only those keys that an indexer chose"),
         ({"block_indices": torch.zeros(1, 6, 2)}, "only those blocks of keys"),
         ({"output_attentions": True}, "the probabilities"),

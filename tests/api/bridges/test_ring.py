@@ -173,7 +173,7 @@ def test_one_rank_is_plain_attention():
             question.settle()
         with pytest.raises(ShapeError, match="pass it as ulysses="):
             flashsim.torch.shard(q, scheme="usp")
-        with pytest.raises(ShapeError, match=r"dim must be an axis of x, .*, got 7"):
+        with pytest.raises(ShapeError, match=r"dim= must be an axis of x, .*, got 7"):
             flashsim.torch.shard(q, dim=7)
         with pytest.raises(DTypeError, match=r"x must be a torch.Tensor, got ndarray"):
             flashsim.torch.shard(q.detach().numpy())

@@ -400,7 +400,9 @@ def test_other_sinks_are_refused(sinks, error, text):
 
 def test_what_cannot_be_done_is_said():
     q, k, v = tensors(batch=1)
-    with pytest.raises(DTypeError, match=r"q must be a torch.Tensor, got ndarray; flashsim.run"):
+    with pytest.raises(
+        DTypeError, match=r"q must be a torch.Tensor, got ndarray; use flashsim.run"
+    ):
         attention(q.detach().numpy(), k, v)
     with pytest.raises(
         UnsupportedError, match=r"flash2-fused, not 'standard'; use flashsim.run, which sim"
@@ -426,7 +428,7 @@ def test_what_cannot_be_done_is_said():
             r"pair \(left, right\), .* with -1 for no limit, got 3",
         ),
         ({"window": (1, 2, 3)}, DTypeError, r"a pair .*got \(1, 2, 3\)"),
-        ({"window": (1.5, 2)}, DTypeError, r"two integers, got \(1.5, 2\)"),
+        ({"window": (1.5, 2)}, DTypeError, r"pair of integers .*, got \(1.5, 2\)"),
         ({"causal": "yes"}, DTypeError, "causal must be True or False, got 'yes'"),
         ({"softcap": None}, DTypeError, "softcap must be a number, got None"),
         ({"scale": torch.tensor(0.3, requires_grad=True)}, DTypeError, "scale must be a number"),
@@ -451,7 +453,7 @@ def test_a_wrong_argument_is_named(question, kind, text):
         ({"heads": 3}, {}, "query heads must be a multiple of the number of KV heads, got heads=3"),
         ({"d": 0}, {}, "must have at least one head and one column"),
         ({"bias": (3, 1)}, {}, "a Problem's bias= must be the first two sides"),
-        ({}, {"window": (-3, 0)}, "window sides must be -1"),
+        ({}, {"window": (-3, 0)}, "side of window= must be at least 0, or -1"),
     ],
 )
 def test_what_has_no_numbers_is_checked_like_what_has(device, sizes, question, text):
@@ -518,10 +520,12 @@ def test_tensors_of_another_kind_are_refused():
         attention(q[0, 0, 0], k, v)
     with pytest.raises(ShapeError, match=r"leading axes optional, got \(1, 2, 2, 7, 4\)"):
         attention(q[None], k, v)
-    with pytest.raises(UnsupportedError, match=r"k must be a dense tensor, got a sparse_coo one"):
+    with pytest.raises(
+        UnsupportedError, match=r"k must be a dense tensor, got a sparse_coo tensor"
+    ):
         attention(q, k.to_sparse(), v)
     nested = torch.nested.nested_tensor([q[0], q[1, :, :3]], layout=torch.jagged)
-    with pytest.raises(UnsupportedError, match=r"got a nested one; .*cu_seqlens"):
+    with pytest.raises(UnsupportedError, match=r"got a nested tensor; .*cu_seqlens"):
         attention(nested, nested, nested)
 
 
