@@ -24,15 +24,20 @@ def run(*words):
     return CliRunner().invoke(app, ["kernel", *map(str, words)])
 
 
-def test_the_guide_prints_what_comes_out():
+def test_the_guide_prints_what_comes_out(tmp_path):
     """Every line of its blocks of output; numbers are compared apart: CPUs round differently."""
     page = (ROOT / "docs/guides/triton.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```text\n(.*?)^```", page, re.S | re.M)
     usual = run(f"{HOMEWORK}:attention", "--causal")
     ragged = run(f"{HOMEWORK}:attention", "--causal", "-n", 250)
     number = re.compile(r"-?\d[\d.,]*(e[-+]\d+)?")
-    assert len(blocks) == 3
-    for block, done in zip(blocks, (usual, usual, ragged), strict=True):
+    right = (ROOT / "examples/triton/flash_attention.py").read_text(encoding="utf-8").splitlines()
+    assert right[118].endswith(" * scale")  # the guide says line 119
+    right[118] = right[118].removesuffix(" * scale")
+    (tmp_path / "gradients.py").write_text("\n".join(right), encoding="utf-8")
+    gradients = run(f"{tmp_path}/gradients.py:backward", "--causal")
+    assert len(blocks) == 4
+    for block, done in zip(blocks, (usual, gradients, usual, ragged), strict=True):
         assert done.exit_code == 0, done.output
         printed = " ".join(number.sub("#", done.output).split())
         assert " ".join(number.sub("#", block).split()) in printed
