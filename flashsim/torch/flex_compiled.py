@@ -50,7 +50,7 @@ def forward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run` with functions as text; `wanted` lists the arrays that need gradients."""
+    """Run `flashsim.run` with functions as text; `wanted`: indices of arrays needing gradients."""
     asked = _keywords(sinks, score_arrays, mask_arrays, score, mask, scale, backend)
     result = execution.run(*map(ops.readable, (q, k, v)), **asked)
     return result.out, result.lse
