@@ -212,7 +212,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return a problem of packed sequences, with only the keys that each sequence really has.
+    """Return the same problem with packed sequences, each with only its live keys.
 
     All sequences share their first `prefix` keys.
 
@@ -263,7 +263,7 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """Return the decode launch for a batch whose sequences have these numbers of keys.
+    """Return the plan of the decode launch for a batch whose sequences have these numbers of keys.
 
     Without `splits`, the sequences get as many splits as needed to fill all SMs once. With
     `splits`, a sequence that has fewer key tiles than that gets one split per tile. With a
@@ -333,7 +333,7 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
 
 
 class _DecodeRequest(NamedTuple):
-    """The arguments of the function `plan`, in one tuple."""
+    """The arguments of the function `plan`, as a named tuple."""
 
     problem: Problem
     lengths: tuple[int, ...]
