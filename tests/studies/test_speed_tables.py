@@ -121,9 +121,9 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "64 sequences of 256 tokens reach 0.97 of FA-CuTe's throughput each." in GPU
     behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
     assert f"64 sequences of 256 to 768 tokens reach {behind} of it." in GPU
-    said = f"some short sequences reach {behind} {best}. These are one sequence of 128 tokens and"
-    said = f"{said} 64 sequences of 256 tokens forward, and 64 sequences of 256 to 768 tokens"
-    assert f"{said} backward." in GUIDE
+    said = f"some short sequences reach {behind} {best}. The slower shapes are one sequence of 128"
+    said = f"{said} tokens and 64 sequences of 256 tokens forward, and 64 sequences of 256 to 768"
+    assert f"{said} tokens backward." in GUIDE
     serving = of("gpu-serving-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
     last = f"32 heads on 8 at 32,768 tokens reach {serving[1][0]:.3f}."
