@@ -33,7 +33,7 @@ MOST_EVALUATED = 2**34
 _AXES = {"fixed": ROW, "row": ROW, "col": COL, "score": TILE}
 
 
-class Access(NamedTuple):
+class ElementAccess(NamedTuple):
     """One array access in a function's source: load `node` of `graph`.
 
     `values` holds the captured arrays' values if they are known. `first` is the number of the
@@ -92,7 +92,7 @@ def _array_bytes(problem: Problem, name: str) -> list[int]:
     return [math.prod(a.shape) * n for a, n in zip(graph.arrays, sizes, strict=True)]
 
 
-def accesses(problem: Problem, tensor: str, outer: str) -> list[Access]:
+def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
     """Return the array accesses that one move makes, in the order of the function's source."""
     name = lined(tensor)
     graph, values, sizes = _source(problem, name)
@@ -107,7 +107,7 @@ def accesses(problem: Problem, tensor: str, outer: str) -> list[Access]:
     for n in graph.loads:
         array = graph.nodes[n].value
         if sizes[array] and graph.side(n) in sides:
-            found.append(Access(graph, values, n, sizes[array], first[array]))
+            found.append(ElementAccess(graph, values, n, sizes[array], first[array]))
     return found
 
 
@@ -122,7 +122,7 @@ class Touched:
         The number of tiles per head along this axis.
     """
 
-    def __init__(self, access: Access, schedule: Schedule, *, masked_only: bool) -> None:
+    def __init__(self, access: ElementAccess, schedule: Schedule, *, masked_only: bool) -> None:
         self.access, self.schedule, self.masked_only = access, schedule, masked_only
         self.axis = TILE if masked_only else _AXES[access.side]
         t_r, t_c = schedule.t_r, schedule.t_c

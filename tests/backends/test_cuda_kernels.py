@@ -279,7 +279,10 @@ def test_masks_that_a_kernel_cannot_evaluate_are_refused():
     for problem, why in (
         (Problem(**plain, mask=lambda q, k: q >= k), "cannot call a Python mask function"),
         (Problem(**plain, bias=(1, 1)), "do not support a bias"),
-        (Problem(**plain, block_mask=BlockMask(np.ones((2, 2), bool), 48, 48)), "48 x 48 cells"),
+        (
+            Problem(**plain, block_mask=BlockMask(np.ones((2, 2), bool), 48, 48)),
+            "32 x 32 tiles and 48 x 48 blocks",
+        ),
     ):
         with pytest.raises(UnsupportedError, match=why):
             lower(Schedule(problem, tiling), "row")

@@ -198,7 +198,7 @@ def test_what_is_not_decoded_is_refused():
         decode_plan.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
     with pytest.raises(UnsupportedError, match="does not support bias"):
         decode_plan.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)
-    with pytest.raises(OptionError, match="splits must be at most 2048 here"):
+    with pytest.raises(OptionError, match="splits= must be at most 2048 here"):
         decode_plan.plan(Problem(1, 1 << 20, 64, **GROUPED), (1 << 20,), H200, 5000)
 
 

@@ -134,7 +134,7 @@ def test_launches_of_the_quantiser():
     [
         ((80, "bfloat16", "head", (128, 128)), "head_dim of 64, 128, 256, got 80"),
         ((64, "float32", "head", (128, 128)), "supports float16 and bfloat16, not float32"),
-        ((64, "float16", "block", (128, 64)), r"multiple of 128 rows.*got \(128, 64\)"),
+        ((64, "float16", "block", (128, 64)), r"multiple of 128 rows.*got block=\(128, 64\)"),
     ],
 )
 def test_what_the_quantiser_is_not_built_for(given, why):

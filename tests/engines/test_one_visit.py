@@ -47,7 +47,7 @@ def test_options(case):
         options = {**options, "block_mask": BlockMask(options["block_mask"], 32, 48)}
     options = {"tiling": Tiling(32, 203), **options}
     if case in ELSEWHERE:
-        with pytest.raises(TilingError, match="exactly one visit"):
+        with pytest.raises(TilingError, match="keys of exactly one key tile"):
             judged(x, **options)
     else:
         judged(x, **options)

@@ -475,7 +475,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.83 to 1.01 of the measured times."""
+    """As docs/reference/predictions.md says: 0.84 to 1.01 of the measured times."""
     ratios = []
     for row in csv.DictReader(FLEX_CSV.read_text().splitlines()):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -492,7 +492,7 @@ def test_times_with_a_mask_function_against_an_h100():
         found = predict(p, direction=row["direction"], device="H100", **how)
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
-    assert min(ratios) == pytest.approx(0.83, abs=0.005)
+    assert min(ratios) == pytest.approx(0.84, abs=0.005)
     assert max(ratios) == pytest.approx(1.01, abs=0.005)
 
 
