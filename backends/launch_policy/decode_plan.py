@@ -246,7 +246,8 @@ def check(problem: Problem, gpu: Gpu) -> None:
                 "instead, or cache_seqlens= for sequences of different lengths"
             )
     if p.latent:
-        refuse_functions(p, "latent attention's")
+        elsewhere = "use algorithm='flash2' with backend='simulator' and a separate v="
+        refuse_functions(p, "latent attention's", elsewhere)
         kernels.check_latent(p, gpu)
     else:
         check_head_dims(p, "decoding on a GPU")

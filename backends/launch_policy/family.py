@@ -126,12 +126,15 @@ class Family(ABC):
         The compile-time choices of the kernels, except those that the tables and reports determine.
     takes_functions : bool
         Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
+    elsewhere : str
+        What error texts advise where the kernels do not take these.
     """
 
     name: str
     load: Callable[[Kernel, int], Any]
     like: Variant = PLAIN
     takes_functions: bool = False
+    elsewhere: str = "use backend='cupy', 'simulator' or 'numba'"
 
     # -- which tiles ----------------------------------------------------------------------------
 
@@ -310,7 +313,7 @@ def _passes(
 ) -> tuple[KernelPass, ...]:
     problem, gpu, direction, algorithm, ordered = asked
     if not family.takes_functions:
-        refuse_functions(problem, family.name)
+        refuse_functions(problem, family.name, family.elsewhere)
     tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(

@@ -72,10 +72,7 @@ class HopperFp8(Family):
 
     def refused(self, reason: str) -> UnsupportedError:
         """Implement `Family.refused`."""
-        return UnsupportedError(
-            f"the FP8 kernels do not run this: {reason}; backend='simulator' does, or convert the "
-            "arrays to bfloat16"
-        )
+        return UnsupportedError(f"the FP8 kernels do not run this: {reason}; {self.elsewhere}")
 
     def clump(self, walk: Walked) -> int:
         """Implement `Family.clump`.
@@ -109,7 +106,11 @@ class HopperFp8(Family):
         )
 
 
-HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
+HOPPER_FP8 = HopperFp8(
+    "hopper, fp8",
+    nvrtc.load,
+    elsewhere="use backend='simulator', or convert the arrays to bfloat16",
+)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
