@@ -341,7 +341,7 @@ def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table],
             part = mark.name.split()[0].rstrip(",")
             if part in parts:
                 parts[part] += mark.points
-        why = [mark.words for mark in marks.marks if mark.kind]
+        why = [mark.words for mark in marks.marks if mark.words and (mark.kind or not mark.most)]
         row = (
             *(file, marks.exercise, marks.points, parts["results"], parts["on-chip"]),
             *(parts["bytes"], marks.figures.get("bytes")),

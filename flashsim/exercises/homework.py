@@ -57,18 +57,21 @@ def grade_homework(
 
 
 def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
+    """Run a folder's own tests. They give no points, because students can write any tests."""
     began = time.perf_counter()
     tests, top = str((root / "tests").resolve()), str(root.resolve())
     seconds, size = LIMIT if limit is None else limit, MEMORY if memory is None else memory
     order = KernelOrder(tests, top, (), (), (), (), seconds, size, tests=True)
     kind, said, _, outcomes = handed(order)
     if kind or not outcomes:
-        return Marks.none(TESTS, kind or "missing", said or "pytest found no test")
-    marks = []
+        marks = [Mark("all", 0, 0, kind or "missing", said or "pytest found no test")]
+    else:
+        passed = sum(outcome == "passed" for _, outcome, _ in outcomes)
+        marks = [Mark("all", 0, 0, words=f"{passed} of {len(outcomes)} tests pass")]
     for name, outcome, words in outcomes:
         right = outcome == "passed"
         why = "" if right else plain(f"{outcome}: {words}", 500)
-        marks.append(Mark(plain(name, 200), int(right), 1, "" if right else "test", why))
+        marks.append(Mark(plain(name, 200), 0, 0, "" if right else "test", why))
     return Marks(TESTS, tuple(marks), {}, seconds=time.perf_counter() - began)
 
 
