@@ -47,7 +47,7 @@ def test_a_folders_own_tests_give_no_points(tmp_path: Path, monkeypatch):
     reported = [[f"test_{n}", "passed", ""] for n in range(100)] + [["wrong", "failed", "3 != 4"]]
     monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", reported))
     assert homework.homework_in(tmp_path) == []  # no file of an exercise is in it
-    ((path, marks),) = homework.grade_homework(tmp_path)
+    ((_, ((path, marks),)),) = homework.grade_homework([tmp_path], [])
     assert path == tmp_path / "tests"
     assert (marks.points, marks.most) == (0, 0)
     shown = [(mark.name, mark.kind, mark.words) for mark in marks.marks]
@@ -67,6 +67,6 @@ def test_a_folders_own_tests_give_no_points(tmp_path: Path, monkeypatch):
 def test_a_folder_whose_tests_cannot_run_gets_nothing(tmp_path: Path, monkeypatch):
     (tmp_path / "tests").mkdir()
     monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", []))
-    ((_, marks),) = homework.grade_homework(tmp_path)
+    ((_, ((_, marks),)),) = homework.grade_homework([tmp_path], [])
     said = [(mark.points, mark.most, mark.words) for mark in marks.marks]
     assert said == [(0, 0, "pytest found no test")]
