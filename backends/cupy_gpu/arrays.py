@@ -1,4 +1,4 @@
-"""One interface to the arrays of a GPU call, be they NumPy, CuPy or torch arrays.
+"""A single interface to the NumPy, CuPy or torch arrays of a GPU call.
 
 If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
 any other library, results are CuPy arrays, which that library can import through DLPack without a
@@ -43,17 +43,17 @@ class View(NamedTuple):
 
 
 class Space:
-    """The space of a call's arrays: their library, their device and its stream.
+    """The "space" of a call's arrays: the arrays' library, device and CUDA stream.
 
     Besides the methods below, every space has these methods:
 
-    - `view`: an array as a kernel reads it; a copy only if the kernel cannot read the array itself.
-    - `vector`: as `view`, for an array of one float32 per row.
+    - `view`: an array that a kernel can read: the array itself if possible, otherwise a copy.
+    - `vector`: the same as `view`, but for an array with one float32 per row.
     - `empty`: a new uninitialised array of `like`'s type, or of float32 without `like`.
     - `duplicate`: a contiguous copy of an array.
     - `full`: an array for the caller, filled with one value, of a type given by name.
     - `prototype`: an empty array of a type given by name.
-    - `pointer`: the GPU address of an array in this space.
+    - `pointer`: the GPU address of an array.
     - `stream`: the handle of the current CUDA stream.
     - `active`: a context manager that makes this space's device and stream CuPy's current ones.
     """
@@ -219,7 +219,7 @@ class TorchSpace(Space):
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """Implement `Space.counters` with torch's memory.
+        """Implement `Space.counters` in memory that torch allocates.
 
         torch may allocate memory while a CUDA graph is captured.
         """
@@ -330,7 +330,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` is in `space`, the space of the forward pass."""
+    """Raise `DTypeError` unless `array` is in the forward pass's library and device (`space`)."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
@@ -371,7 +371,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return the one object that stands for this space, so that `is` compares spaces."""
+    """Return the same object for equal spaces, so that spaces can be compared with `is`."""
     return space(*where)
 
 

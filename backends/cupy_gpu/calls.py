@@ -183,7 +183,7 @@ class ReadyPass:
         args: Argument | None = None,
         counter: ctypes.c_uint64 | None = None,
     ) -> Parameters:
-        """Return a launch's parameters, with tensor maps for these addresses and strides.
+        """Return the parameters of a launch, including tensor maps for these addresses and strides.
 
         `made_of` has address and strides per tensor, in the order of the kernel's boxes. By
         default, `args` and `counter` are the buffers that all launches of the pass share.
@@ -304,7 +304,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Remember a call for `launch`; kernels must have used all its arrays in place."""
+        """Remember a call so that `launch` can repeat it; no array may have been copied."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:

@@ -82,8 +82,8 @@ def gradients(
 ) -> dict[str, Any]:
     """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
-    `lse` and `delta` are the addresses of one float32 per row, as written by the backward's
-    kernels.
+    `lse` and `delta` are GPU addresses. At each, the backward's kernels have stored one float32
+    per row.
     """
     p, made = job.problem, dict(given.gradients)
     if p.sinks:

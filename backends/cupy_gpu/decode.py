@@ -287,7 +287,8 @@ _EXPLAINING = failures.Explaining()
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
     """Run decoding once and return the bytes that the kernel's threads report, per tensor.
 
-    The entry "O_part read" holds the bytes of partial O that the merging threads read.
+    The entry "O_part read" is the number of bytes of partial results O that the merging threads
+    read.
     """
     return _forward(job, gpu, space, counts=True)[1]
 

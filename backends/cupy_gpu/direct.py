@@ -19,7 +19,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on another library's contiguous arrays, which are given by address.
+    """A forward pass on contiguous arrays of any library; the caller passes the arrays' addresses.
 
     Parameters
     ----------

@@ -50,7 +50,7 @@ from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa
 def forward(job: Job) -> Outcome:
     """Run the forward pass on the GPU that holds the arrays.
 
-    If the arrays are NumPy arrays, they are copied to the current GPU.
+    NumPy arrays are copied to the current GPU.
     """
     if job.algorithm == DECODE:
         require_gpu()
@@ -170,7 +170,7 @@ def decoder(
 
 
 def adopt(name: str, array: Any) -> Any:
-    """Return a CuPy array over the memory of an array that supports only DLPack."""
+    """Return a CuPy array that shares the memory of an array that supports only DLPack."""
     require_gpu()
     return arrays.adopt(name, array)
 

@@ -176,8 +176,8 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run a plan's uploads and compilations in a separate stream, and wait until they are done.
 
-    So the call that prepares a plan does not wait for the caller's other work, and works even while
-    a CUDA graph is captured.
+    A call that prepares a plan therefore does not wait for the caller's other GPU work, and may
+    run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode

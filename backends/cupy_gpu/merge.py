@@ -62,7 +62,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Launch the kernel; `strides` are the elements from one head to the next in out and in LSE."""
+    """Launch the merge; `strides` are the strides, in elements, between heads of out and of LSE."""
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)

@@ -1,6 +1,6 @@
 """Tensor maps: descriptions of arrays for Hopper's TMA, encoded by the CUDA driver.
 
-``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which a kernel takes as an argument by value.
+``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which are passed by value as a kernel argument.
 This module calls the driver's library directly: every GPU backend needs that library, so no other
 dependency is added.
 """

@@ -99,7 +99,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """Return the median seconds per call, if `times` calls are queued one after another."""
+        """Queue `times` calls one after another, and return the median seconds per call."""
         work()
         taken = []
         for _ in range(_TIMES):

@@ -94,7 +94,7 @@ def _say_uncached(why: str) -> None:
 
 
 def _last_cached() -> int:
-    """Return the time in ns at which CuPy's disk cache last got a file; 0 without a cache."""
+    """Return when a file was last added to CuPy's disk cache, in ns; 0 if there is no cache."""
     folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
     try:
         return os.stat(folder).st_mtime_ns

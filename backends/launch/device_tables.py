@@ -183,17 +183,19 @@ def refuse(problem: Problem) -> None:
         )
 
 
-def refuse_functions(problem: Problem, kernels: str) -> None:
+def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    `kernels` names the kernels that support none of these.
+    `kernels` names the kernels that support none of these, and `instead` says what to do. A bias
+    was turned into a score function before.
     """
-    for name in ("mask_mod", "score_mod", "sinks"):
+    for name, text in (
+        ("mask_mod", "mask_mod"),
+        ("score_mod", "score_mod or bias"),
+        ("sinks", "sinks"),
+    ):
         if getattr(problem, name):
-            raise UnsupportedError(
-                f"the {kernels} kernels do not support {name}; use backend='cupy', 'simulator' "
-                "or 'numba'"
-            )
+            raise UnsupportedError(f"the {kernels} kernels do not support {text}; {instead}")
 
 
 def check(problem: Problem, tiling: Tiling) -> None:

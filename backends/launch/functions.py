@@ -76,7 +76,7 @@ class TableBand(NamedTuple):
 
 @dataclass(frozen=True)
 class Generated:
-    """The CUDA text generated for one kernel.
+    """The CUDA source code that was generated for one kernel.
 
     Attributes
     ----------
@@ -109,7 +109,7 @@ class Generated:
 
     @property
     def constants(self) -> dict[str, int]:
-        """Compile-time constants that tell the kernel which functions the problem has."""
+        """The compile-time constants that say which functions the problem has."""
         return {
             "MASK_MOD": int(self.mask),
             "SCORE_MOD": int(self.score),
@@ -143,8 +143,8 @@ def functions_of(problem: Problem) -> Functions | None:
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays at query or key positions.
 
-    With `beside_ahead`, arrays that kernels load before they call the function do not count: those
-    of `tile_of` and `band_of`.
+    With `beside_ahead`, the arrays of `tile_of` and `band_of` are ignored, because kernels load
+    them before they call the function.
     """
     functions = functions_of(problem)
     if functions is None:

@@ -167,9 +167,9 @@ class Variant:
 class Box:
     """A TMA box: the rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is, in bytes, both the width of the box and the width within which TMA permutes
-    16-byte pieces over shared memory's banks. `transposed` says that the tensor is (.., d, n), with
-    n padded to a multiple of 16.
+    `swizzle` is the width of the box in bytes. Within this width, TMA permutes 16-byte pieces over
+    shared memory's banks. `transposed` says that the tensor is (.., d, n), with n padded to a
+    multiple of 16.
     """
 
     tensor: str
@@ -181,11 +181,12 @@ class Box:
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel compiled for one problem and tiling, with all that a launch needs but the data.
+    """A kernel compiled for one problem and tiling, with everything a launch needs except the data.
 
     A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
-    work counter. The counter is 0 before and after the launch. The address is 0 (no counter) if no
-    block gets more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
+    work counter. The counter is 0 before and after the launch. If no block gets more than one work
+    tile, there is no counter, and the address is 0. A kernel without `boxes` takes ``struct Args``
+    alone.
     """
 
     file: str
@@ -209,8 +210,8 @@ class Kernel:
     def roles(self) -> int:
         """The number of roles (groups of warps) per block that record time stamps.
 
-        If the number is 1, the whole block is a single role. Otherwise the roles are a producer
-        warpgroup and the consumer warpgroups.
+        If the number is 1, the whole thread block has a single role. Otherwise the roles are a
+        producer warpgroup and the consumer warpgroups.
         """
         return self.threads // 128 if self.boxes else 1
 
@@ -249,7 +250,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """Return the job's option `kernel` (default "auto"), after checking the job's algorithm.
+    """Check the job's algorithm, and return the job's option `kernel` (default "auto").
 
     Raises
     ------

@@ -1,10 +1,10 @@
 """A model of a launch's time, which finds the fastest tile size.
 
-A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one iteration
-of a work tile's inner loop: one query tile times one key tile. Persistent blocks take work tiles
-until none is left. A work tile costs a fixed time plus a time per visit. The model computes the
-number of work tiles, their visits, and how they fill the SMs from the problem, the tiling and the
-GPU. Only the fixed time and the time per visit are measured.
+A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one
+iteration of a work tile's inner loop: one query tile times one key tile. Persistent thread blocks
+fetch work tiles until all are done. A work tile takes a fixed time, plus a time per visit (tile
+pair). The model computes the number of work tiles, their visits, and how they fill the SMs from
+the problem, the tiling and the GPU. Only the fixed time and the time per visit are measured.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
     """Return the predicted µs of a KV-outer backward launch.
 
-    Each work tile of such a launch covers all query heads that share a KV head.
+    Each work tile of a KV-outer launch covers all query heads that share a KV head.
     """
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans

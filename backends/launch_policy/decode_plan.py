@@ -212,7 +212,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return a problem of packed sequences, with only the keys that each sequence really has.
+    """Return the same problem with packed sequences, each with only its live keys.
 
     All sequences share their first `prefix` keys.
 
@@ -246,7 +246,8 @@ def check(problem: Problem, gpu: Gpu) -> None:
                 "instead, or cache_seqlens= for sequences of different lengths"
             )
     if p.latent:
-        refuse_functions(p, "latent attention's")
+        elsewhere = "use algorithm='flash2' with backend='simulator' and a separate v="
+        refuse_functions(p, "latent attention's", elsewhere)
         kernels.check_latent(p, gpu)
     else:
         check_head_dims(p, "decoding on a GPU")
@@ -263,7 +264,7 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """Return the decode launch for a batch whose sequences have these numbers of keys.
+    """Return the plan of the decode launch for a batch whose sequences have these numbers of keys.
 
     Without `splits`, the sequences get as many splits as needed to fill all SMs once. With
     `splits`, a sequence that has fewer key tiles than that gets one split per tile. With a
@@ -333,7 +334,7 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
 
 
 class _DecodeRequest(NamedTuple):
-    """The arguments of the function `plan`, in one tuple."""
+    """The arguments of the function `plan`, as a named tuple."""
 
     problem: Problem
     lengths: tuple[int, ...]

@@ -1,8 +1,8 @@
 """The interface of a kernel family: the tiles it supports, and the kernel of each stage.
 
 `launch_policy.portable` defines two families and `launch_policy.hopper` one;
-`numba_gpu.launch_policy` defines families of kernels written in Python. A family handles no arrays,
-errors or traces: `cupy_gpu.engine` does. Nothing in this module needs a GPU.
+`numba_gpu.launch_policy` defines families of kernels written in Python. Arrays, errors and traces
+are handled by `cupy_gpu.engine`, not by a family. Nothing in this module needs a GPU.
 """
 
 from __future__ import annotations
@@ -126,12 +126,15 @@ class Family(ABC):
         The compile-time choices of the kernels, except those that the tables and reports determine.
     takes_functions : bool
         Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
+    elsewhere : str
+        What error texts advise where the kernels do not take these.
     """
 
     name: str
     load: Callable[[Kernel, int], Any]
     like: Variant = PLAIN
     takes_functions: bool = False
+    elsewhere: str = "use backend='cupy', 'simulator' or 'numba'"
 
     # -- which tiles ----------------------------------------------------------------------------
 
@@ -155,7 +158,7 @@ class Family(ABC):
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """Return `why_not` for ``PassRequest(problem, *asked)``."""
+        """Build ``PassRequest(problem, *asked)``, and return the result of `why_not` for it."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
@@ -163,7 +166,7 @@ class Family(ABC):
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """Return the given tiling, or the fastest tiling if it is None.
+        """Return `tiling`, or the fastest tiling if `tiling` is None.
 
         Raises
         ------
@@ -188,7 +191,7 @@ class Family(ABC):
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether the fused backward with ordered dQ can run and beats three passes."""
+        """Return whether the fused, ordered-dQ backward can run and is faster than three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
@@ -239,8 +242,8 @@ class Family(ABC):
     ) -> HandOut:
         """Decide how a stage's work tiles are assigned to thread blocks.
 
-        If blocks add to dQ in a fixed order, or record a timeline, no cluster shares a work tile. A
-        pass that reports bytes or times is always a single launch.
+        If blocks add to dQ in a fixed order, or record a timeline, no cluster shares a work tile.
+        If a pass reports bytes or times, each of its stages is a single launch.
         """
         walk = Walked(stage, tables, gpu)
         cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
@@ -310,7 +313,7 @@ def _passes(
 ) -> tuple[KernelPass, ...]:
     problem, gpu, direction, algorithm, ordered = asked
     if not family.takes_functions:
-        refuse_functions(problem, family.name)
+        refuse_functions(problem, family.name, family.elsewhere)
     tiling = family.choose(problem, tiling, *asked[1:])
     if ordered and not (algorithm == "flash2-fused" and family.orders_dq(problem)):
         raise UnsupportedError(

@@ -289,7 +289,7 @@ class Hopper(Family):
         return Rings(2)
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:
-        """Return the bytes of shared memory that a block of the forward kernel takes."""
+        """Return how many bytes of shared memory a thread block of the forward kernel needs."""
         return hopper_kernels.forward_bytes(problem, tiling, rings)
 
     def kernel(
@@ -316,7 +316,7 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """Return the times of a backward's work tile, and the extra µs for sharing it in a cluster."""
+    """Return the times of a backward work tile, and the extra µs if a cluster shares the tile."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]

@@ -72,10 +72,7 @@ class HopperFp8(Family):
 
     def refused(self, reason: str) -> UnsupportedError:
         """Implement `Family.refused`."""
-        return UnsupportedError(
-            f"the FP8 kernels do not run this: {reason}; backend='simulator' does, or convert the "
-            "arrays to bfloat16"
-        )
+        return UnsupportedError(f"the FP8 kernels do not run this: {reason}; {self.elsewhere}")
 
     def clump(self, walk: Walked) -> int:
         """Implement `Family.clump`.
@@ -109,11 +106,15 @@ class HopperFp8(Family):
         )
 
 
-HOPPER_FP8 = HopperFp8("hopper, fp8", nvrtc.load)
+HOPPER_FP8 = HopperFp8(
+    "hopper, fp8",
+    nvrtc.load,
+    elsewhere="use backend='simulator', or convert the arrays to bfloat16",
+)
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Return the bytes of shared memory that a block takes (``struct OnChip``).
+    """Return how many bytes of shared memory a thread block needs (``struct OnChip``).
 
     Rows of Q and K are padded to a multiple of 128 bytes.
     """
@@ -133,7 +134,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether each tile of K and of V, and each warpgroup's 64 rows of Q, has one scale."""
+    """Return whether every K tile, V tile and warpgroup (64 rows of Q) has one scale of its own."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

@@ -64,7 +64,7 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return the constant that switches the running maximum off if scores are bounded.
+    """Return the compile-time constant that omits the running maximum if scores are bounded.
 
     See BoundedSoftmax in the kernels; the dict is empty if a maximum is needed.
     """
@@ -194,12 +194,12 @@ def product_columns(
 ) -> tuple[int, int]:
     """Return the columns a backward's products compute, and the extra columns of some products.
 
-    The first number is head_dim rounded up to a multiple of 16, or of 32 if a cluster shares a work
-    tile. The second number is the sum over the products that compute all columns of a tile in
-    shared memory. One such product is dQ^T, whose rows are the tile's columns (up to 32 columns,
-    the kernel computes dQ itself instead). Beyond a head_dim of 128, dK and dV are two more,
-    because their columns are divided between warpgroups. If one warpgroup computes all of dQ^T, its
-    rows are rounded to a multiple of 32 instead.
+    The first returned number is head_dim, rounded up to a multiple of 16 (of 32 if a cluster
+    shares a work tile). The second number is the sum over the products that compute all columns of
+    a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns. (If the
+    tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim of 128,
+    dK and dV are two more, because their columns are divided between warpgroups. If one warpgroup
+    computes all of dQ^T, its rows are rounded to a multiple of 32 instead.
     """
     step = 32 if cluster > 1 else 16
     d = max(problem.head_dim, problem.head_dim_v)

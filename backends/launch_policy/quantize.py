@@ -71,7 +71,7 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """Return the kernel that transposes V if V is already FP8.
+    """Return the kernel that transposes a V that is already FP8.
 
     Raises
     ------

@@ -131,8 +131,9 @@ def _sources() -> bytes:
 def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
     """Return a compiled kernel (cubin or PTX) from the cache, or compile it and cache it.
 
-    A compilation prints a message. A cache file holds a checksum and the compiled kernel, and a
-    damaged file is rewritten. If the file cannot be written, the kernel is returned all the same.
+    Each compilation of a kernel prints a message. A cache file holds a checksum and the compiled
+    kernel, and a damaged file is rewritten. If the file cannot be written, the kernel is returned
+    all the same.
     """
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"

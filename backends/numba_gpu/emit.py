@@ -119,8 +119,9 @@ def asm(
     """Emit one PTX instruction; ``$n`` in `text` stands for operand n, counted from the results.
 
     With `effects`, the compiler neither moves the instruction across barriers and other memory
-    accesses, nor removes it if its result is unused. With `together`, LLVM also does not move the
-    instruction into a branch, so that all threads of a warp that reach it execute it at once.
+    accesses, nor removes it if its result is unused. With `together`, LLVM also keeps the
+    instruction out of branches, so that all threads of a warp that reach the instruction execute
+    it at the same time.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -154,7 +155,8 @@ class MapType(types.Type):
 class ArgsType(types.Type):
     """The Numba type of the argument struct `launch.ARGS`, passed by value.
 
-    The struct's fields are attributes; for the tensor q they are ``q_data``, ``q_row`` and so on.
+    Kernels read the struct's fields as attributes, such as ``q_data`` and ``q_row`` for the tensor
+    q.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,10 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
 There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
-tensor cores from sm_80 on. "hopper" supports the same types with Hopper's own instructions.
-"teaching" supports float16 and float32; its kernels are plain Python loops, which also run in
-Numba's CUDA simulator. Only the teaching kernels support score functions, mask functions and sinks.
+tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
+only Hopper has. "teaching" supports float16 and float32; its kernels are plain Python loops, which
+also run in Numba's CUDA simulator. Only the teaching kernels support score functions, mask
+functions and sinks.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: three deterministic kernels, or a fused one that adds to dQ."""
+    """Run the backward pass in three deterministic kernels, or one that adds dQ up in HBM."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)

@@ -63,7 +63,7 @@ class PythonHopper(hopper.Hopper):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Return the C++ kernel's launch, but with the shared memory of the Python kernel."""
+        """Return the C++ kernel's launch with the Python kernel's amount of shared memory."""
         kernel = super().kernel(stage, problem, tiling, variant, gpu)
         if not kernel.boxes:
             return kernel

@@ -1,13 +1,13 @@
 """Numba intrinsics for tiles in shared memory, fragments in registers, and matrix products.
 
-A warp computes `blocks` blocks of 16 rows each. An accumulator fragment of an n-column tile is a
-tuple of ``blocks * n / 8 * 4`` float32. Element ``(i * n / 8 + c) * 4 + x`` of a lane lies in block
-i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 * 2 + x % 2``
-(`ptx.mma`). So the four lanes of a *quad* have elements of the same rows, and a lane has elements
-of two rows per block, its *halves*.
+A warp computes `blocks` blocks of 16 rows each. An accumulator fragment of a tile with n columns
+is a tuple of ``blocks * n / 8 * 4`` float32 values. Element ``(i * n / 8 + c) * 4 + x`` of a lane
+lies in block i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 8 + lane % 4 *
+2 + x % 2`` (`ptx.mma`). So the four lanes of a *quad* hold elements of the same rows. In each
+block, a lane holds elements of two rows, called its *halves*.
 
-Apart from the rounding to 16 bits, accumulators of a score tile already have the layout that the
-next product needs for its left operand. So P and dS stay in registers.
+The accumulators of a score tile already have the layout of the next product's left operand, and
+only need rounding to 16 bits. So P and dS stay in registers.
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
     """Load four 8 x 8 matrices of 16-bit elements from shared memory ("Warp-level matrix load").
 
     Lane l supplies the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8.
-    From each matrix, lane l receives columns 2 (l % 4) and 2 (l % 4) + 1 of row l / 4, in one
-    register. With `transposed`, the instruction transposes each matrix.
+    Of each matrix, lane l receives two elements in one register: row l / 4, columns 2 (l % 4) and
+    2 (l % 4) + 1. With `transposed`, the instruction transposes each matrix.
     """
     trans = ".trans" if transposed else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -191,7 +191,7 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Return the value that the lane numbered (own lane XOR `mask`) holds ("shfl.sync")."""
+    """Return the value of lane number (this lane XOR `mask`), by the instruction "shfl.sync"."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 

@@ -243,19 +243,20 @@ _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 
 
 def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
-    """Return the device functions of the loop over tile pairs, for one kernel's constants.
+    """Return the device functions that loop over tile pairs, built for one kernel's constants.
 
     ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
     ``take_work(a)`` returns that of this block. ``row_tile`` and ``col_tile`` return a tile's
     (start, stop, offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts
-    the loop of an outer tile. ``begin`` returns the number of the tile's first visit, the number of
-    its visits, and their span. ``visit(a, walk, n)`` takes this result as `walk`, and returns
-    (inner tile, masked) of the n-th visit.
+    the inner loop of an outer tile. ``begin`` returns the number of the tile's first visit, the
+    number of its visits, and their span. ``visit(a, walk, n)`` returns (inner tile, masked) of the
+    n-th visit; `walk` is the result of ``begin``.
 
     In a kernel that is built for reports, ``report(slot, bytes)`` reports the bytes of a whole
-    warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time stamp.
-    One of every `every` threads writes time stamps. ``wait_for_what_ran_before()`` and
-    ``let_what_runs_next_start()`` do something only if launches overlap.
+    warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time
+    stamp. One thread out of every `every` threads writes time stamps.
+    ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do something only if launches
+    overlap.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)

@@ -131,8 +131,8 @@ def timeline(
 ) -> np.ndarray:
     """Return the SM and time span of each visit, store and merge, in ns since the first start.
 
-    The first warp of a thread block records the time stamps. The stamps are for this warp's part of
-    a tile's keys only, since each warp computes different keys.
+    The first warp of a thread block records the time stamps. Each warp computes different keys of
+    a tile, so the time stamps only describe the first warp's keys.
 
     Parameters
     ----------

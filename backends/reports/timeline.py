@@ -1,19 +1,19 @@
 """Convert a kernel's time stamps into time spans in nanoseconds, for every GPU backend.
 
-The array ``visit_stamps`` holds SM cycles (clock64). The stamps mark when a visit (one tile pair)
-began, when its tiles had arrived, and when its scores, its softmax and its products were done. Each
-block also records its start and end on both clocks: in cycles of its SM, and in nanoseconds of the
-GPU (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are converted by one
-straight line, through the start of its first block and the end of its last block.
+The array ``visit_stamps`` holds SM cycles (clock64). The time stamps mark when a visit (one tile
+pair) began, when its tiles had arrived, and when its scores, its softmax and its products were
+done. Each block also records its start and end on both clocks: in cycles of its SM, and in
+nanoseconds of the GPU (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are
+converted by one straight line, through the start of its first block and the end of its last block.
 
-In a warp-specialised kernel each role records time stamps: first the producer, then the consumer
-warpgroups. The producer's "visit" begins when it waits for free shared memory. The producer's
-"load" lies between its first and its last TMA instruction, and the producer has no other phases.
-The tiles arrive later; a consumer's "load" is the time for which it waits for them.
+In a warp-specialised kernel, each warp role records time stamps: first the producer, then the
+consumer warpgroups. The producer's "visit" begins when it waits for free shared memory. The
+producer's "load" lies between its first and its last TMA instruction, and the producer has no
+other phases. The tiles arrive later; a consumer's "load" is the time for which it waits for them.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
-covers the rest. The fused backward adds a visit's dQ at the start of the next visit, inside the
-"scores" of that one.
+covers the rest. The fused backward adds a visit's dQ at the start of the next visit; this time is
+part of the next visit's "scores".
 """
 
 from __future__ import annotations

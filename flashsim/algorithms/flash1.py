@@ -61,8 +61,8 @@ def forward(machine: Machine) -> None:
 def backward(machine: Machine) -> None:
     """Run the backward pass, the paper's Algorithm 4, without its dropout (lines 14, 15 and 18).
 
-    Every visit (tile pair) reads and writes dQ. dK and dV are complete at the end of their column
-    tile, so HBM need not be filled with zeros for them (line 5).
+    Every visit (tile pair) loads and stores its dQ. dK and dV are complete when the loop over
+    their column tile ends, so their HBM need not start as zeros (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

@@ -116,7 +116,8 @@ def backward_fused(machine: Machine) -> None:
     """Run the paper's Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
 
     This backward pass takes 5 matrix products: 10 N^2 d FLOPs. Each tile's dQ is added by atomics.
-    On a GPU the order of the atomics, and so the last bits of dQ, change from run to run.
+    On a GPU, the order of the atomic additions changes from run to run, and so do the last bits of
+    dQ.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -167,7 +168,7 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 def _sink_gradient(
     machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
 ) -> np.ndarray | None:
-    """Return what these rows add to the sinks' gradient, (lead, group, 1); None without sinks.
+    """Return the part of the sinks' gradient from these rows, (lead, group, 1); None without sinks.
 
     An attention sink has the probability P = exp(sink - L) and no value row, so its gradient is -P
     delta.

@@ -8,8 +8,8 @@ all parts. Each part's output is normalised and stored in float32 (float64 for f
 
 If all batch entries share a prefix of keys, additional row tiles hold the queries of all entries,
 so that the prefix is read only once. The results over the shared prefix are merged with those over
-each entry's own keys. Reading a shared prefix once is called cascade attention (FlashInfer,
-arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
+each entry's own keys. This method, which reads a shared prefix only once, is called cascade
+attention (FlashInfer, arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps: attention per part of the keys, and the merge.
+    """Run both steps of decoding: attention to each part of the keys, and the merge of the parts.
 
     A row tile whose keys form a single part needs only the first step.
     """

@@ -59,7 +59,7 @@ class Tensor:
 
 
 class Scale(Tensor):
-    """The scales of an FP8 tensor: one factor per block of `every` rows.
+    """The scales of an FP8 tensor: one factor per `every` rows.
 
     `data` is float32 of shape (batch * kv_heads, group or 1, ceil(n / every)).
     """
@@ -146,7 +146,7 @@ class BlockTable(Tensor):
         return slice(first + start // self._size, first - (-stop // self._size))
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Return the bytes of the block table's entries for these keys."""
+        """Return how many bytes the block table's entries for these keys take."""
         entries = self._entries(rows)
         return (entries.stop - entries.start) * TABLE_ITEM
 
@@ -175,7 +175,7 @@ class PagedTensor(Tensor):
         self.n = table.problem.n_kv
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the keys [rows] of all key heads, (kv_heads, 1, rows, width)."""
+        """Return the keys at positions `rows` in all key heads, (kv_heads, 1, rows, width)."""
         if self.pages is None or np.isnan(self.pages).any():
             self._refuse()
         _, start, stop = self.table.local(rows)
@@ -243,7 +243,7 @@ class Hbm:
         return self.tensors[name]
 
     def put_captured(self, letter: str, graph: Graph, arrays: tuple[np.ndarray, ...]) -> None:
-        """Put the arrays captured by a score function ("F") or a mask function ("M") into HBM."""
+        """Allocate the captured arrays of a score function ("F") or mask function ("M") in HBM."""
         for name in (letter, f"{letter}_own"):
             self.tensors[name] = CapturedTensor(name, graph, arrays, self.problem)
 

@@ -1,4 +1,4 @@
-"""Code that the algorithms share: the scores of a tile, and small kernels around the main loop."""
+"""Shared code of the algorithms: scores of a tile, and kernels before or after the main loop."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def clear_dbias(machine: Machine) -> Tensor | None:
 
 
 def accumulator_name(machine: Machine, result: str) -> str:
-    """Return the name of the tensor in HBM that accumulates `result`.
+    """Return the name of the HBM tensor in which `result` is accumulated.
 
     The name is `result` itself if that tensor has the accumulator's type.
     """

@@ -42,8 +42,8 @@ def forward(machine: Machine) -> None:
 def _scores(machine: Machine) -> None:
     """Compute S = scale Q K^T and, with a softcap, the softcap's derivative.
 
-    The softcap's derivative is stored too, because it cannot be computed precisely from an S that
-    was rounded to a narrow type.
+    The softcap's derivative is stored too, because a rounded S is not precise enough to recompute
+    the derivative.
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:

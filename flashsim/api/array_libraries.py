@@ -87,7 +87,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Convert arrays to NumPy's, copying them from a GPU; the returned host converts results back.
+    """Copy arrays to NumPy, from a GPU too; the returned `Host` converts results back.
 
     The function serves operations that have no GPU kernel. All arrays are converted in the way of
     the first one.

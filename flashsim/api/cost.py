@@ -54,7 +54,7 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
-    """Return the cost of replaying these passes' requests through a model of the L2 cache.
+    """Estimate the cost of replaying the requests of these passes through a model of the L2 cache.
 
     Raises
     ------

@@ -64,7 +64,7 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
 def live_problem(
     whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
-    """Return the `Problem` of the live keys, and the options with lengths and pages as integers.
+    """Return the `Problem` of the live keys, and the options with integer lengths and pages.
 
     Parameters
     ----------

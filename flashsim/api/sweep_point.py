@@ -1,4 +1,4 @@
-"""One point of a sweep: its parameters, how it is counted, and its row in a table or file."""
+"""One point of a sweep: its parameters, the method of counting, and its row in a table or file."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ _Options = list[tuple[str, str]]
 
 
 class _Command(TyperCommand):
-    """A command whose help fits on one screen; ``--help-all`` explains every option in full.
+    """A command whose ``--help`` fits on one screen; ``--help-all`` explains every option in full.
 
     Groups of options are in the order of PANELS. For an option without a value (a flag), the help
     shows no kind of value.

@@ -20,7 +20,7 @@ from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError, printable
 from flashsim.exercises import checking, shelf, submissions
 from flashsim.exercises.exercise import Exercise
-from flashsim.exercises.homework import grade_homework, homework_in, together
+from flashsim.exercises.homework import exercises_of, grade_homework, homework_in, together
 from flashsim.exercises.kernel_exercise import KernelExercise
 from flashsim.exercises.kernel_grading import LIMIT, MEMORY
 from flashsim.exercises.marks import Marks
@@ -31,6 +31,10 @@ from flashsim.schedule.dataflow import ALGORITHMS
 from flashsim.trace.trace import Trace
 
 _QUIZ = opt.One(tiling="same")
+_COLUMNS = (
+    *("file", "exercise", "points", "of", "results", "safe", "on chip", "bytes", "moved B", "why"),
+)
+_ALL_COLUMNS = (*_COLUMNS, "seconds")
 _Name = Annotated[str, typer.Argument(help="A name from `flashsim exercise list`, or a .py file.")]
 
 
@@ -227,9 +231,13 @@ def grade(
             "files."
         ),
     ],
-    exercise: str | None = opt.option(
-        None, "The exercise: a name or a .py file. Default: the one that the file names."
-    ),
+    exercise: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The exercise: a name or a .py file. Default: the one that the file names. Repeat "
+            "the option to grade a homework folder for several exercises."
+        ),
+    ] = None,
     form: opt.Format = opt.Format(),
     gradescope: Path | None = opt.option(
         None, "Also write the marks to this file in Gradescope's format (results.json)."
@@ -252,9 +260,51 @@ def grade(
     ),
 ) -> None:
     """Grade a solution by results, on-chip memory and bytes, or every .py file in a folder."""
-    if file.is_dir() and (roots := homework_in(file)):
-        _homework(file, roots, exercise, form, gradescope, (plot, save), (timeout, memory))
-        return
+    chosen = [shelf.find(name) for name in dict.fromkeys(exercise or ())]
+    kernels = [one for one in chosen if isinstance(one, KernelExercise) and one.path]
+    if file.is_dir() and len(kernels) == len(chosen):
+        roots = homework_in(file, kernels, single=gradescope is not None)
+        if gradescope is not None and not roots:
+            roots = [file]  # the student's mistake: 0 points, no error
+        if roots:
+            work = kernels or exercises_of(roots)
+            if any((plot, save)) or (gradescope and len(roots) > 1):
+                raise OptionError(
+                    "a folder of submissions was passed, but --plot and --save need a single file, "
+                    "and --gradescope the folder of a single homework; leave out these options"
+                )
+            _say_graded(work, chosen=bool(kernels))
+            if roots != [file] and (loose := [x.name for x in file.iterdir() if x.is_file()]):
+                say(f"not graded, because they are not in a student's folder: {', '.join(loose)}")
+            ready(gradescope)
+            done = grade_homework(roots, work, limit=timeout, memory=memory, jobs=jobs)
+            _homework(file, list(done), form, gradescope)
+            return
+    if len(chosen) > 1:
+        raise OptionError(
+            f"--exercise was passed {len(chosen)} times, but {str(file)!r} is no homework folder "
+            "with files of these exercises; pass --exercise once"
+        )
+    _grade_files(
+        file,
+        exercise[0] if exercise else None,
+        form,
+        (gradescope, plot, save),
+        (timeout, memory),
+        jobs,
+    )
+
+
+def _grade_files(
+    file: Path,
+    exercise: str | None,
+    form: opt.Format,
+    outputs: tuple[Path | None, Path | None, Path | None],
+    limits: tuple[float | None, int | None],
+    jobs: int | None,
+) -> None:
+    """Grade one file, or every .py file in a folder."""
+    (gradescope, plot, save), (timeout, memory) = outputs, limits
     if file.is_dir():
         if gradescope or plot or save:
             raise OptionError(
@@ -296,30 +346,40 @@ def grade(
             )
 
 
+def _say_graded(exercises: list[KernelExercise], *, chosen: bool) -> None:
+    """Print which exercises are graded, and why."""
+    names = ", ".join(one.name for one in exercises)
+    paths = ", ".join(dict.fromkeys(one.path for one in exercises))
+    why = (
+        "as --exercise says"
+        if chosen
+        else (
+            f"because these exercises are solved in {paths}; to choose, pass --exercise NAME "
+            "once or several times"
+        )
+    )
+    say(f"graded for {names}, {why}")
+
+
 def _homework(
     folder: Path,
-    roots: list[Path],
-    exercise: str | None,
+    graded: list[tuple[Path, list[tuple[Path, Marks]]]],
     form: opt.Format,
     gradescope: Path | None,
-    unused: tuple[Path | None, ...],
-    limits: tuple[float | None, int | None],
 ) -> None:
-    """Grade homework folders, and print a row for each file and exercise."""
-    if any(unused) or (gradescope and len(roots) > 1):
-        raise OptionError(
-            "a folder of submissions was passed, but --plot and --save need a single file, and "
-            "--gradescope the folder of a single homework; leave out these options"
-        )
-    ready(gradescope)
-    timeout, memory = limits
-    graded = [
-        pair
-        for root in roots
-        for pair in grade_homework(root, exercise, limit=timeout, memory=memory)
-    ]
-    show(_class(folder, graded), form)
-    _for_gradescope(together(graded), gradescope)
+    """Print a row for each file and exercise of the homework folders, and each folder's total."""
+    short, full = Table(f"{len(graded)} homework folders", _COLUMNS), Table("", _ALL_COLUMNS)
+    whole = 0
+    for root, found in graded:
+        for path, marks in found:
+            _add(short, full, str(path.relative_to(folder)), marks)
+        total = replace(together(found), exercise="total")
+        whole += total.points == total.most
+        _add(short, full, folder.name if root == folder else root.name, total)
+    short.note = f"{whole} of {len(graded)} get all points; --csv has every reason in full"
+    show(([short], [full]), form)
+    if gradescope is not None:
+        _for_gradescope(together(graded[0][1]), gradescope)
 
 
 def _for_gradescope(marks: Marks, path: Path | None) -> None:
@@ -332,25 +392,29 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
     """Return tables of all graded files: for people with the first reason, else with all."""
-    columns = ("file", "exercise", "points", "results", "on chip", "bytes", "moved B", "why")
-    short, full = Table(f"{len(graded)} files", columns), Table("", (*columns, "seconds"))
+    short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
     for path, marks in graded:
-        file = plain(str(path.relative_to(folder)), 200)
-        parts = {"results": 0, "on-chip": 0, "bytes": 0}
-        for mark in marks.marks:
-            part = mark.name.split()[0].rstrip(",")
-            if part in parts:
-                parts[part] += mark.points
-        why = [mark.words for mark in marks.marks if mark.kind]
-        row = (
-            *(file, marks.exercise, marks.points, parts["results"], parts["on-chip"]),
-            *(parts["bytes"], marks.figures.get("bytes")),
-        )
-        short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
-        full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
+        _add(short, full, str(path.relative_to(folder)), marks)
     whole = [marks.points for _, marks in graded if marks.points == marks.most]
     short.note = f"{len(whole)} of {len(graded)} get all points; --csv has every reason in full"
     return [short], [full]
+
+
+def _add(short: Table, full: Table, file: str, marks: Marks) -> None:
+    """Add a row to both tables. A total's marks are named "EXERCISE: MARK"."""
+    total = marks.exercise == "total"
+    parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
+    for mark in marks.marks:
+        part = (mark.name.partition(": ")[2] if total else mark.name).split(" ")[0].rstrip(",")
+        if part in parts:
+            parts[part] += mark.points
+    told = [mark.words for mark in marks.marks if mark.words and (mark.kind or not mark.most)]
+    why = [] if total else told
+    moved = marks.figures.get("bytes")
+    points = (marks.points, marks.most, *parts.values())
+    row = (plain(file, 200), marks.exercise, *points, moved)
+    short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
+    full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
 
 
 def _write(text: str, path: Path, *, force: bool) -> None:

@@ -56,8 +56,8 @@ class Forms:
         """Return the bytes of the FP8 scales that are loaded with tiles of Q, K and V.
 
         Each load of a tile also loads the scales of all scale blocks that the tile overlaps, 4 B
-        each. The tiles of the outer loop are loaded once for each of `owners` heads or groups, the
-        tiles of the inner loop at every visit.
+        each. An outer-loop tile is loaded once per head or head group, of which there are
+        `owners`. An inner-loop tile is loaded at every visit (tile pair).
         """
         if self.p.scales is None:
             return {}

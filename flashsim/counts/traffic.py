@@ -173,7 +173,7 @@ class Traffic:
         return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that works on whole rows of scores.
+        """Return the peak on-chip bytes of a stage that keeps whole rows of scores on chip.
 
         Each buffer holds whole rows of scores, as long as the longest sequence's keys. Rows of
         shorter sequences fill only a part of the buffer.
@@ -265,8 +265,8 @@ def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     This is the traffic of a cache that starts each kernel empty and, within a kernel, never misses
     twice on the same data. For FlashAttention-2's forward pass, which is one kernel, the result
     equals the compulsory bytes. For standard attention, the result also includes the N x N
-    matrices. A run that computes all scores in a single tile requests exactly these bytes. A mask
-    does not reduce the result.
+    matrices. A run that computes all scores in a single tile requests exactly these bytes. The
+    problem's mask is ignored.
     """
     p = replace(problem, mask=None, mask_mod=None, block_mask=None, causal=False, window=None)
     whole = Tiling(p.n_q, p.n_kv)

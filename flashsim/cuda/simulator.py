@@ -40,10 +40,10 @@ class ThreadAccess(NamedTuple):
 class BlockAccess:
     """The accesses that a block's threads make from one source line between two barriers.
 
-    `offsets` are the accessed elements, one per thread and execution of that line, in no particular
-    order. `requests` is the number of memory requests of all warps. `sectors` is the number of
-    32-byte sectors, summed over these requests. `outside` is the number of accesses past the
-    tensor's end.
+    `offsets` are the accessed elements, one per thread and execution of that line, in no
+    particular order. `requests` is the number of memory requests of all warps. `sectors` is the
+    number of 32-byte sectors that the requests touch, summed over the requests. `outside` is the
+    number of accesses past the tensor's end.
     """
 
     block: tuple[int, int, int]

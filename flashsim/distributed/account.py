@@ -23,7 +23,7 @@ QUANTITIES = ("flops", "visits", "hbm", "merge")
 class Account:
     """The byte and FLOP counts of one pass over all ranks, from a run or in closed form.
 
-    Two accounts are equal if all their integers are equal.
+    Two `Account` objects are equal if all their integers are equal.
 
     Attributes
     ----------
@@ -173,8 +173,8 @@ class Account:
     def rank_table(self, rank: int) -> report.Table:
         """Return a table with one row per step of one rank.
 
-        Each row says whose keys the rank has at that step, which tiles it computes, and which bytes
-        it sends.
+        Each row names the rank whose keys are present at that step, the tiles computed, and the
+        bytes sent.
         """
         group, out = self.group, self.out_bytes
         checks.place("rank", rank, group.ranks)

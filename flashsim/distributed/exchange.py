@@ -56,7 +56,7 @@ class Ranks:
         self.now = 0
 
     def account(self, direction: str) -> Account:
-        """Return the `Account` of all steps since `begin`."""
+        """Return the `Account` (byte and FLOP counts) of all steps since `begin` was called."""
         peak = np.array([rank.peak for rank in self.ranks], np.int64)
         return Account(
             self.group, direction, **fields({"sent": self.sent, **self.made, "peak": peak})

@@ -287,7 +287,8 @@ class _SpreadRun(Ranks):
     def _given_rows(self, number: int, name: str) -> slice:
         """Return the rows to which the first block after a member's own contributes gradients.
 
-        For "dq" that block is the member's own first one; for dK and dV it is its predecessor's.
+        For "dq", it is the block that the member computes at step 1; for dK and dV, the block that
+        its predecessor computes at step 1.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)

@@ -1,4 +1,4 @@
-"""Check an exercise: does its reference get every point, and does it explain wrong solutions?"""
+"""Check that an exercise's reference gets every point and that wrong solutions are explained."""
 
 from __future__ import annotations
 

@@ -8,9 +8,12 @@ A homework folder contains files at the paths that the kernel exercises name
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 from flashsim.exercises import shelf
@@ -24,51 +27,104 @@ from flashsim.exercises.runner import plain
 TESTS = "its own tests"
 
 
-def homework_in(folder: Path) -> list[Path]:
-    """Return the homework folders: `folder` if it is one, otherwise those among its subfolders."""
-    below = sorted(path for path in folder.iterdir() if path.is_dir())
-    return [folder] if _files(folder) else [path for path in below if _files(path)]
+def homework_in(
+    folder: Path, exercises: Sequence[KernelExercise] = (), *, single: bool = False
+) -> list[Path]:
+    """Return the homework folders: `folder` if it is one, otherwise its subfolders.
+
+    A folder is a homework folder if it contains a file of a bundled exercise or of one of
+    `exercises`. If any subfolder is one, all subfolders are returned: a student whose files are
+    misplaced must not vanish. With `single`, only the subfolders that are homework folders count.
+    """
+    paths = {one.path for one in (*_bundled(), *exercises) if one.path}
+    below = students_in(folder)
+    good = [root for root in below if _has_any(root, paths)]
+    if _has_any(folder, paths):
+        return [folder]
+    return good if single or not good else below
 
 
-def _files(root: Path) -> list[tuple[Path, KernelExercise]]:
-    """Return a homework folder's files, each with the exercise that it solves."""
+def students_in(folder: Path) -> list[Path]:
+    """Return a folder's subfolders, without hidden ones and those like __MACOSX."""
+    return sorted(
+        path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))
+    )
+
+
+def exercises_of(roots: Sequence[Path]) -> list[KernelExercise]:
+    """Return the exercises whose file is in at least one of the homework folders; else all."""
+    every = [one for one in _bundled() if one.path]
+    return [one for one in every if any((root / one.path).is_file() for root in roots)] or every
+
+
+def _bundled() -> list[KernelExercise]:
     found = [shelf.find(name) for name in shelf.kernel_names()]
-    return [
-        (root / one.path, one)
-        for one in found
-        if isinstance(one, KernelExercise) and one.path and (root / one.path).is_file()
-    ]
+    return [one for one in found if isinstance(one, KernelExercise)]
+
+
+def _has_any(root: Path, paths: Iterable[str]) -> bool:
+    return any((root / path).is_file() for path in paths)
 
 
 def grade_homework(
-    root: Path,
-    exercise: str | None = None,
+    roots: Sequence[Path],
+    exercises: Sequence[KernelExercise],
     *,
     limit: float | None = None,
     memory: int | None = None,
-) -> Iterator[tuple[Path, Marks]]:
-    """Grade each file of a homework folder for each exercise that it solves; run its tests."""
-    only = None if exercise is None else shelf.find(exercise).name
-    for path, one in _files(root):
-        if only in (None, one.name):
-            yield path, grade_kernels(path, one, root=root, limit=limit, memory=memory)[0]
-    if only is None and (root / "tests").is_dir():
-        yield root / "tests", _tests(root, limit, memory)
+    jobs: int | None = None,
+) -> Iterator[tuple[Path, list[tuple[Path, Marks]]]]:
+    """Grade homework folders for these exercises, and run their tests; several at once.
+
+    Yields each folder with its files and their marks. A missing file gets 0 points.
+    """
+
+    def graded(work: tuple[Path, KernelExercise | None]) -> tuple[Path, Marks]:
+        root, one = work
+        if one is None:
+            return root / "tests", _tests(root, limit, memory)
+        path = root / one.path
+        if not path.is_file():
+            return path, Marks.none(one.name, "missing", _missing(root, one))
+        return path, grade_kernels(path, one, root=root, limit=limit, memory=memory)[0]
+
+    works = [
+        (root, one) for root in roots for one in (*exercises, *[None] * (root / "tests").is_dir())
+    ]
+    with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
+        done = zip(works, pool.map(graded, works), strict=True)
+        for root, found in groupby(done, key=lambda pair: pair[0][0]):
+            yield root, [marks for _, marks in found]
+
+
+def _missing(root: Path, one: KernelExercise) -> str:
+    """Return that a file is missing, where it was expected, and which files were found."""
+    there = sorted(
+        plain(str(Path(place, name).relative_to(root)), 200)
+        for place, _, names in os.walk(root)
+        for name in names
+    )
+    more = f" and {len(there) - 5} more" if len(there) > 5 else ""
+    found = f"found {', '.join(there[:5])}{more}" if there else "the folder is empty"
+    return f"the file {one.path} is missing; {found}: hand it in as {one.path}"
 
 
 def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
+    """Run a folder's own tests. They give no points, because students can write any tests."""
     began = time.perf_counter()
     tests, top = str((root / "tests").resolve()), str(root.resolve())
     seconds, size = LIMIT if limit is None else limit, MEMORY if memory is None else memory
     order = KernelOrder(tests, top, (), (), (), (), seconds, size, tests=True)
     kind, said, _, outcomes = handed(order)
     if kind or not outcomes:
-        return Marks.none(TESTS, kind or "missing", said or "pytest found no test")
-    marks = []
+        marks = [Mark("all", 0, 0, kind or "missing", said or "pytest found no test")]
+    else:
+        passed = sum(outcome == "passed" for _, outcome, _ in outcomes)
+        marks = [Mark("all", 0, 0, words=f"{passed} of {len(outcomes)} tests pass")]
     for name, outcome, words in outcomes:
         right = outcome == "passed"
         why = "" if right else plain(f"{outcome}: {words}", 500)
-        marks.append(Mark(plain(name, 200), int(right), 1, "" if right else "test", why))
+        marks.append(Mark(plain(name, 200), 0, 0, "" if right else "test", why))
     return Marks(TESTS, tuple(marks), {}, seconds=time.perf_counter() - began)
 
 
@@ -80,4 +136,11 @@ def together(found: list[tuple[Path, Marks]]) -> Marks:
     return Marks("homework", tuple(marks), {}, seconds=sum(one.seconds for _, one in found))
 
 
-__all__ = ["TESTS", "grade_homework", "homework_in", "together"]
+__all__ = [
+    "TESTS",
+    "exercises_of",
+    "grade_homework",
+    "homework_in",
+    "students_in",
+    "together",
+]

@@ -15,7 +15,8 @@ class Mark:
     """The points for one graded item, such as the bytes moved.
 
     `kind` names the mistake in one word, for programs; "" means that there is no mistake. `words`
-    explains the mistake in a sentence for people.
+    explains the mistake in a sentence for people. A mark with `most` = 0 is shown, but gives no
+    points.
     """
 
     name: str
@@ -23,6 +24,11 @@ class Mark:
     most: int
     kind: str = ""
     words: str = ""
+
+    @property
+    def full(self) -> bool:
+        """Whether the item gets all its points; for an item without points, whether it passes."""
+        return self.points == self.most if self.most else not self.kind
 
 
 class Refused(Exception):
@@ -85,7 +91,7 @@ class Marks:
         """Return the marks as text for a terminal."""
         lines = [f"{self.exercise}: {self.points} of {self.most} points", ""]
         for mark in self.marks:
-            sign = "✓" if mark.points == mark.most else "✗" if not mark.points else "~"
+            sign = "✓" if mark.full else "✗" if not mark.points else "~"
             lines.append(f"  {sign} {mark.name:<24}{mark.points:>4} / {mark.most}")
             for part in mark.words.splitlines():
                 indent = " " * (6 + len(part) - len(part.lstrip()))
@@ -122,7 +128,7 @@ class Marks:
                 "name": mark.name,
                 "score": mark.points,
                 "max_score": mark.most,
-                "status": "passed" if mark.points == mark.most else "failed",
+                "status": "passed" if mark.full else "failed",
                 "output": mark.words,
             }
             for mark in self.marks

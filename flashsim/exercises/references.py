@@ -96,7 +96,7 @@ def with_problem(truth: Truth, **changes: Any) -> Truth:
 
 
 def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth:
-    """Return `truth` with one of its results multiplied by a factor."""
+    """Return a function that computes the result `name` of `truth`, multiplied by a factor."""
     return lambda arrays, p, dtype: {name: truth(arrays, p, dtype)[name] * factor(p)}
 
 

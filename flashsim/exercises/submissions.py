@@ -27,6 +27,7 @@ from flashsim.engines.sandbox.tape import MOST
 from flashsim.errors import OptionError
 from flashsim.exercises import shelf
 from flashsim.exercises.grading import judge
+from flashsim.exercises.homework import students_in
 from flashsim.exercises.kernel_exercise import KernelExercise
 from flashsim.exercises.kernel_grading import grade_kernels
 from flashsim.exercises.marks import Marks, Refused
@@ -96,6 +97,7 @@ def grade_folder(
     """Grade all .py files in a folder and its subfolders, several at once; yield them by name.
 
     If `exercise` is None, each file must name its exercise; a file that does not gets no points.
+    A subfolder without any .py file gets 0 points.
     """
     paths = sorted(
         Path(place, name)
@@ -103,6 +105,11 @@ def grade_folder(
         for name in names
         if name.endswith(".py") and not name.startswith(".")
     )
+    empty = {
+        below
+        for below in students_in(folder)
+        if not any(below == path or below in path.parents for path in paths)
+    }
     if not paths:
         raise OptionError(
             f"the folder {str(folder)!r} contains no .py file to grade; pass the folder that "
@@ -111,13 +118,16 @@ def grade_folder(
     one = None if exercise is None else shelf.find(exercise)
 
     def graded(path: Path) -> tuple[Path, Marks]:
+        if path in empty:
+            said = "the folder contains no .py file: hand in a file"
+            return path, Marks.none(one.name if one else "", "missing", said)
         try:
             return path, _graded(path, one, limit, memory)[0]
         except OptionError as error:
             return path, Marks.none(one.name if one else "", "file", str(error))
 
     with ThreadPoolExecutor(jobs or os.cpu_count()) as pool:
-        yield from pool.map(graded, paths)
+        yield from pool.map(graded, sorted([*paths, *empty]))
 
 
 def missing(path: Path, exercise: str) -> Marks:

@@ -82,8 +82,8 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 class Field(NamedTuple):
     """A member of the struct `FlashCaptured`: an array's data, its gradient, or an axis's length.
 
-    `what` says which: "data", "gradient" or "length" (the length of axis `axis`). `array` is the
-    array's index in `CudaSource.arrays`.
+    `what` is the kind of member: "data", "gradient" or "length" (the length of axis `axis`).
+    `array` is the array's index in `CudaSource.arrays`.
     """
 
     name: str
@@ -143,12 +143,13 @@ def cuda_source(
     `flash_score_grad` accumulates. `extents` holds the sizes of the ranges of b, h, q and k. With
     `extents`, array indices that cannot leave their array are not checked at run time.
 
-    `tile` is the number of a load node of the score function, whose array element the kernel loads
-    in advance. With `tile`, a second overload of `flash_score` takes this element as its argument
-    `tile`, after the score. If the load's last two indices are q and k, `flash_tile_plane` returns
-    which (q, k) plane of the array holds a head's elements. If `band` = (sign, offset) is passed,
-    the load's last index is sign * (q - k) + offset. With `band`, `flash_band` returns the element
-    for a distance q - k; a distance out of range gives the nearest element.
+    `tile` is the number of a node in the score function's graph that loads an array element. The
+    kernel loads this element in advance. With `tile`, a second overload of `flash_score` takes
+    this element as its argument `tile`, after the score. If the load's last two indices are q and
+    k, `flash_tile_plane` returns which (q, k) plane of the array holds a head's elements. If
+    `band` = (sign, offset) is passed, the load's last index is sign * (q - k) + offset. With
+    `band`, `flash_band` returns the element for a distance q - k; a distance out of range gives
+    the nearest element.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -423,7 +424,7 @@ class _Cuda:
         """Return a sum or difference of positions, or its absolute value, as a C++ float.
 
         The result is None for other integers. Positions are below 2^24, so float arithmetic is
-        exact. `FlashAt` in the emitted source says why this form is fast.
+        exact. A comment at `FlashAt` in the emitted source explains why this form is fast.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])

@@ -232,7 +232,7 @@ def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
-    """Add each value of `each` to the element of `total` at its indices, summed in float64."""
+    """Add each value in `each` to the element of `total` at the value's indices; sum in float64."""
     at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
     flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
     sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)

@@ -28,8 +28,9 @@ ELEMENTS = {
 class Operation(NamedTuple):
     """One operation: its number of arguments, its result's kind, and its NumPy function.
 
-    `kind` is "b", "i" or "f" if results always have this kind. The kind "same" is the kind of the
-    arguments, which are first converted to a common kind, at least to integers.
+    `kind` is "b", "i" or "f" if results always have this kind. If `kind` is "same", results have
+    the kind of the arguments. These are first converted to a common kind; booleans become
+    integers.
     """
 
     arity: int

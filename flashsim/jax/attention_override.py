@@ -31,12 +31,12 @@ def dot_product_attention(
 
     As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i and key i have
     the same position. The mask and the lengths are converted to a bias of shape (1 or batch, 1 or
-    heads, T, S). To avoid such a bias, use `attention` with a mask function (`mask_mod`) or packed
-    sequences (`cu_seqlens_q`).
+    heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
+    (`mask_mod`) or packed sequences (`cu_seqlens_q`).
 
     The result differs from jax.nn's in two things. A row that sees no key gives zeros in flashsim;
-    in jax.nn, softmax over equal scores gives it the mean of all values. Also, masked scores do not
-    round the residual (the LSE).
+    in jax.nn, softmax over equal scores gives it the mean of all values. The residual (the LSE)
+    also differs: in flashsim, masked scores do not add rounding errors to the residual.
 
     Parameters
     ----------

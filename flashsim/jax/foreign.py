@@ -154,7 +154,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
     """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths.
 
-    An array that all mapped entries share is repeated.
+    If all mapped entries share an array, the array is repeated for each entry.
     """
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())

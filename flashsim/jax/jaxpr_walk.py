@@ -1,10 +1,11 @@
 """Evaluate a function that calls Pallas kernels, one primitive at a time, and report accesses.
 
-Pallas's interpreters lower a kernel to XLA, where its accesses cannot be observed. So `Walker`
-evaluates the jaxpr (JAX's expression form of a function) that JAX traced. `Walker` runs loops,
-branches and calls itself, and JAX computes arithmetic on the CPU, in the kernel's types. Loads,
-stores and atomics of refs (Pallas's array references) use `flashsim.jax.refs`, and are reported to
-an `Observer` with their source line. `flashsim.jax.pallas_launch` runs the grid of a `pallas_call`.
+Pallas's interpreters compile a kernel to XLA, and accesses inside XLA cannot be observed. So
+`Walker` evaluates the jaxpr (JAX's expression form of a function) that JAX traced. `Walker` runs
+loops, branches and calls itself, and JAX computes arithmetic on the CPU, in the kernel's types.
+Loads, stores and atomics of refs (Pallas's array references) use `flashsim.jax.refs`, and are
+reported to an `Observer` with their source line. `flashsim.jax.pallas_launch` runs the grid of a
+`pallas_call`.
 
 JAX's primitives are recognized by their names, and indexers by their fields, so no private module
 of JAX is imported.

@@ -187,7 +187,7 @@ class Touched:
 
     @cached_property
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sets of lines as ``(ptr, lines, number)``.
+        """Sets of cache lines as ``(ptr, lines, number)``.
 
         The lines of tile t for variant v are set ``number[v, t]``, which is empty for a tile that
         is not visited.

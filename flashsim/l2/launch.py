@@ -204,7 +204,7 @@ class L2Model:
     ) -> np.ndarray:
         """Return the number of the wave in which each of `blocks` thread blocks starts.
 
-        With "in-step", every group of heads takes the same whole number of waves
+        With `walk="in-step"`, every head group takes the same whole number of waves
         (kernels/hopper/tile_scheduler.cuh).
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)

@@ -35,7 +35,7 @@ class Sides:
     """How a kernel's tensor is tiled.
 
     `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE for queries by
-    keys. `rows` is the number of the tensor's axis that holds the rows. `vector` is True for a
+    keys. `rows` is the index of the axis along which the tensor's rows lie. `vector` is True for a
     tensor with one number per row.
     """
 
@@ -299,7 +299,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`: one that `first` names, else a matrix."""
+        """Return the code of a tensor tiled along `axis`: one named in `first`, or a matrix."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:

@@ -33,8 +33,8 @@ This module uses 330.3, the peak with float32 accumulation, which it also uses f
 Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
 as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix
 products are *dense*, with float32 accumulation, at boost clock. For these peaks, a data sheet's
-figure "with sparsity" is halved. If a device lists no peak for a dtype, the GPU has no unit for it.
-A bandwidth of 0 means that no figure is published.
+figure "with sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware
+unit for this dtype. A bandwidth of 0 means that no figure is published.
 """
 
 from __future__ import annotations
@@ -220,7 +220,8 @@ def reported(
 ) -> Device:
     """Return the preset of a GPU, given its name and figures as a driver reports them.
 
-    Nothing matches a part of a GPU (MIG), or another model of the same name.
+    The function finds no preset for a part of a GPU (MIG), or for a different model with the same
+    name.
 
     Parameters
     ----------

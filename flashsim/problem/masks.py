@@ -16,8 +16,8 @@ def masked_score(dtype: Any) -> float:
 
     The argument `dtype` is the type in which scores are computed. The limit exists because model
     code often masks a score by adding the lowest finite number of a type. If a row has only such
-    scores, it counts as a row without keys, although the scores are finite. In such a row, rounding
-    has lost the differences of the scores, and the log n in their LSE.
+    scores, it counts as a row without keys, although the scores are finite. In such a row,
+    rounding has erased the differences between scores, and the term log n of the LSE.
     """
     return float(np.finfo(dtype).min) / 2
 

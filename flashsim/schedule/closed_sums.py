@@ -46,8 +46,8 @@ class Strip(NamedTuple):
     def full(self, tile: int) -> tuple[int, int]:
         """Return the first FULL inner tile that an outer tile visits, and one past the last.
 
-        Both numbers are equal if no inner tile is FULL. A ragged last inner tile lacks positions,
-        so it is never FULL.
+        Both numbers are equal if no inner tile is FULL. A ragged last inner tile is never FULL,
+        because it has fewer positions than a whole tile.
         """
         start = tile * self.block
         first = start // self.members + self.offset

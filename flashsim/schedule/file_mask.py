@@ -19,8 +19,8 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 class SavedMask:
     """Replaces the mask function in a problem that was read from a trace file.
 
-    The object has the tables of FULL and MASKED tiles for the tilings of that trace. These tables
-    are enough for schedules, counts and plots. The mask's values at single scores are lost.
+    The object has the tables of FULL and MASKED tiles for the tilings of that trace. Schedules,
+    counts and plots need only these tables. The mask's values at single scores are lost.
 
     Parameters
     ----------

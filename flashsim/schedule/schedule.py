@@ -82,7 +82,7 @@ class Visit:
     def keep(self) -> np.ndarray | None:
         """Return booleans (rows, cols), True where a score is kept; None if all scores are.
 
-        The booleans ignore `mask_mod`, because it may differ between heads.
+        The booleans ignore `mask_mod`, because a mask function may differ between heads.
         """
         if self.kind == FULL:
             return None

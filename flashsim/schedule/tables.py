@@ -21,8 +21,8 @@ def refusal(
 ) -> UnsupportedError | TilingError | None:
     """Return the error to raise for tiles too many for tables and their sums; None if they fit.
 
-    The check allocates no table. The error is a `TilingError` if larger tiles would help, and
-    otherwise an `UnsupportedError`.
+    The check allocates no table. The error is a `TilingError` if larger tiles would make the
+    tables fit, and otherwise an `UnsupportedError`.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
     if p.n_q * members * p.n_kv >= 2**63:

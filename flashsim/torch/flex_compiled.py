@@ -50,7 +50,7 @@ def forward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run` with functions as texts; `wanted` numbers arrays that want gradients."""
+    """Run `flashsim.run` with functions as text; `wanted`: indices of arrays needing gradients."""
     asked = _keywords(sinks, score_arrays, mask_arrays, score, mask, scale, backend)
     result = execution.run(*map(ops.readable, (q, k, v)), **asked)
     return result.out, result.lse
@@ -258,7 +258,7 @@ class _Body:
         self._graph = subgraph
 
     def held(self) -> tuple[Tensor, ...]:
-        """The tensors that are the subgraph's own, in the order of its nodes."""
+        """The tensors that the subgraph stores as attributes, in the order of its nodes."""
         nodes = self._graph.graph.find_nodes(op="get_attr")
         return tuple(getattr(self._graph, node.target) for node in nodes)
 

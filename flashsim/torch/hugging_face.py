@@ -109,7 +109,7 @@ class Band:
     ndim: ClassVar[int] = 4
 
     def contiguous(self) -> Band:
-        """Return this same object, unchanged."""
+        """Return this `Band` itself, unchanged."""
         return self
 
     @classmethod
@@ -246,9 +246,9 @@ def _live(
 ) -> Band | None:
     """Return the `Band` for a few queries of a static cache, or None.
 
-    This `Band` has the same attributes for every token, so compiled code is never compiled again,
-    even when the cache is full. The result is None if padding lies between tokens or a query is
-    padding.
+    The returned `Band` has the same attributes for every token, so torch never recompiles the
+    code, even when the cache is full. The result is None if padding lies between tokens or a query
+    is padding.
     """
     end, window = start + n_q, band.window
     if n_q > FEW or end > n_kv or not band.causal:

@@ -290,8 +290,8 @@ def forward_folded(
 ) -> Any:
     """Run `function` (`forward` or `differentiable`) under torch.vmap.
 
-    The mapped axis becomes part of the batch. With attention sinks, which a whole batch shares, the
-    mapped entries run one after another.
+    The mapped axis becomes part of the batch. With attention sinks, the mapped entries run one
+    after another, because a whole batch shares its sinks.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:

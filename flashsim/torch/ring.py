@@ -369,7 +369,7 @@ class _Part:
     def pass_on(self, step: int, *parcels: tuple[Parcel, Parcel]) -> Pending:
         """Start to send to the next member of the ring and to receive from the previous one.
 
-        The argument `parcels` has a pair (sent, received) per message.
+        The argument `parcels` has a pair of parcels (sent, received) per message.
         """
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)

@@ -135,8 +135,8 @@ class Seen:
           kernels on this machine, the same for all algorithms. On a CPU this is the time of the
           operators, which no prediction describes.
         - saved B: bytes kept for the backward pass, inputs included; the total sums all layers.
-        - scores B: bytes of the score matrices that standard attention has in HBM at once; the
-          total is the largest.
+        - scores B: the bytes of all score matrices that standard attention keeps in HBM at the
+          same time; in the row "total", the largest of these values.
 
         Parameters
         ----------

@@ -156,8 +156,8 @@ def _sdpa(a: Arguments) -> AttentionCall:
 def _flash(a: Arguments) -> AttentionCall:
     """Read FlashAttention's own functions, and torch's versions of them.
 
-    Their tensors are (batch, n, heads, d), or packed (n, heads, d). Their causal mask and window
-    are bottom-right aligned.
+    The tensors of these functions are (batch, n, heads, d), or packed (n, heads, d). Their causal
+    mask and window are bottom-right aligned.
     """
     q, v = (a[short if short in a else long] for short, long in (("q", "query"), ("v", "value")))
     notes: list[str] = []

@@ -88,7 +88,8 @@ class StageTrace:
         """Return how many rows and columns the tiles of visits, or of outer steps, have.
 
         For an outer step, `i` or `j` is -1. A step of a Q-outer loop spans its sequence's keys
-        (standard attention's softmax works on whole rows). A step of a KV-outer loop has 0 rows.
+        (standard attention's softmax works on whole rows). A step of a KV-outer loop is counted as
+        0 rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
@@ -122,7 +123,7 @@ def gain(events: np.ndarray) -> np.ndarray:
 def step_ends(events: np.ndarray) -> np.ndarray:
     """Return the index of the last event of each outer step.
 
-    The last event is the first, after the step's own "compute", at which no buffer is left on chip.
+    A step ends at the first event after its own "compute" that leaves no buffer on chip.
     """
     seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
     closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))
@@ -132,8 +133,8 @@ def step_ends(events: np.ndarray) -> np.ndarray:
 def buffer_of(codes: np.ndarray) -> np.ndarray:
     """Return, for each tensor code, the code of the on-chip buffer that the tensor is loaded into.
 
-    The name of the buffer is the tensor's name without `_acc`. For a tensor of a user's own
-    algorithm, the buffer has the tensor's name.
+    The name of the buffer is the tensor's name without `_acc`. In a user's own algorithm, the
+    buffer has exactly the tensor's name.
     """
     table = np.arange(256)
     table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]

@@ -6,10 +6,10 @@ times, so they are computed from the device's peaks: each SM gets 1 / sm_count o
 and of the FLOP/s. In these computed times, a step first moves its tiles and then computes, without
 overlap. Computed times show order and proportion; they do not predict a kernel's time.
 
-One thread id stands for one SM and pipe (simulated), or for one SM, role and layer of overlapping
-visits (recorded). The slices of one thread id are nested or disjoint. All times are whole
-nanoseconds, as in Perfetto. If times were fractions, Perfetto would round starts and durations
-separately, and drop a slice that then ends after the slice that contains it.
+One thread id stands for one SM and pipe (simulated), or for one SM, warp role and layer of
+overlapping visits (recorded). The slices of one thread id are nested or disjoint. All times are
+whole nanoseconds, as in Perfetto. If times were fractions, Perfetto would round starts and
+durations separately, and drop a slice that then ends after the slice that contains it.
 """
 
 from __future__ import annotations

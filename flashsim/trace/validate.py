@@ -71,7 +71,7 @@ def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
 def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     """Check the top-level fields of a trace file's header.
 
-    The constructors of the problem, the device and the stages check the fields inside these.
+    The fields inside the problem, the device and the stages are checked by their constructors.
     """
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
@@ -348,7 +348,7 @@ def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
 
 
 def length_of_timeline(length: int, events: int) -> None:
-    """Raise for a timeline with more spans than events x phases x roles."""
+    """Raise if a timeline has more spans than events x phases x warp roles."""
     if length > (most := events * len(PHASES) * len(ROLES)):
         raise ValueError(
             f"the timeline must have at most {most} spans, for a trace of {events} events, got "

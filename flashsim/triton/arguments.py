@@ -90,7 +90,7 @@ class Arguments:
     ) -> Any:
         """Return a kernel's argument with each array in it replaced by a `Pointer`.
 
-        The codes of these arrays' tensors are added to `taken`, by parameter.
+        The method adds the tensor codes of these arrays to `taken`, by parameter.
         """
         if isinstance(given, np.generic):
             return given.item()

@@ -146,7 +146,7 @@ def _device_facts() -> dict[str, Any]:
 
 
 def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
-    """Return a function that tells a file `value`, and torch itself what is so."""
+    """Return a function that returns `value` to the user's file, and the true value to torch."""
     plain = getattr(torch.cuda, name)
 
     def told(*args: Any, **kwargs: Any) -> Any:

@@ -123,7 +123,8 @@ def test_blocks_that_store_one_element(facts):
         ),
         (
             "no grid",
-            r"^OptionError: kernel never_launched was passed without its .*; write trace\(kernel\[",
+            r"^OptionError: kernel never_launched was passed without its grid and block; "
+            r"write trace\(kernel\[grid, block\], \.\.\.\)$",
         ),
     ],
 )

@@ -139,6 +139,9 @@ def test_what_is_refused():
         decode_plan.plan(replace(MLA, head_dim=192, head_dim_v=128), (4096,) * 64, H200, prefix=64)
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
         decode_plan.check(replace(p, dtype="float32"), H200)
+    sunk = replace(MLA, sinks=True)
+    with pytest.raises(UnsupportedError, match="do not support sinks; use algorithm='flash2' with"):
+        decode_plan.check(sunk, H200)
 
 
 @pytest.mark.promise("refuses bad input")

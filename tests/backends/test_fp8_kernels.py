@@ -210,3 +210,19 @@ def test_fp8_has_its_own_kernels():
     assert engine._family(job, H200, "forward") is HOPPER_FP8
     with pytest.raises(UnsupportedError, match="portable kernels do not support FP8"):
         engine._family(replace(job, options={"kernel": "portable"}), H200, "forward")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("mask_mod", lambda b, h, q, k: q >= k), ("score_mod", lambda s, b, h, q, k: 2 * s)],
+)
+def test_functions_are_refused_with_advice_that_works(name, value):
+    refused = f"do not support {name}.*; use backend='simulator', or convert the arrays to bfloat16"
+    with pytest.raises(UnsupportedError, match=refused):
+        kernel(problem(**{name: value}))
+
+
+def test_sinks_are_refused_with_advice_that_works():
+    refused = "do not support sinks; use backend='simulator', or convert the arrays to bfloat16"
+    with pytest.raises(UnsupportedError, match=refused):
+        kernel(problem(sinks=True))

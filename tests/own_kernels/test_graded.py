@@ -1,7 +1,10 @@
 """Exercises for kernels: references get every point, and wrong solutions the words they deserve."""
 
+import csv
 import json
 import re
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,8 +211,8 @@ def test_a_homework_folder_is_found(tmp_path):
 
     assert homework.homework_in(tmp_path) == [tmp_path / "a", tmp_path / "b"]
     assert homework.homework_in(tmp_path / "a") == [tmp_path / "a"]
-    found = list(homework.grade_homework(tmp_path / "b"))
-    ((where, marks),) = found
+    exercises = homework.exercises_of([tmp_path / "b"])
+    ((_, ((where, marks),)),) = homework.grade_homework([tmp_path / "b"], exercises)
     assert where.name == "softmax_matmul.py"
     assert "imports neither triton nor jax" in marks.marks[0].words
     out = tmp_path / "results.json"
@@ -220,6 +223,92 @@ def test_a_homework_folder_is_found(tmp_path):
     assert whole["tests"][0]["name"] == "kernel-softmax-matmul: runs"
     done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--gradescope", str(out)])
     assert done.exit_code != 0
+
+
+def a_class(folder, **files):
+    """Write a folder per student, with one file each; None: an empty folder."""
+    for student, name in files.items():
+        (folder / student).mkdir()
+        if name:
+            file = folder / student / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text("import triton\n")
+
+
+@pytest.fixture
+def full_marks(monkeypatch):
+    """Grading by hand-written kernels; returns how many files were graded at once, at most."""
+    running, most, lock = set(), [0], threading.Lock()
+
+    def graded(path, one, **_):
+        with lock:
+            running.add((path, one.name))
+            most[0] = max(most[0], len(running))
+        time.sleep(0.05)
+        marks, trace = grade_kernels(path, FORWARD, runner=by_hand())
+        with lock:
+            running.remove((path, one.name))
+        return replace(marks, exercise=one.name), trace
+
+    monkeypatch.setattr(homework, "grade_kernels", graded)
+    return most
+
+
+FLASH = "flash_attention/flash_attention.py"
+
+
+def test_no_student_of_a_class_vanishes(tmp_path, full_marks):
+    a_class(tmp_path, ann=FLASH, bob="flash_attn.py", cy=None, __MACOSX=None)
+    (tmp_path / "dan.zip").write_text("")
+    words = ["exercise", "grade", str(tmp_path), "--exercise", "kernel-forward"]
+    done = CliRunner().invoke(app, [*words, "--csv"])
+    assert done.exit_code == 0, done.output
+    rows = list(csv.DictReader(done.stdout.splitlines()))
+    totals = {row["file"]: row["points"] for row in rows if row["exercise"] == "total"}
+    assert totals == {"ann": "100", "bob": "0", "cy": "0"}
+    why = {row["file"]: row["why"] for row in rows}
+    assert f"{FLASH} is missing; found flash_attn.py" in why[f"bob/{FLASH}"]
+    assert f"{FLASH} is missing; the folder is empty" in why[f"cy/{FLASH}"]
+    assert "dan.zip" in done.stderr
+
+
+def test_the_marks_of_a_class_add_up(tmp_path, full_marks):
+    a_class(tmp_path, ann=FLASH, bob=FLASH)
+    done = CliRunner().invoke(app, ["exercise", "grade", str(tmp_path), "--csv", "--jobs", "1"])
+    assert full_marks == [1]
+    rows = list(csv.DictReader(done.stdout.splitlines()))
+    assert len(rows) == 2 * (3 + 1)
+    for row in rows:
+        parts = ("results", "safe", "on chip", "bytes")
+        assert int(row["points"]) == sum(int(row[part]) for part in parts)
+    assert [row["points"] for row in rows if row["exercise"] == "total"] == ["300", "300"]
+    assert "graded for kernel-forward, kernel-causal, kernel-backward, because" in done.stderr
+
+
+def test_exercises_are_chosen_and_files_graded_at_once(tmp_path, full_marks, monkeypatch):
+    monkeypatch.setattr(homework, "handed", lambda order: ("", "", b"", [["t", "passed", ""]]))
+    a_class(tmp_path, ann=FLASH, bob=FLASH)
+    (tmp_path / "ann/tests").mkdir()
+    both = ("--exercise", "kernel-forward", "--exercise", "kernel-causal")
+    words = ["exercise", "grade", str(tmp_path), *both, "--csv", "--jobs", "4"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert full_marks[0] > 1
+    rows = list(csv.DictReader(done.stdout.splitlines()))
+    chosen = ["kernel-forward", "kernel-causal"]
+    assert [row["exercise"] for row in rows] == [*chosen, homework.TESTS, "total", *chosen, "total"]
+    assert "graded for kernel-forward, kernel-causal, as --exercise says" in done.stderr
+
+
+def test_a_misplaced_file_gets_no_points_on_gradescope(tmp_path):
+    (tmp_path / "flash.py").write_text("")
+    out = tmp_path / "results.json"
+    words = ["exercise", "grade", str(tmp_path), "--exercise", "kernel-forward"]
+    done = CliRunner().invoke(app, [*words, "--gradescope", str(out)])
+    assert done.exit_code == 0, done.output
+    told = json.loads(out.read_text())
+    assert told["score"] == 0
+    assert f"{FLASH} is missing; found flash.py" in told["tests"][0]["output"]
 
 
 # -- with Triton ----------------------------------------------------------------------------------

@@ -278,16 +278,19 @@ def test_a_todo_that_is_left_is_named():
 def test_a_folder_is_graded_as_a_table(tmp_path):
     (tmp_path / "a.py").write_text(f"# flashsim exercise: dq\n{get('dq').solution_source}")
     (tmp_path / "b.py").write_text("x = 1")
+    (tmp_path / "c").mkdir()
     text = ok("exercise", "grade", tmp_path, "--jobs", 1)
-    assert "2 files" in text
-    assert "1 of 2 get all points" in text
+    assert "3 files" in text
+    assert "1 of 3 get all points" in text
     rows = list(
         csv.DictReader(ok("exercise", "grade", tmp_path, "--exercise", "dq", "--csv").splitlines())
     )
     assert [(row["file"], row["points"], row["results"]) for row in rows] == [
         ("a.py", "100", "40"),
         ("b.py", "0", "0"),
+        ("c", "0", "0"),
     ]
+    assert "the folder contains no .py file" in rows[2]["why"]
     assert rows[1]["why"] == "the file defines no function solution(machine)"
     (row,) = csv.DictReader(ok("exercise", "grade", tmp_path / "a.py", "--csv").splitlines())
     assert (row["file"], row["points"]) == ("a.py", "100")

@@ -67,10 +67,11 @@ _MOST_TILES = 1 << 24
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
     """Return uint8 (T_r, T_c): each tile is empty, full or partly masked (and at which corner).
 
-    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do). The
-    tile is CUT_LOW if the mask removes the lower left corner (as a sliding window does), and
-    CUT_BOTH if the mask removes both corners. A tile is also CUT if the mask removes neither corner
-    (as your own mask may), or removes all scores of the tile (standard attention skips no tile).
+    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do).
+    The tile is CUT_LOW if the mask removes the lower left corner (as a sliding window does), and
+    CUT_BOTH if the mask removes both corners. A tile is also CUT if the mask removes neither
+    corner, as a mask function may. Standard attention skips no tile, so a tile without any kept
+    score is CUT too.
 
     Raises
     ------

@@ -113,8 +113,8 @@ def panes(
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
     """Return one or two traces by label, each with its m and l statistics or None.
 
-    Statistics that were passed without a label are those of the first trace. Error texts call the
-    plot `what`.
+    Statistics that the caller passes without a label belong to the first trace. The argument
+    `what` is the plot's name in error texts.
     """
     chosen = labelled(data)
     if len(chosen) > 2:

@@ -213,7 +213,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Return whether a head's outer-loop iterations must run in order: they read earlier stores."""
+    """Return whether outer-loop iterations read earlier ones' stores, and so must run in order."""
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

@@ -8,10 +8,11 @@ written to shared memory only for dQ. A visit is one query tile times one key ti
 visit's dQ is computed during the next visit, so that neither warpgroup waits for the other one's
 dS.
 
-TMA adds dQ to a float32 accumulator in HBM, with ORDERED in the order of the key tiles. One
-producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two more warps
-send dQ to HBM. Without FUSED this kernel computes no dQ; the kernel in `dq` does. The blocks of a
-CLUSTER share the visits of a work tile, and add up dK and dV through each other's shared memory.
+TMA adds dQ to a float32 accumulator in HBM. If the constant ORDERED is set, the additions follow
+the order of the key tiles. One producer thread loads tiles, a second warp loads the rows'
+log-sum-exp and delta, and two more warps send dQ to HBM. Without FUSED this kernel computes no dQ;
+the kernel in `dq` does. The blocks of a CLUSTER share the visits of a work tile, and add up dK and
+dV through each other's shared memory.
 """
 
 from __future__ import annotations

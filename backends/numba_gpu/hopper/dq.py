@@ -39,7 +39,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def hopper_dq_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, for compile-time constants.
+    """Return the Python function of the kernel that has these compile-time constants.
 
     The kernel takes tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
     counter whose value is 0 at the start. The address is 0 (no counter) if no block gets more than

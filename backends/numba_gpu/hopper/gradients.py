@@ -1,8 +1,8 @@
 """Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
-In this kernel score fragments are transposed: rows are keys and columns are queries. So each column
-of a fragment has a log-sum-exp and a delta. The module `row_gradients` has the same operations for
-the Q-outer dQ kernel.
+The kernel computes transposed scores: the rows of a fragment are keys, and the columns are
+queries. So each column of a fragment has a log-sum-exp and a delta. The module `row_gradients` has
+the same operations for the Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, for one warp.
+    """Return a warp's function ``load_statistics(lse, delta, rows, unit) -> starts, deltas``.
 
-    Lane l loads rows l, l + 32, and so on. For each row it returns the initial value of the scores,
-    lse times `unit` (see `unit_of_starts`), and the initial value of dP, which is -delta. The
-    scores of a row past the end, or of a row that sees no key, start at -inf, so that P is exactly
-    0.
+    Lane l loads rows l, l + 32, and so on. For each row it returns the initial value of the
+    scores, lse times `unit` (see `unit_of_starts`), and the initial value of dP, which is -delta.
+    If a row is past the end or sees no key, its scores start at -inf, so that its P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -91,7 +90,7 @@ def start_columns(n: int) -> Any:
 
 
 def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Return the address of the two float32 that belong to this thread's first two columns."""
+    """Return the address of the two float32 values for this thread's first two columns."""
     return b.add(address, b.shl(b.and_(lane_of(b), i32(3)), i32(3)))
 
 
@@ -101,10 +100,10 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def mask_columns(n: int, left: bool, right: bool) -> Any:
     """Return the function that sets masked scores to -inf.
 
-    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
-    rows and queries in columns. Queries ``k - offset - right <= q <= k - offset + left`` see key k;
-    no query sees a key from `key_stop` on. A limit (`left` or `right`) that is switched off adds no
-    instructions. `key` and `query` are the first key and query of the warp.
+    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are
+    in rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k - offset +
+    left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that is
+    switched off adds no instructions. `key` and `query` are the first key and query of the warp.
     """
     kind = floats(n // 2)
 
@@ -133,12 +132,12 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 
 
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
-    """Return the function that computes P = exp2(c S) and queues dV + P dO.
+    """Return a function that computes P = exp2(c S) and queues the matrix product dV += P dO.
 
     The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
     tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
-    exponentials overlap with the product dP, for which this function waits, and with the products
-    of earlier slices.
+    the exponentials overlap with the products of earlier slices, and with the product dP, for
+    whose end the function waits.
 
     Parameters
     ----------
@@ -363,7 +362,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait for this block's turn: until `mine` other blocks have added to a piece of dQ."""
+    """Wait until this block may add to a piece of dQ: after `mine` additions by other blocks."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -420,7 +419,7 @@ def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``: the factor by which `load_statistics` multiplies a log-sum-exp.
 
     The factor is -1 / scale if score accumulators `start` at the log-sum-exp. Otherwise the factor
-    is -log2 e, since the log-sum-exp is added in the exponent of exp2.
+    is -log2 e, because the product is added to the exponent of exp2.
     """
 
     @emitted(float32, float32)

@@ -1,9 +1,10 @@
 """Functions that each emit one of Hopper's own PTX instructions (sm_90a).
 
-The module `ptx` has the instructions of sm_80.
+For the instructions of sm_80, see the module `ptx`.
 
-Docstrings name the section of NVIDIA's *PTX ISA*. Addresses in shared memory are 32-bit. A
-*warpgroup* is four consecutive warps; the number of the first one is a multiple of four.
+Each function's docstring names the section of NVIDIA's *PTX ISA* that describes its instruction.
+Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps; the number of the
+first one is a multiple of four.
 
 A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
 128 bytes at offset 128 r, and TMA permutes the row's eight 16-byte pieces by r % 8 (the 128-byte
@@ -124,10 +125,10 @@ def copy_box(
 ) -> None:
     """Start the copy of a tensor's box to shared memory ("cp.async.bulk.tensor").
 
-    The box begins at `coordinates` (column, row, head, batch). The part of the box outside the
-    tensor arrives as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of
-    `blocks`, the box is copied to the same address in every block, and every block's barrier counts
-    its bytes.
+    The box begins at `coordinates` (column, row, head, batch). Elements of the box that are
+    outside the tensor arrive as zeros. The barrier `barrier` counts the bytes that arrive. In a
+    cluster of `blocks`, the box is copied to the same address in every block, and every block's
+    barrier counts its bytes.
     """
     rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -176,7 +177,7 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
 def fence_async(b: ir.IRBuilder, space: str) -> None:
     """Order this thread's accesses to `space` with respect to TMA's ("fence.proxy.async").
 
-    In shared memory the fence also orders them with respect to accesses of matrix products.
+    In shared memory, the fence also orders these accesses relative to those of matrix products.
     """
     asm(b, f"fence.proxy.async.{space};", "", [], effects=True)
 
@@ -297,8 +298,8 @@ def wgmma(
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
     them, because nothing, not even a register move, may come between the fence and a product. Each
-    step adds its offset to a 64-bit descriptor. If each step combined two 32-bit halves instead,
-    ptxas would move both halves every time.
+    step adds its own offset to a 64-bit matrix descriptor. If each step combined two 32-bit halves
+    instead, ptxas would move both halves every time.
 
     Parameters
     ----------

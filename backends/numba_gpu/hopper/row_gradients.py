@@ -27,9 +27,9 @@ def own_statistics(
     """Load lse and delta of a thread's rows: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
     The log-sum-exp is returned in base 2. For a row past the end, or one that sees no key, the
-    log-sum-exp is +inf, so that the row's P is exactly 0. `row` is the warp's first row. The
-    arguments `lse` and `delta` are the addresses of row 0. The result `bytes` counts each row once,
-    although several threads load it.
+    log-sum-exp is +inf, so that the row's P is exactly 0. The argument `row` is the first row of
+    the warp. The arguments `lse` and `delta` are the addresses of row 0. The result `bytes` counts
+    each row once, although several threads load it.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)

@@ -54,7 +54,7 @@ class Layout(ABC):
         return sum(list(self.regions.values())[:before])
 
     def barrier(self, kind: str) -> int:
-        """Return the offset of the first barrier of a kind."""
+        """Return the shared-memory offset of the first barrier of this kind."""
         before = list(self.arrivals).index(kind)
         counts = [n for n, _ in self.arrivals.values()]
         return sum(self.regions.values()) + sum(counts[:before]) * 8
@@ -136,11 +136,12 @@ class OnChip(Layout):
 class KeysOutside(Layout):
     """The shared-memory layout of the KV-outer backward kernel.
 
-    K and V stay for one work tile. Q, dO and their rows' statistics (the initial values of a row's
-    scores and of its dP) are ring buffers of two stages, one per visit. dS^T, which has one row per
-    key, is another such ring buffer. Each warpgroup has a staging area for a piece of dQ: 64
-    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate
-    barriers, at which the next visit waits for it.
+    K and V stay for one work tile. Q, dO and their row statistics are in ring buffers of two
+    stages, and each visit (tile pair) uses one stage. The statistics are the initial values of a
+    row's scores and of its dP. dS^T, which has one row per key, is in another such ring buffer.
+    Each warpgroup has a staging area for a piece of dQ: 64 columns of `dq_rows` queries, in two
+    boxes of 32 columns. With `deferred`, dS^T has separate barriers, at which the next visit waits
+    for dS^T.
     """
 
     fused: bool
@@ -153,12 +154,12 @@ class KeysOutside(Layout):
 
     @property
     def key_bytes(self) -> int:
-        """The bytes of a tile of K, and also of a tile of V."""
+        """The number of bytes in a tile of K, or in a tile of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """The bytes of one stage of Q, and also of one stage of dO."""
+        """The number of bytes in one pipeline stage of Q, or in one of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
@@ -209,8 +210,8 @@ class KeysOutside(Layout):
     def arrivals(self) -> dict[str, tuple[int, int]]:
         """Implement `Layout.arrivals`.
 
-        The barrier "full" also waits for an arrival per lane of the statistics warp. Every warp
-        writes a part of dS^T, and every warpgroup reads all keys of dS^T.
+        The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
+        writes a part of dS^T, and each warpgroup reads the rows of all keys.
         """
         warps = 4 * self.groups
         readers = warps + 1 + (self.groups if self.fused else 0)  # of a work tile
@@ -227,9 +228,9 @@ class DqAlone(Layout):
     """The shared-memory layout of the Q-outer dQ kernel, the last of three backward passes.
 
     A row tile is divided into pieces of 64 rows. Each piece's Q and dO stay for one work tile. K
-    and V are ring buffers of two stages, one per visit. If there is only one piece, two warpgroups
-    split the keys, and one of them passes its dQ to the other, 64 columns at a time, through
-    `scratch`.
+    and V are in ring buffers of two stages, and each visit (tile pair) uses one stage. If there is
+    only one piece, two warpgroups split the keys, and one of them passes its dQ to the other, 64
+    columns at a time, through `scratch`.
     """
 
     groups = 2

@@ -203,7 +203,7 @@ fetch_count = emitted(int32, int64, int32)(ptx_hopper.fetch_count)
 
 @intrinsic
 def map_address(typing_context, tensor_map):
-    """Return the address of a tensor map that the kernel takes as a parameter."""
+    """Return the address of a tensor map that is a parameter of the kernel."""
 
     def generate(context, builder, signature, args):
         return ptx_hopper.parameter_address(builder, tensor_map.parameter)
@@ -212,7 +212,7 @@ def map_address(typing_context, tensor_map):
 
 
 def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
-    """Return ``copy_tile(to, map, barrier, row, head, batch)``: it copies a tile from HBM by TMA.
+    """Return the function ``copy_tile(to, map, barrier, row, head, batch)``: a TMA copy of a tile.
 
     The tile is copied box by box, in the order of its 64-column chunks. A tensor map for `packed`
     sequences has an additional axis, on which the coordinate of every box is `ROUND`. In a cluster

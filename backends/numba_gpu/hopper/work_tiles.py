@@ -38,17 +38,18 @@ def item_functions(
 ) -> SimpleNamespace:
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
-    `w` holds the functions of `traversal.walk_functions`. A role is the producer's warpgroup or one
-    of the consumers' warpgroups. Each role records its own time stamps.
+    `w` holds the functions of `traversal.walk_functions`. A warp role is the producer's warpgroup
+    or one of the consumers' warpgroups. Each role records its own time stamps.
 
     ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` is the number after
-    its last work tile. The launch has all work tiles of its pass, unless `part` is true. ``write(a,
-    slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the number of the
-    next work tile. ``take(shared, item)`` waits for a work tile and returns its slot.
-    ``leave(shared, item, speaking)`` signals that a warp is done with the slot. ``visits(slot)``
-    returns the work tile's visits in the form of ``begin`` of `w`. ``place(row, stop, batch)``
-    returns the coordinates that a tensor map needs for a row. ``visit_stamps(a, walk, first,
-    role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's stamps.
+    its last work tile. The launch has all work tiles of its pass, unless `part` is true.
+    ``write(a, slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the
+    number of the next work tile. ``take(shared, item)`` waits for a work tile and returns its
+    slot. ``leave(shared, item, speaking)`` signals that a warp is done with the slot.
+    ``visits(slot)`` returns the work tile's visits in the form of ``begin`` of `w`. ``place(row,
+    stop, batch)`` returns the coordinates that a tensor map needs for a row. ``visit_stamps(a,
+    walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's
+    time stamps.
     """
     # block size of the inner loop's side
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)

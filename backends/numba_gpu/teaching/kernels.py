@@ -69,7 +69,7 @@ def _load(tile, X, batch, head, start, stop, width):
 
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
-    """Return the forward kernel: block (i, head) computes row tile i, and thread r its row r."""
+    """Return the forward kernel: block (i, head) computes row tile i, one row per thread."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
@@ -159,8 +159,8 @@ def forward_kernel(shape: TeachingShape) -> Any:
 def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
-    Thread r computes row r of the block's row tile. dL is the gradient of the LSE. The kernel
-    subtracts dL from delta; without such a gradient, dL is not read.
+    Thread r computes row r of the block's row tile. dL is the gradient of the LSE. If the LSE has
+    a gradient, the kernel subtracts dL from delta; otherwise it does not read dL.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2

@@ -253,7 +253,7 @@ class _Gpu:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Do on the GPU what `_Simulator.active` does."""
+        """Return a context manager in which kernels run on this device."""
         # CuPy and numba-cuda share the device's primary context, but each keeps its own current
         # one.
         with failures.Explaining(), self.space.active(), cuda.gpus[self.space.device]:
@@ -272,13 +272,13 @@ class _Gpu:
         return cupy.zeros(shape, dtype)
 
     def given(self, array: Any, like: Any) -> Any:
-        """Do on the GPU what `_Simulator.given` does."""
+        """Return a result as an array of the same library as `like`, for the caller."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_library_of(like, array)
 
     def host(self, array: Any) -> np.ndarray:
-        """Do on the GPU what `_Simulator.host` does."""
+        """Return an array of reported bytes as a NumPy array."""
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
@@ -328,7 +328,7 @@ class _Call:
         return self.place.taken(floats), self.place.taken(wholes)
 
     def walk(self, by: Literal["row", "col"], name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a kernel that loops over tile pairs: a block for each outer tile of each head."""
+        """Launch a kernel that loops over tile pairs, one block per outer tile and head."""
         p, tables = self.problem, self._tables(by)
         walks = p.batch * (p.heads if by == "row" else p.kv_heads)
         tile_counts, visit_counts = self._report(name, tables, walks)

@@ -1,9 +1,9 @@
 """FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
-A thread block computes column tile j of one KV head. For every query head of the GQA group it
-visits the row tiles that the schedule lists. The block computes transposed scores, S^T = K Q^T, so
-that P^T and dS^T are already in the registers where the products dV += P^T dO and dK += dS^T Q need
-them.
+A thread block computes column tile j of one KV head. For every query head of the GQA group, the
+thread block loops over the row tiles that the schedule lists. The block computes transposed
+scores, S^T = K Q^T, so that P^T and dS^T are already in the registers where the products dV += P^T
+dO and dK += dS^T Q need them.
 
 The fused form also adds dS K to a float32 accumulator of dQ in HBM. The order of these additions
 varies, and with it the last bit of dQ. In the three-pass form, `backward_dq` computes dQ. The dQ
@@ -11,8 +11,8 @@ product of a visit is computed during the next visit. With `halves`, half of the
 product before their scores and the other half after them. So while one warp of a scheduler computes
 exponentials, another warp keeps the tensor cores busy.
 
-K and V stay in shared memory as long as the block runs. Q, dO, the log-sum-exp L and delta are in
-one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
+K and V stay in shared memory until the thread block ends. Q, dO, the log-sum-exp L and delta are
+in one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
 shared memory only because dQ needs it across warps.
 """
 
@@ -48,7 +48,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
-    With `wide`, reductions to HBM add 16 bytes at a time, which needs sm_90.
+    With `wide`, each addition to HBM covers 16 bytes, which needs sm_90.
     """
     c = constants(kernel)
     w = walk_functions(c)

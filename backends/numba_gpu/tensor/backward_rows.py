@@ -86,7 +86,7 @@ def _lane_sums(lanes: int) -> Any:
 def _write_rows(apart: int) -> Any:
     """Return ``write_rows(to, sums, left)``: it writes a float32 per row, `apart` rows apart.
 
-    Only rows among the first `left` rows are written.
+    Only the first `left` rows exist; the function writes no others.
     """
 
     @emitted(None, int64, floats(DEEP), int32)
@@ -102,7 +102,7 @@ def _write_rows(apart: int) -> Any:
 def _less_rows(apart: int) -> Any:
     """Return ``less_rows(sums, source, left) -> sums``: it subtracts a float32 of HBM per row.
 
-    The rows are `apart` rows apart. Only the first `left` rows exist.
+    Successive rows are `apart` rows apart. Only the first `left` rows exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -121,8 +121,8 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
     The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
     `per_row` pieces of 8 elements, and all rows together have `pieces` pieces. A call converts up
-    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. The function
-    returns the number of bytes that it stored.
+    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. The result is the
+    number of stored bytes.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)

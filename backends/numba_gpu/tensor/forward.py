@@ -1,9 +1,9 @@
 """FlashAttention-2 forward on tensor cores, in Python (arXiv:2307.08691, Algorithm 1).
 
-A thread block computes row tile i of one head, and visits the column tiles that the schedule lists
-for this row tile. K and V are in two stages of shared memory each, so that the copies for a visit
-overlap with the previous visit. O, m, l, S and P are in registers. Q is in registers if there are
-enough registers, else in shared memory.
+A thread block computes one row tile of one head, and loops over the column tiles that the schedule
+lists for that row tile. K and V are in two stages of shared memory each, so that the copies for a
+visit overlap with the previous visit. O, m, l, S and P are in registers. Q stays in registers if
+they suffice, and otherwise in shared memory.
 """
 
 from __future__ import annotations

@@ -32,9 +32,9 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """Return ``load_columns(address) -> values``: it loads a float32 for each lane's column.
+    """Return ``load_columns(address) -> values``: it loads one float32 per column of the lane.
 
-    A lane has n / 4 columns.
+    Each lane holds n / 4 of the n columns.
     """
 
     @emitted(floats(n // 4), types.int32)
@@ -56,9 +56,9 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
     """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L).
 
-    `s` is Q K^T, neither scaled nor capped. `lse` has a value for each of the lane's rows (for S)
-    or columns (for S^T). `slope` is the softcap's derivative, 1 - tanh^2; without a softcap it is a
-    single 0 that is not used.
+    `s` is Q K^T, neither scaled nor capped. `lse` holds one value per row of the lane for S, and
+    one value per column of the lane for S^T. `slope` is the softcap's derivative, 1 - tanh^2;
+    without a softcap it is a single 0 that is not used.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
@@ -110,10 +110,10 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
     """Return the function that sets masked probabilities to 0.
 
-    The function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``. The
-    function masks the same elements as `mask_rows`. If `by_row` is false, the fragment is P^T,
-    whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L) infinite, so the
-    function selects 0 instead of multiplying by 0.
+    The returned function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) ->
+    p``. The function masks the same elements as `mask_rows`. If `by_row` is false, the fragment is
+    P^T, whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L) infinite, so
+    the function selects 0 instead of multiplying by 0.
     """
     kind = floats(blocks * n // 2)
 

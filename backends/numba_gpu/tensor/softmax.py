@@ -167,7 +167,7 @@ def scale_rows(blocks: int, n: int) -> Any:
 
 
 def exponentials(blocks: int, n: int) -> Any:
-    """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``: P, and the running sums.
+    """Return a function ``exponentials(s, base, l, alpha, to_log2) -> p, l`` (P, running sums).
 
     P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums over its
     own columns only; the four lanes of a quad add up their sums once, at the end.

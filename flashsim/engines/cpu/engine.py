@@ -275,9 +275,9 @@ class _CpuPass:
 
         If that kernel did not run the forward pass, the returned Q is empty.
 
-        With this Q, the backward pass sums scores in the same order as the forward pass. Kernels
-        for pairs of bfloat16 do not need this: rounding dS to bfloat16 costs far more precision
-        than a different order of summation.
+        With the returned Q, the backward pass sums scores in the same order as the forward pass.
+        Kernels for pairs of bfloat16 do not need this: rounding dS to bfloat16 costs far more
+        precision than a different order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)

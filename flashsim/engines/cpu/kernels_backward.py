@@ -237,8 +237,8 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
     Each score is summed in the same order as by `decode` in the forward pass. A different order of
-    summation would change the last bits of scores. P would then not sum to exactly 1, and a
-    component that all keys have in common would no longer cancel in dQ. Kernels for pairs of
+    summation would change the last bits of scores. With other last bits, P would not sum to
+    exactly 1, and a component common to all keys would not cancel in dQ. Kernels for pairs of
     bfloat16 do not call this function: see `along` in `engine`.
     """
     d, ld = shape.d, whole_lines(shape.d)

@@ -139,7 +139,7 @@ def left_room(cpu, rows, n, dtype, rounding):
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Allocate memory for n 16-bit numbers as floats, unless the kernel multiplies pairs."""
+    """Allocate memory to widen n 16-bit numbers to float, unless the kernel multiplies pairs."""
     return room_for(n, dtype, rounding)
 
 
@@ -231,7 +231,7 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 def scale_scores(cpu, S, s0, ld, rows, scale):
     """Multiply scores by ``scale[0]`` if operands are pairs.
 
-    Float operands already include the scale.
+    Operands that are floats already include the scale.
     """
 
 
@@ -294,7 +294,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
     """Store a panel of dS as columns of a left operand, for sums over lanes.
 
-    Only pairs need this; floats are used where they are.
+    Only pairs of bfloat16 are copied; float operands are used in place.
     """
 
 

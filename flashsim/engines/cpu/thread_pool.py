@@ -47,7 +47,7 @@ class PoolTask:
     def finish(self, ended: int = 0) -> None:
         """Let no more threads begin the call, and wait for all that have begun it.
 
-        The caller has already waited for `ended` of these threads.
+        Of the threads that have begun, the caller has already waited for `ended`.
         """
         with self.lock:
             self.over = True

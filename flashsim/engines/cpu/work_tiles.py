@@ -135,9 +135,9 @@ def runs(
 ) -> np.ndarray:
     """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    Tiles with the most visits come first; in a fused backward pass, tiles are in the order in which
-    they add to dQ. With `spread`, the last run is divided into single tiles, so that threads finish
-    at about the same time.
+    Tiles with the most visits come first; in a fused backward pass, tiles are in the order in
+    which they add to dQ. With `spread`, each tile of the last run becomes a run of its own, so
+    that threads finish at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -157,7 +157,7 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
 
     The turn is minus the number of visits of this row tile that are left.
 
-    The visit itself is included in that number, and column tiles take turns in the order of the
+    The number of visits left includes this visit. Column tiles take turns in the order of the
     outer loop.
     """
     row = csr[1]

@@ -60,7 +60,7 @@ class Order(NamedTuple):
 def from_text(text: str, file: str, setting: Setting | None) -> Handed:
     """Run the text of a student's file.
 
-    If `setting` is None, the file has answers instead of an algorithm.
+    If `setting` is None, the file contains a dict ANSWERS instead of an algorithm.
     """
     try:
         code = compile(text, file, "exec")

@@ -62,7 +62,7 @@ class Scopes:
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:
-        """Open a scope within a step or a visit.
+        """Open a scope inside a step or a visit (tile pair).
 
         The end of the scope frees the tiles allocated inside.
         """

@@ -315,8 +315,8 @@ class OpenSram(Scopes):
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
         """Raise an error unless `member` fits the stage and the tensor.
 
-        In a stage whose steps work on a whole group of query heads, `member` must select the head
-        whose tile is moved.
+        If each step of the stage works on a whole group of query heads, `member` must select one
+        head, whose tile is then moved.
         """
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:

@@ -156,7 +156,7 @@ def mixed(
 ) -> BlockSizes:
     """Return the costs of a backward pass whose stages have tiles of different sizes.
 
-    For example, `tilings` is ``{"dkdv": ..., "dq": ...}``.
+    The argument `tilings` maps stages to tilings, such as ``{"dkdv": ..., "dq": ...}``.
 
     The stages of a backward pass exchange only delta, one value per row. So each stage moves the
     same bytes as in a pass whose stages all use its tile size.

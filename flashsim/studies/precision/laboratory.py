@@ -82,7 +82,7 @@ class Laboratory:
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
         """Return the finding for a rounding point.
 
-        The kind of input and the length default to the first available.
+        Without `kind` or `n`, the method returns the first finding that matches.
         """
         for f in self.findings:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):

@@ -54,7 +54,7 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
     """Return the device to pass to `predict`.
 
-    It has the chip's own capacities, and rates relative to an H200's.
+    The returned device has the chip's own capacities, and rates relative to an H200's rates.
 
     Parameters
     ----------

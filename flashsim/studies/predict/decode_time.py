@@ -1,11 +1,12 @@
 """Predicts the time of the GPU kernel of `algorithm="flash-decode"`.
 
 In the model, a thread block waits for its first keys, and ends with a merge of its warps' results
-(`item`). In between, the block streams its keys as fast as an SM can (`rate`), or multiplies them
-as fast as the portable forward kernel does on tensor cores, whichever takes longer. All blocks
-together are limited by HBM's bandwidth. When a block ends, the next block starts. If keys are
-split, either the last block of a sequence merges the parts, or a cluster merges them on chip. The
-constant `launch` takes into account that a call begins before the previous call has ended.
+(`item`). Between the two, the block streams its keys at the rate of an SM (`rate`), and multiplies
+them at the portable forward kernel's rate on tensor cores. The slower of these determines the
+time. All blocks together are limited by HBM's bandwidth. When a block ends, the next block starts.
+If keys are split, either the last block of a sequence merges the parts, or a cluster merges them
+on chip. The constant `launch` takes into account that a call begins before the previous call has
+ended.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def predict(
 ) -> Prediction:
     """Predict the time of the kernels of `backend="cupy"`, or of standard attention.
 
-    For standard attention, the prediction is for a library's kernels.
+    For standard attention, the prediction assumes the kernels of a library.
 
     In the model, blocks start in the kernels' own order, the longest first; when a block ends, the
     next block starts. A prediction needs neither data nor a GPU.

@@ -1,7 +1,7 @@
 """Summarises the errors of predictions, from a table that `benchmarks/verify.py` wrote.
 
-That table has both the predictions and the hardware counters; this module measures and replays
-nothing.
+The table contains both the predictions and the hardware counters, so this module measures and
+replays nothing.
 """
 
 from __future__ import annotations

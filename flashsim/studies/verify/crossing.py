@@ -65,7 +65,8 @@ def shares(
 
     A kernel may defer dQ by one visit (inner-loop iteration). A block then computes one more
     product per work tile than it has visits: the first visit has no dQ to compute, but the kernel
-    computes and discards a product. In the C++ kernels, this also holds for a block without visits.
+    computes and discards a product. In the C++ kernels, a block without visits also computes this
+    one product.
 
     Parameters
     ----------

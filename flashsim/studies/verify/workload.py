@@ -1,8 +1,8 @@
 """``python -m flashsim.studies.verify.workload CASES [COUNTED]``: runs the cases to measure.
 
 The argument CASES is a JSON list of the results of `Case.to_dict`. With the path COUNTED, the
-kernels count their transfers, and the counts are written to that file. Without COUNTED, the kernels
-run at full speed; Nsight Compute measures them in this way.
+kernels count their transfers, and the counts are written to that file. Without the path COUNTED,
+the kernels count nothing and run at full speed; Nsight Compute measures them in this way.
 """
 
 from __future__ import annotations

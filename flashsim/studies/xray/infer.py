@@ -244,9 +244,9 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of a backward pass.
 
-    If two kernels have products and no atomic additions, the kernel that stores more bytes computes
-    dK and dV, and the other computes dQ. If a kernel fits only the role that the other one has, its
-    form is "other".
+    If two kernels have products and no atomic additions, the kernel that stores more bytes
+    computes dK and dV, and the other computes dQ. If a kernel fits only the task of the other
+    kernel, its form is "other".
     """
     found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
@@ -353,7 +353,7 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the bytes stored beyond a fit's results, not counting those of partial sectors."""
+    """Return the bytes stored in addition to a fit's results; partial sectors do not count."""
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
 

@@ -443,8 +443,8 @@ def test_without_a_batch_and_rows_that_see_no_key():
     ("told", "words"),
     [
         ({"mask": jnp.ones((2, 3, 7, 7), bool)}, r"mask must broadcast to .*\(2, 4, 7, 7\), got"),
-        ({"bias": jnp.ones((6,))}, r"bias must broadcast to .*got \(6,\)"),
-        ({"bias": jnp.ones((1, 1, 1, 7, 7))}, r"bias must broadcast to .*got \(1, 1, 1, 7, 7\)"),
+        ({"bias": jnp.ones((6,))}, r"bias must broadcast to .*got shape \(6,\)"),
+        ({"bias": jnp.ones((1, 1, 1, 7, 7))}, r"bias must broadcast .*got shape \(1, 1, 1, 7, 7\)"),
         (
             {"key_value_seq_lengths": jnp.ones(3, jnp.int32)},
             r"key_value_seq.* \(2,\), one per batch",

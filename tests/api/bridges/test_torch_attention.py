@@ -425,10 +425,15 @@ def test_what_cannot_be_done_is_said():
         (
             {"window": 3},
             DTypeError,
-            r"pair \(left, right\), .* with -1 for no limit, got 3",
+            r"window= must be a pair \(left, right\), the numbers of keys that are visible on each "
+            r"side, with -1 for no limit, got 3$",
         ),
         ({"window": (1, 2, 3)}, DTypeError, r"a pair .*got \(1, 2, 3\)"),
-        ({"window": (1.5, 2)}, DTypeError, r"pair of integers .*, got \(1.5, 2\)"),
+        (
+            {"window": (1.5, 2)},
+            DTypeError,
+            r"window= must be a pair of integers \(left, right\), got \(1.5, 2\)$",
+        ),
         ({"causal": "yes"}, DTypeError, "causal must be True or False, got 'yes'"),
         ({"softcap": None}, DTypeError, "softcap must be a number, got None"),
         ({"scale": torch.tensor(0.3, requires_grad=True)}, DTypeError, "scale must be a number"),
