@@ -43,9 +43,8 @@ def runs_of(heads: int, n: int, causal: bool, n_threads: int) -> list[tuple[int,
     empty = np.zeros((1, heads, n, 64), np.float32)
     walk = engine._CpuPass(Job(problem, *[empty] * 3, options={"threads": n_threads}), "forward")
     schedule = walk.schedule(walk._plan["forward"])
-    (tiles,) = work_tiles.tiles(
-        schedule, "forward", n_threads, 16
-    )  # lanes matter only with a mask function
+    # Lanes matter only with a mask function.
+    (tiles,) = work_tiles.tiles(schedule, "forward", n_threads, 16)
     return [(int(schedule.rows[a, 0]), int(schedule.rows[b - 1, 1])) for a, b in tiles.runs]
 
 

@@ -33,9 +33,8 @@ print(f"8 caches, half of each shared: {once.bytes() / flashsim.count(batch, **h
 rng = np.random.default_rng(0)
 q = rng.standard_normal((2, 4, 1, 16), np.float32)
 k, v = rng.standard_normal((2, 2, 2, 96, 16), np.float32)
-decode = DecodeOptions(
-    cache_seqlens=[96, 40], splits=3
-)  # one object, for `count` and `compare` too
+# One object, for `count` and `compare` too.
+decode = DecodeOptions(cache_seqlens=[96, 40], splits=3)
 whole = flashsim.run(q, k, v, algorithm="flash-decode", decode=decode, trace=True)
 first, rest = (
     flashsim.run(q[:1], k[:1, :, part], v[:1, :, part]) for part in (slice(0, 50), slice(50, 96))

@@ -118,8 +118,8 @@ def asm(
 ) -> ir.Value:
     """Emit one PTX instruction; ``$n`` in `text` stands for operand n, counted from the results.
 
-    With `effects`, the compiler neither moves the instruction across barriers and other memory
-    accesses, nor removes it if its result is unused. With `together`, LLVM also keeps the
+    With `effects`, the compiler does not move the instruction across barriers and other memory
+    accesses, and keeps it even if its result is unused. With `together`, LLVM also keeps the
     instruction out of branches, so that all threads of a warp that reach the instruction execute
     it at the same time.
     """

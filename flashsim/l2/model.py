@@ -168,9 +168,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     for part in streams:
         read, written = cache.replay(part)
         last = len(stages) + 1 == len(requested.stages)
-        pending = (
-            cache.drain() if model.flush or last else {}
-        )  # else the next kernel may still use them
+        # Otherwise the next kernel may still use the dirty lines.
+        pending = cache.drain() if model.flush or last else {}
         stages.append(StageDram(part.stage.name, read, written, pending))
     return Dram(requested, model, tuple(stages))
 

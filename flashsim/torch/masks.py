@@ -63,9 +63,8 @@ def diagonal(n_q: int, n_kv: int) -> Pattern:
 
 def has_values(x: Tensor) -> bool:
     """Return whether a tensor's numbers can be read (a meta or fake tensor has none)."""
-    mapped = torch._C._functorch.is_batchedtensor(
-        x
-    )  # torch.vmap's tensors have other values in each call
+    # Tensors inside torch.vmap have other values in each call.
+    mapped = torch._C._functorch.is_batchedtensor(x)
     return x.device.type != "meta" and not isinstance(x, FakeTensor) and not mapped
 
 

@@ -218,9 +218,8 @@ def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
         part = int32(0 if split else group)
         my_key = int32(keys * group if split else 0)
-        row0 = int32(
-            int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * part
-        )  # first row of the warp in the tile
+        # First row of the warp in the tile.
+        row0 = int32(int32(cuda.threadIdx.x) % 128 // 32 * 16 + 64 * part)
         q = int32(shared + q_at + part * own_bytes)
         dout = int32(shared + dout_at + part * own_bytes)
         k, v = int32(shared + k_at + my_key * 128), int32(shared + v_at + my_key * 128)

@@ -313,10 +313,11 @@ class _CpuPass:
         walk = "decode" if decode else WALKS[name]
         odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
         parts = stage.parts or self._tables(stage.schedule, name, decode)
+        # One thread sums, so that the order is fixed.
         adds = bool(self.captured) and name in (
             "dq",
             "fused",
-        )  # one thread sums, so that the order is fixed
+        )
         count = 1 if adds else self.threads
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)

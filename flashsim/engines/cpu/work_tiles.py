@@ -166,9 +166,8 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
     turn = np.empty(len(row), np.int32)
     turn[order] = np.arange(len(row)) - np.repeat(np.cumsum(counts), counts)
     if schedule.key_order == "descending":
-        np.subtract(
-            -1 - counts[row], turn, out=turn, casting="same_kind"
-        )  # keeps the type, so the kernel is compiled once
+        # Keeps the type, so the kernel is compiled once.
+        np.subtract(-1 - counts[row], turn, out=turn, casting="same_kind")
     return turn
 
 

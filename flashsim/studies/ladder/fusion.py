@@ -40,9 +40,8 @@ def softmax_product(bench: Bench) -> None:
                 S_ij = sram.load(hbm.S, rows, cols)
                 V_j = sram.load(hbm.V, cols)
                 m_new = np.maximum(m_i, S_ij.max(axis=-1))
-                base = np.where(
-                    np.isneginf(m_new), 0, m_new
-                )  # avoids inf - inf in a row of only -inf
+                # Avoids inf - inf in a row of only -inf.
+                base = np.where(np.isneginf(m_new), 0, m_new)
                 S_ij -= base[..., None]
                 P_ij = np.exp(S_ij, out=S_ij)
                 alpha = np.exp(m_i - base)

@@ -131,9 +131,8 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
             memory = traffic.live(p, algorithm)
             if direction == "forward":
                 memory = traffic.saved(p, algorithm) + traffic.workspace(p, algorithm, direction)
-                memory += whole_bytes(p, "O") * (
-                    algorithm == "standard"
-                )  # the caller still has out
+                # The caller still has out.
+                memory += whole_bytes(p, "O") * (algorithm == "standard")
             if status == "ok" and memory > device.hbm_bytes:
                 status = "OOM" if direction == "forward" else "OOM(backward)"
             figures: tuple[float | None, ...] = (None, None, None)

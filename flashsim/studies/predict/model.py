@@ -294,9 +294,8 @@ def _decoded(
 
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
     """Return the predicted time of `algorithm="flash-decode"`."""
-    plans.stages(
-        problem, decode_time.ALGORITHM, direction
-    )  # raises if the algorithm has no such pass
+    # Raises if the algorithm has no such pass.
+    plans.stages(problem, decode_time.ALGORITHM, direction)
     made = decode_time.launch(problem, splits, device)
     found = decode_time.stages(made, problem.page_size, device)
     return Prediction(decode_time.traffic(problem, made, device), "portable", found)
@@ -374,9 +373,8 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
     waves = started / (works[-1].blocks * device.sm_count)
     use = use_of(one, traffic, units)
     tail = 1 - mean / last if last else 0.0
-    energy = (
-        None if traffic.problem.fp8 else joules(use, seconds, device)
-    )  # the energy of FP8 was not measured
+    # The energy of FP8 was not measured.
+    energy = None if traffic.problem.fp8 else joules(use, seconds, device)
     return StageTime(name, seconds, units, waves, tail, use, energy)
 
 
@@ -507,9 +505,8 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     latency = (c.visit + c.waits * unit["tensor cores"]) * PAIR / work.groups
     busy = sum(share * unit[name] for name, share in shares.items())
     busy += c.scores * SCALED * unit["O"]
-    a_visit = max(
-        busy, unit["L2"] - latency / work.blocks
-    )  # L2 also delivers tiles while a block waits
+    # L2 also delivers tiles while a block waits.
+    a_visit = max(busy, unit["L2"] - latency / work.blocks)
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * latency + c.item
     return shared, waiting

@@ -43,9 +43,8 @@ def bounds() -> list[Table]:
     for m in (512, 1024, 2048, 4096, 8192):
         block_k = min(ceil(m / (4 * d)), n)
         tiling = Tiling(min(block_k, d), block_k)
-        device = Device.get("A100").with_sram(
-            16 * MIB
-        )  # Algorithm 1's tile rule ignores the score tile
+        # Algorithm 1's tile rule ignores the score tile.
+        device = Device.get("A100").with_sram(16 * MIB)
         trace = run(q, k, v, algorithm="flash1", tiling=tiling, device=device, trace=True).trace
         executed, name = trace.bytes() // 4, f"M = {m:,}, tile {tiling}"
         order = n * n * d * d / m

@@ -51,9 +51,8 @@ def _walk(x, v, out, block_1, block_2, first, last):
                 top = m[r]
                 for c in range(keys):
                     top = max(top, scores[c])
-                base = (
-                    np.float32(0.0) if top == -np.inf else top
-                )  # avoids inf - inf in a row of only -inf
+                # Avoids inf - inf in a row of only -inf.
+                base = np.float32(0.0) if top == -np.inf else top
                 alpha = np.exp(m[r] - base)
                 total = np.float32(0.0)
                 for c in range(keys):

@@ -31,9 +31,8 @@ def rounded_bits(code: Code, x):
     bits = b.bitcast(x, ints(0).type)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))
     rounded = b.add(b.add(bits, ints(0x7FFF)), odd)
-    quiet = b.or_(
-        bits, ints(0x00400000)
-    )  # a NaN with a payload only in the lower bits would become infinity
+    # A NaN with a payload only in the lower bits would become infinity.
+    quiet = b.or_(bits, ints(0x00400000))
     return b.select(b.fcmp_unordered("uno", x, x), quiet, rounded)
 
 

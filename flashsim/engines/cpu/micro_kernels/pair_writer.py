@@ -46,9 +46,8 @@ class PairCode(Code):
         """Round two vectors of floats to bfloat16, and interleave them as one vector of pairs."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
-            both = self._call(
-                "x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x
-            )  # puts x's numbers before y's
+            # Puts x's numbers before y's.
+            both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)
             turns = [lane + self.lanes * second for lane in range(self.lanes) for second in (0, 1)]
             return self.b.bitcast(self.pick(both, both, turns), self.vector)
         low, high = (self.b.zext(self.halves(value), self.ints(0).type) for value in (x, y))
@@ -76,10 +75,8 @@ class PairCode(Code):
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
         if self.native:
-            down, here = (
-                ir.Constant(WORD, 9),
-                ir.Constant(WORD, 4),
-            )  # raises no flag; rounds as MXCSR says
+            # Raises no flag; rounds as MXCSR says.
+            down, here = ir.Constant(WORD, 9), ir.Constant(WORD, 4)
             every, mask = ir.Constant(SHORT, -1), b.bitcast(seen, SHORT)
             f = self._call("x86.avx512.mask.reduce.ps.512", self.vector, x, down, zero, every, here)
             q = self.polynomial(POWER_FROM_0, [f])[0]

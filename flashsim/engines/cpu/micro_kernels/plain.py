@@ -102,9 +102,8 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
         base = top if top > np.finfo(S.dtype).min / 2 else S.dtype.type(0)
         alpha[at + c] = np.exp2((m[at + c] - base) * log2e)
         m[at + c] = top
-        even = odd = S.dtype.type(
-            0
-        )  # separate sums of even and odd rows have smaller rounding errors
+        # Separate sums of even and odd rows have smaller rounding errors.
+        even = odd = S.dtype.type(0)
         for r in range(rows):
             p = np.exp2((S[s0 + r * cpu.width + c] - base) * log2e)
             S[s0 + r * cpu.width + c] = p
