@@ -13,7 +13,7 @@ from flashsim.api import execution
 from flashsim.api.arrays import name_of
 from flashsim.errors import DTypeError, ShapeError, UnsupportedError
 from flashsim.problem.problem import Problem
-from flashsim.torch import direct
+from flashsim.torch import direct, ops
 from flashsim.torch.ops import readable
 
 
@@ -330,8 +330,7 @@ _LIBRARY.impl("decode", _packed, "CPU")
 
 @torch.library.register_fake("flashsim::decode", lib=_LIBRARY)
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
+    return ops.empty_results(q, v)
 
 
 def _no_gradient(*_: Any) -> Any:

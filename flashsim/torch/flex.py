@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from flashsim.api import execution
 from flashsim.errors import MaskError, OptionError, ShapeError, shown
 from flashsim.functions.mask import MaskFunction
-from flashsim.functions.tracing import Traced, trace_mask, trace_score
+from flashsim.functions.tracing import trace_mask, trace_score
 from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.torch import flex_compiled, ops
+from flashsim.torch.flex_passes import FlexPasses
 from flashsim.torch.functional import check_sinks, default_backend, taken
 
 
@@ -104,8 +104,8 @@ def uncompiled(
     if score is not None:
         pairs = zip(score.graph.arrays, score.arrays, strict=True)
         wanted = [(a.name, x) for a, x in pairs if isinstance(x, Tensor) and x.requires_grad]
-    asked = _Asked(score, mask, scale, tuple(n for n, _ in wanted), backend)
-    return _Flex.apply(query, key, value, sinks, asked, *(x for _, x in wanted))
+    passes = FlexPasses(score, mask, scale, tuple(n for n, _ in wanted), backend)
+    return _Flex.apply(query, key, value, sinks, passes, *(x for _, x in wanted))
 
 
 flex_compiled.compiled.otherwise = uncompiled
@@ -141,34 +141,17 @@ def _compiled(
     )
 
 
-class _Asked(NamedTuple):
-    """The arguments of `_Flex` without its tensors."""
-
-    score: Traced | None
-    mask: MaskFunction | None
-    scale: float | None
-    wanted: tuple[str, ...]
-    backend: str
-
-    def keywords(self, sinks: Tensor | None) -> dict[str, Any]:
-        """The keywords of `flashsim.run`."""
-        return {
-            **{"score_mod": self.score, "mask_mod": self.mask, "scale": self.scale},
-            **{"sinks": None if sinks is None else sinks.detach(), "backend": self.backend},
-        }
-
-
 class _Flex(torch.autograd.Function):
     jvp = staticmethod(ops.no_forward_mode)
 
     @staticmethod
     def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor]:
-        q, k, v, sinks, asked, *captured = given
-        result = execution.run(*map(ops.readable, (q, k, v)), **asked.keywords(sinks))
-        ctx.save_for_backward(q, k, v, sinks, result.out, result.lse, *captured)
-        ctx.asked = asked
+        q, k, v, sinks, passes, *captured = given
+        out, lse = passes.forward(q, k, v, sinks)
+        ctx.save_for_backward(q, k, v, sinks, out, lse, *captured)
+        ctx.passes = passes
         ctx.set_materialize_grads(False)
-        return result.out, result.lse
+        return out, lse
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
@@ -177,15 +160,8 @@ class _Flex(torch.autograd.Function):
         if dout is None and dlse is None:
             return (None,) * (5 + len(captured))
         dout = torch.zeros_like(out) if dout is None else dout
-        found = execution.backward(
-            *map(ops.readable, (q, k, v, out, lse, dout)),
-            dlse=None if dlse is None else ops.readable(dlse),
-            captured=ctx.asked.wanted,
-            **ctx.asked.keywords(sinks),
-        )
-        of_sinks = None if sinks is None else found.dsinks.to(sinks.dtype)
-        arrays = (found.captured[name] for name in ctx.asked.wanted)
-        return (found.dq, found.dk, found.dv, of_sinks, None, *arrays)
+        *found, arrays = ctx.passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
+        return (*found, None, *arrays)
 
 
 def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:

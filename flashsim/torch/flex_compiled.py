@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch._ops import HigherOrderOperator
 
-from flashsim.api import execution
 from flashsim.functions.builder import graph_of
 from flashsim.functions.mask import MaskFunction
 from flashsim.functions.symbols import Captured, Symbol
 from flashsim.functions.tracing import Traced, trace_mask, trace_score
 from flashsim.torch import ops
+from flashsim.torch.flex_passes import FlexPasses
 
 _TENSORS = (
     "Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor[] score_arrays, Tensor[] mask_arrays"
@@ -51,9 +51,8 @@ def forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Run `flashsim.run` with functions as text; `wanted`: indices of arrays needing gradients."""
-    asked = _keywords(sinks, score_arrays, mask_arrays, score, mask, scale, backend)
-    result = execution.run(*map(ops.readable, (q, k, v)), **asked)
-    return result.out, result.lse
+    passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
+    return passes.forward(q, k, v, sinks)
 
 
 @torch.library.custom_op(
@@ -83,36 +82,28 @@ def backward(
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
     """Run `flashsim.backward`; dsinks has no elements without sinks."""
-    asked = _keywords(sinks, score_arrays, mask_arrays, score, mask, scale, backend)
-    names = [_graph(score).arrays[n].name for n in wanted]
-    found = execution.backward(
-        *map(ops.readable, (q, k, v, out, lse, dout)),
-        dlse=None if dlse is None else ops.readable(dlse),
-        captured=tuple(names),
-        **asked,
-    )
-    dsinks = q.new_empty(0) if sinks is None else found.dsinks.to(sinks.dtype)
-    return found.dq, found.dk, found.dv, dsinks, [found.captured[name] for name in names]
+    passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
+    dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
+    return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured
 
 
-def _keywords(
-    sinks: Tensor | None,
+def _passes(
     score_arrays: Sequence[Tensor],
     mask_arrays: Sequence[Tensor],
     score: str,
     mask: str,
+    wanted: Sequence[int],
     scale: float | None,
     backend: str,
-) -> dict[str, Any]:
-    """Return the keywords of `flashsim.run`."""
-    plain = [x.detach() for x in score_arrays]
-    return {
-        "score_mod": Traced(_graph(score), tuple(plain)) if score else None,
-        "mask_mod": MaskFunction(_graph(mask), mask_arrays) if mask else None,
-        "scale": scale,
-        "sinks": None if sinks is None else sinks.detach(),
-        "backend": backend,
-    }
+) -> FlexPasses:
+    arrays = tuple(x.detach() for x in score_arrays)
+    return FlexPasses(
+        Traced(_graph(score), arrays) if score else None,
+        MaskFunction(_graph(mask), mask_arrays) if mask else None,
+        scale,
+        tuple(_graph(score).arrays[n].name for n in wanted),
+        backend,
+    )
 
 
 @functools.lru_cache(64)
@@ -122,9 +113,7 @@ def _graph(text: str) -> Any:
 
 @forward.register_fake
 def _shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
-    return out, q.new_empty(q.shape[:-1], dtype=wide)
+    return ops.empty_results(q, v)
 
 
 @backward.register_fake

@@ -135,11 +135,13 @@ def forward_shapes(
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
         request = inputs.Request(**keywords(**question))
         inputs.prepare(q, k, v, request, bias=bias, may_be_empty=True)
+    return empty_results(q, v)
+
+
+def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Return uninitialised out and LSE of the forward pass of q with values v."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return (
-        q.new_empty((*q.shape[:-1], v.shape[-1])),
-        q.new_empty(q.shape[:-1], dtype=wide),
-    )
+    return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
 
 @backward.register_fake

@@ -1,0 +1,70 @@
+"""`FlexPasses`: the forward and backward pass of `flex_attention`, for eager and compiled code."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from flashsim.api import execution
+from flashsim.functions.mask import MaskFunction
+from flashsim.functions.tracing import Traced
+from flashsim.torch import ops
+
+
+class FlexPasses(NamedTuple):
+    """A score function, a mask and options of `flex_attention`; its methods run the passes.
+
+    `wanted` names the captured arrays whose gradients the backward pass computes.
+    """
+
+    score: Traced | None
+    mask: MaskFunction | None
+    scale: float | None
+    wanted: tuple[str, ...]
+    backend: str
+
+    def _keywords(self, sinks: Tensor | None) -> dict[str, Any]:
+        """Return the keywords of `flashsim.run`."""
+        return {
+            **{"score_mod": self.score, "mask_mod": self.mask, "scale": self.scale},
+            **{"sinks": None if sinks is None else sinks.detach(), "backend": self.backend},
+        }
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return out and the LSE."""
+        result = execution.run(*map(ops.readable, (q, k, v)), **self._keywords(sinks))
+        return result.out, result.lse
+
+    def backward(
+        self,
+        gradients: tuple[Tensor, Tensor | None],
+        results: tuple[Tensor, Tensor],
+        inputs: tuple[Tensor, Tensor, Tensor],
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
+        """Return dQ, dK, dV, the gradient of the sinks, and those of the `wanted` arrays.
+
+        Parameters
+        ----------
+        gradients : (dO, the LSE's gradient or None)
+        results : (out, LSE)
+        inputs : (q, k, v)
+        sinks : Tensor, optional
+            Without sinks, their gradient is None.
+        """
+        dout, dlse = gradients
+        found = execution.backward(
+            *map(ops.readable, (*inputs, *results, dout)),
+            dlse=None if dlse is None else ops.readable(dlse),
+            captured=self.wanted,
+            **self._keywords(sinks),
+        )
+        dsinks = None if sinks is None else found.dsinks.to(sinks.dtype)
+        captured = [found.captured[name] for name in self.wanted]
+        return found.dq, found.dk, found.dv, dsinks, captured
+
+
+__all__ = ["FlexPasses"]
