@@ -372,10 +372,10 @@ def _homework(
     whole = 0
     for root, found in graded:
         for path, marks in found:
-            _add(short, full, str(path.relative_to(folder)), marks)
-        total = replace(together(found), exercise="total")
-        whole += total.points == total.most
-        _add(short, full, folder.name if root == folder else root.name, total)
+            _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])
+        every = [marks for _, marks in found]
+        whole += all(marks.points == marks.most for marks in every)
+        _add(short, full, folder.name if root == folder else root.name, "total", every)
     short.note = f"{whole} of {len(graded)} get all points; --csv has every reason in full"
     show(([short], [full]), form)
     if gradescope is not None:
@@ -394,27 +394,29 @@ def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table],
     """Return tables of all graded files: for people with the first reason, else with all."""
     short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
     for path, marks in graded:
-        _add(short, full, str(path.relative_to(folder)), marks)
+        _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])
     whole = [marks.points for _, marks in graded if marks.points == marks.most]
     short.note = f"{len(whole)} of {len(graded)} get all points; --csv has every reason in full"
     return [short], [full]
 
 
-def _add(short: Table, full: Table, file: str, marks: Marks) -> None:
-    """Add a row to both tables. A total's marks are named "EXERCISE: MARK"."""
-    total = marks.exercise == "total"
+def _add(short: Table, full: Table, file: str, exercise: str, every: list[Marks]) -> None:
+    """Add a row to both tables: one file's marks, or a student's total without reasons."""
     parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
-    for mark in marks.marks:
-        part = (mark.name.partition(": ")[2] if total else mark.name).split(" ")[0].rstrip(",")
+    for mark in (mark for marks in every for mark in marks.marks):
+        part = mark.name.split(" ")[0].rstrip(",")
         if part in parts:
             parts[part] += mark.points
-    told = [mark.words for mark in marks.marks if mark.words and (mark.kind or not mark.most)]
-    why = [] if total else told
-    moved = marks.figures.get("bytes")
-    points = (marks.points, marks.most, *parts.values())
-    row = (plain(file, 200), marks.exercise, *points, moved)
+    why, moved = [], None
+    if exercise != "total":
+        (marks,) = every
+        why = [mark.words for mark in marks.marks if mark.words and (mark.kind or not mark.most)]
+        moved = marks.figures.get("bytes")
+    points, most = (sum(getattr(marks, name) for marks in every) for name in ("points", "most"))
+    row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
     short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
-    full.rows.append((*row, " | ".join(why), round(marks.seconds, 3)))
+    seconds = round(sum(marks.seconds for marks in every), 3)
+    full.rows.append((*row, " | ".join(why), seconds))
 
 
 def _write(text: str, path: Path, *, force: bool) -> None:
