@@ -104,11 +104,12 @@ COMMANDS: _Entries = {
         },
     ),
 }
-#: Old names of commands, and their new names. Old names still work in this version, with a message.
+#: Commands that were on the top level before they became sub-commands of `study`.
 _STUDIES = (
     *("demo", "walkthrough", "ladder", "softmax-matmul", "precision", "banks", "blocks", "when"),
     *("versions", "dram", "ring", "devices", "calibrate", "reproduce", "claims", "warm"),
 )
+#: Old names of commands, and their new names. Old names still work in this version, with a message.
 MOVED = {name: f"study {name}" for name in _STUDIES} | {"grade": "exercise grade"}
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
@@ -135,7 +136,7 @@ PANELS = ("Sizes", "Mask and scores", "How", "L2 cache", "Output")
 #: Lines and columns of a terminal in which help must fit.
 SCREEN = (40, 80)
 #: Options whose help begins with "NAME only: " share one line in the short help.
-_SOME_ONLY = re.compile(r"(?:[\w-]+)(?= only: )")
+_SOME_ONLY = re.compile(r"[\w-]+(?= only: )")
 _Options = list[tuple[str, str]]
 
 

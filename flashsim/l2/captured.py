@@ -146,10 +146,10 @@ class Touched:
 
     def _part(self) -> Graph:
         """Return the function with only the nodes that the index needs."""
-        graph, name = self.access.graph, self.access.graph.nodes[self.access.node].value
+        graph = self.access.graph
         used = set(needed(graph.nodes, [x[0] for x in self._index]))
         if self.access.values is None and used & set(graph.loads):
-            spec = graph.arrays[name]
+            spec = graph.arrays[graph.nodes[self.access.node].value]
             raise UnsupportedError(
                 f"{graph.name} indexes the captured array {spec.name} with elements of another "
                 "captured array, whose values a Problem does not keep for score functions, so the "

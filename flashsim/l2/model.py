@@ -23,9 +23,10 @@ from flashsim.problem.hardware import Device
 
 OPS = ("read", "write", "pending")
 
-#: The least numbers of sets and of lines that are simulated as a sample, of all lines and of a
-#: captured array; how many times as large as all tensors a cache is at most.
-LEAST_SETS, LEAST_LINES, LEAST_CAPTURED, SPARE = 256, 50_000, 64, 16
+#: A sample has at least this many sets, lines of all tensors, and lines of each captured array.
+LEAST_SETS, LEAST_LINES, LEAST_CAPTURED = 256, 50_000, 64
+#: A simulated cache is at most this many times as large as all tensors together.
+SPARE = 16
 
 
 @dataclass(frozen=True)
