@@ -23,7 +23,7 @@ from flashsim.problem.hardware import Device
 
 OPS = ("read", "write", "pending")
 
-#: A sample has at least this many sets, lines of all tensors, and lines of each captured array.
+#: A sample has at least this many sets, lines in total, and lines per tensor of captured arrays.
 LEAST_SETS, LEAST_LINES, LEAST_CAPTURED = 256, 50_000, 64
 #: A simulated cache is at most this many times as large as all tensors together.
 SPARE = 16
