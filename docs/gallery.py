@@ -115,7 +115,7 @@ def heads_of_keys():
     """Counts of one token on a long cache with 32, 8 and 1 KV heads, for 32 query heads."""
     cache = {"n_q": 1, "n_kv": 32_768, "head_dim": 128, "heads": 32, "dtype": "bfloat16"}
     return {
-        f"{name}, {n} key head{'s' if n > 1 else ''}": flashsim.count(
+        f"{name}, {n} KV head{'s' if n > 1 else ''}": flashsim.count(
             Problem(**cache, kv_heads=n), algorithm="flash-decode", device="H100"
         )
         for name, n in (("MHA", 32), ("GQA", 8), ("MQA", 1))

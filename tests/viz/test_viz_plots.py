@@ -14,7 +14,7 @@ from matplotlib.colors import to_hex
 from overlaps import crossings, overlaps
 
 import flashsim
-from flashsim import Problem, Tiling, banks, blocks, l2, precision, viz
+from flashsim import Problem, Tiling, banks, blocks, functions, l2, precision, viz
 from flashsim.counts import bounds, traffic
 from flashsim.errors import DTypeError, OptionError, TraceError
 from flashsim.viz import palette
@@ -453,6 +453,21 @@ def test_mask_shows_what_is_kept_wasted_and_skipped():
         f"skipped: {skipped} of 12 tiles",
     ]
     assert len(viz.mask(Problem(32), Tiling(16, 16)).get_legend().get_texts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"mask_mod": functions.window(8) & functions.causal()}, "Window and causal"),
+        ({"mask_mod": lambda b, h, q, k: q >= k}, "Own mask"),
+        ({"causal": True}, "Causal"),
+        ({}, "No mask"),
+    ],
+)
+def test_a_masks_title_names_it(options, name):
+    title = viz.mask(Problem(32, **options), Tiling(16, 16)).get_title("left")
+    assert title.startswith(f"{name}: ")
+
 
 
 def test_mask_shades_a_bias():

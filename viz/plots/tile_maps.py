@@ -214,9 +214,9 @@ def _mask_name(p: Problem) -> str:
     words = []
     if p.block_mask is not None:
         words.append("block-sparse")
-    if p.mask is not None:
-        name = getattr(p.mask, "__name__", type(p.mask).__name__)
-        words.append("own mask" if name == "<lambda>" else name.replace("_", " "))
+    names = [] if p.mask is None else [getattr(p.mask, "__name__", type(p.mask).__name__)]
+    names += [] if p.mask_graph is None else [p.mask_graph.name]
+    words += ["own mask" if name == "<lambda>" else name.replace("_", " ") for name in names]
     if p.window is not None:
         words.append(sources.window(p.window))
     if p.cu_seqlens_q is not None:
