@@ -469,7 +469,6 @@ def test_a_masks_title_names_it(options, name):
     assert title.startswith(f"{name}: ")
 
 
-
 def test_mask_shades_a_bias():
     bias = np.arange(32 * 32).reshape(32, 32)
     light = viz.mask(Problem(32), bias=bias).images[0].get_array()[..., :3].sum(2)
