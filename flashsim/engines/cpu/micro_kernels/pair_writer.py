@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels.exponential import POWER_FROM_0
 from flashsim.engines.cpu.micro_kernels.float16 import SHORT, rounded_bits
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import Code
+from flashsim.engines.cpu.micro_kernels.writer import Code, builder
 
 WORD = ir.IntType(32)
 #: Whether a CPU has AVX512-BF16, which rounds to bfloat16 in hardware, by `Blocking.pairs`.
@@ -26,7 +27,8 @@ class PairCode(Code):
     def __init__(
         self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
     ) -> None:
-        super().__init__(module, f"{block.pairs}_{name}", block, itemsize, args)
+        del itemsize  # of the caller's first array, which may have 16-bit numbers
+        super().__init__(module, f"{block.pairs}_{name}", block, 4, args)
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
@@ -104,6 +106,11 @@ class PairCode(Code):
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
         return self.b.call(module.globals[name], values)
+
+
+def pair_builder(args: str) -> Callable:
+    """Return `writer.builder` for functions over pairs of bfloat16."""
+    return builder(args, lambda *_, **__: PairCode)
 
 
 #: The classes that write code over pairs, by `Blocking.pairs`.
