@@ -656,6 +656,6 @@ def test_delta_needs_no_pairs(monkeypatch):
     assert walks.pairs
     no_dlse = np.zeros(0, np.float32)
     numbers = (engine._as_floats(x) for x in walks.operands(out, dout))
-    walks.walk("delta", *numbers, no_dlse, delta)
+    walks.run("delta", *numbers, no_dlse, delta)
     expected = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1).reshape(-1)
     np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-5)

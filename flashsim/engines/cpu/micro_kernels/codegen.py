@@ -105,10 +105,8 @@ def build_online_softmax(code: Code, S, rows, m, l, alpha) -> None:
     def in_turn(body: Callable, carried: list) -> list:
         """Emit a loop that does ``sums = body(addresses, sums)`` for every row.
 
-        Two rows are processed at a time, with separate sums.
-
-        Two short chains of dependent additions replace a long one, which also halves the rounding
-        error.
+        Two rows are processed at a time, with separate sums. Two short chains of dependent
+        additions replace a long one, which also halves the rounding error.
         """
 
         def rows_from(base, height: int) -> Callable:

@@ -22,10 +22,8 @@ SHORT = ir.IntType(16)
 def rounded_bits(code: Code, x):
     """Return 32-bit integers whose upper 16 bits are the bfloat16 nearest to each float.
 
-    Ties are rounded to even.
-
-    The lower 16 bits are arbitrary. A NaN stays a NaN, although plain rounding could turn it into a
-    number or infinity.
+    Ties are rounded to even. The lower 16 bits are arbitrary. A NaN stays a NaN, although plain
+    rounding could turn it into a number or infinity.
     """
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)

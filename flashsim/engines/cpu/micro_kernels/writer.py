@@ -142,10 +142,9 @@ class Code:
     def whole(self, shifted: list) -> tuple[list, list]:
         """Return n and 2^n for several vectors that `Exponential.magic` was added to.
 
-        Adding that constant to x rounds x to the integer n.
-
-        The sum has n + bias in its low bits, and one shift turns these bits into the float 2^n. The
-        code works on all vectors step by step together, so that their dependency chains overlap.
+        Adding that constant to x rounds x to the integer n. The sum has n + bias in its low bits,
+        and one shift turns these bits into the float 2^n. The code works on all vectors step by
+        step together, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -228,11 +227,9 @@ class Code:
     def summed(self, sums: list) -> Any:
         """Return a vector whose lane i is the sum of all lanes of vector i.
 
-        The number of vectors is a power of two.
-
-        Each step adds one half of two vectors' lanes to the other half, and merges the sums into
-        one vector: first within groups of 16 bytes, which are cheap to shuffle, then across whole
-        groups of 16 bytes.
+        The number of vectors is a power of two. Each step adds one half of two vectors' lanes to
+        the other half, and merges the sums into one vector: first within groups of 16 bytes, which
+        are cheap to shuffle, then across whole groups of 16 bytes.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:
