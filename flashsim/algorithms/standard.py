@@ -105,9 +105,9 @@ def backward(machine: Machine) -> None:
 
 
 def _sum_over_queries(
-    machine: Machine, stage: str, left: str, right: str, result: str, scale: float = 1.0
+    machine: Machine, stage: str, left: str, right: str, result: str, scale: float | None = None
 ) -> None:
-    """Compute ``result = scale * left.T @ right``, with keys as the outer loop."""
+    """Compute ``result = left.T @ right``, times `scale` if any, with keys as the outer loop."""
     hbm, p = machine.hbm, machine.problem
     left_, right_, result_ = (hbm.tensors[name] for name in (left, right, result))
     with machine.stage(stage) as sram:
@@ -121,7 +121,7 @@ def _sum_over_queries(
                         with sram.visit(visit, member=g):
                             left_ij = sram.load(left_, visit.rows, cols, member=g)
                             sum_j += left_ij.mT @ sram.load(right_, visit.rows, member=g)
-                sram.store(result_, cols, sum_j * scale)
+                sram.store(result_, cols, sum_j if scale is None else sum_j * scale)
 
 
 def _ds(machine: Machine) -> None:
