@@ -104,13 +104,8 @@ COMMANDS: _Entries = {
         },
     ),
 }
-#: Commands that were on the top level before they became sub-commands of `study`.
-_STUDIES = (
-    *("demo", "walkthrough", "ladder", "softmax-matmul", "precision", "banks", "blocks", "when"),
-    *("versions", "dram", "ring", "devices", "calibrate", "reproduce", "claims", "warm"),
-)
 #: Old names of commands, and their new names. Old names still work in this version, with a message.
-MOVED = {name: f"study {name}" for name in _STUDIES} | {"grade": "exercise grade"}
+MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from flashsim.errors import (
-    OptionError,
-    shown,
-)
+from flashsim.errors import OptionError, shown
 from flashsim.own_kernels import ATOMIC, Recorder
 from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers
@@ -28,7 +26,6 @@ from flashsim.triton.memory import Memory, Reached, dtype_of
 _HELD_PROGRAMS = 2
 #: Exponents up to here are rounding.
 POSITIVE = 1e-3
-_MISSING = object()
 
 
 @dataclass(eq=False)
@@ -86,7 +83,6 @@ class Interpreter:
         self.config = config
         self._programs = None if programs is None else [tuple(one) for one in programs]
         self._keep = keep
-        self._changed: list[tuple[Any, str, Any]] = []
         self._loaded: dict[int, Any] = {}
         self._started = 0
         self.tuned = False  # whether a kernel had configurations to choose from
@@ -107,22 +103,23 @@ class Interpreter:
         self._scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
         saved = [(obj, dict(vars(obj))) for obj in self._language()]
         try:
-            self._put(at.interpreter.GridExecutor, "__call__", _launching(self))
-            self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
-            self._put(at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype))
-            self._put(run, "rewrite", self._rewriting(run.rewrite))
-            self._put(jit, "run", lambda kernel, *a, **k: self._interpreted(kernel).run(*a, **k))
-            self._put(jit, "__call__", lambda kernel, *a, **k: self._interpreted(kernel)(*a, **k))
-            self._put(tuner, "run", self._tuning(tuner.run))
-            self._hook_builder()
-            yield
+            with ExitStack() as self._hooks:
+                self._put(at.interpreter.GridExecutor, "__call__", _launching(self))
+                self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
+                self._put(
+                    at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype)
+                )
+                self._put(run, "rewrite", self._rewriting(run.rewrite))
+                self._put(
+                    jit, "run", lambda kernel, *a, **k: self._interpreted(kernel).run(*a, **k)
+                )
+                self._put(
+                    jit, "__call__", lambda kernel, *a, **k: self._interpreted(kernel)(*a, **k)
+                )
+                self._put(tuner, "run", self._tuning(tuner.run))
+                self._hook_builder()
+                yield
         finally:
-            while self._changed:
-                obj, name, before = self._changed.pop()
-                if before is _MISSING:
-                    delattr(obj, name)
-                else:
-                    setattr(obj, name, before)
             for obj, before in saved:
                 _restore(obj, before)
             run.rewritten_fn.clear()
@@ -139,8 +136,8 @@ class Interpreter:
         return [*found, tl.core.tensor_descriptor_base]
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
-        self._changed.append((obj, name, vars(obj).get(name, _MISSING)))
-        setattr(obj, name, value)
+        """Replace an attribute until `entered` ends."""
+        self._hooks.enter_context(mock.patch.object(obj, name, value, create=True))
 
     def _interpreted(self, kernel: Any) -> Any:
         """Return an interpreted version of a kernel that was decorated with `@triton.jit`."""

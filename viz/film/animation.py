@@ -13,7 +13,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
-from flashsim.viz.player.page import embedded, embedded_json, policy
+from flashsim.viz.player.page import assembled, embedded
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -349,17 +348,9 @@ def _write_html(film: Film, path: Path, fps: float) -> None:
         buffer = io.BytesIO()
         _picture(indices, colors).save(buffer, "PNG", optimize=True)
         encoded.append(base64.b64encode(buffer.getvalue()).decode("ascii"))
-    template = files("flashsim.viz.film").joinpath("film.html").read_text(encoding="utf-8")
-    look = {"BACKGROUND": film.theme.background, "SCHEME": film.theme.name}
-    for name, value in look.items():
-        template = template.replace(f"@@{name}@@", value)
-    style = template.partition("<style>")[2].partition("</style>")[0]
-    script = template.partition("<script>")[2].partition("</script>")[0]
-    parts = {
-        "POLICY": policy(script, style),
-        "TITLE": html.escape(f"flashsim: {film.title}"),
-        "DATA": embedded_json({"frames": encoded, "delay": round(1000 / fps)}),
+    data = {
+        **{"frames": encoded, "delay": round(1000 / fps)},
+        **{"background": film.theme.background, "scheme": film.theme.name},
     }
-    pieces = template.split("@@")
-    text = "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
+    text = assembled("flashsim.viz.film", "film", ("film.js",), data, f"flashsim: {film.title}")
     path.write_text(text, encoding="utf-8")

@@ -246,18 +246,18 @@ def assembled(
 
     `program` is JavaScript that precedes the scripts.
     """
-    room = files(package)
-    read = lambda file: room.joinpath(file).read_text(encoding="utf-8")  # noqa: E731
+    read = lambda file, room=package: files(room).joinpath(file).read_text("utf-8")  # noqa: E731
     script = "\n".join([program] * bool(program) + [read(file) for file in scripts])
     style = read(f"{name}.css")
     parts = {
         "POLICY": policy(script, style),
         "TITLE": html.escape(title),
         "STYLE": style,
+        "BODY": read(f"{name}.html"),
         "SCRIPT": script,
         "DATA": embedded_json(data),
     }
-    pieces = read(f"{name}.html").split("@@")  # text, name, text, name, ...
+    pieces = read("frame.html", __package__).split("@@")  # text, name, text, name, ...
     return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 
 

@@ -43,8 +43,8 @@ class Row:
 
 
 @own_errors
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(report.Tabled):
     """All rows of the comparison for one run; prints as a table."""
 
     title: str
@@ -64,9 +64,6 @@ class Verification:
         if not known:
             raise TraceError(f"no kernel has both a predicted and a measured value of {quantity!r}")
         return max(known)
-
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
     def table(self) -> Table:
         """Return a table with one row for each quantity of each kernel."""
