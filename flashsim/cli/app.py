@@ -36,8 +36,11 @@ COMMANDS: _Entries = {
     "trace": (
         "Show or convert saved traces.",
         {
-            "show": ("Show the contents of a saved trace.", "traces.show"),
-            "perfetto": ("Convert a trace for https://ui.perfetto.dev.", "traces.perfetto"),
+            "show": ("Show the contents of a saved trace.", "attention.trace_show"),
+            "perfetto": (
+                "Convert a trace for https://ui.perfetto.dev.",
+                "attention.trace_perfetto",
+            ),
         },
     ),
     "roofline": (
@@ -92,7 +95,7 @@ COMMANDS: _Entries = {
                 "studies.versions",
             ),
             "dram": ("Predict DRAM bytes with a model of the L2 cache.", "predictions.dram"),
-            "ring": ("Count attention that is spread over several GPUs.", "ring.ring"),
+            "ring": ("Count attention that is spread over several GPUs.", "predictions.ring"),
             "devices": ("List the GPUs, with the source of each figure.", "studies.devices"),
             "calibrate": ("Measure the speed of each unit of this GPU.", "predictions.calibrate"),
             "reproduce": ("Recompute published numbers.", "studies.reproduce"),

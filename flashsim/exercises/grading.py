@@ -100,7 +100,9 @@ def judge(
     else:
         marks = words.with_todo(marks, text, exercise.skeleton)
     hint = f"flashsim exercise hint {exercise.file or exercise.name}" if exercise.hints else ""
-    moved = _moved(trace, exercise) if trace is not None else ()
+    moved: tuple[tuple[str, str, int, int], ...] = ()
+    if trace is not None:
+        moved = beside(words.transfers(trace), words.transfers(exercise.executed.trace))
     seconds = time.perf_counter() - began
     return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
 
@@ -213,10 +215,6 @@ def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
         return Mark("bytes", BYTES // 2, BYTES, "order", said)
     asked = exercise.demand(trace) if exercise.demand else ""
     return Mark("bytes", BYTES // 2, BYTES, "demand", asked) if asked else mark
-
-
-def _moved(trace: Trace, exercise: Exercise) -> tuple[tuple[str, str, int, int], ...]:
-    return beside(words.transfers(trace), words.transfers(exercise.executed.trace))
 
 
 def _answers(exercise: Exercise, given: Mapping[str, int | str]) -> tuple[Mark, ...]:

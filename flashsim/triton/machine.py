@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -247,7 +248,7 @@ class Interpreter:
         put("load_extras", extras)
         for name, make in HOOKED.items():
             if name in plain:
-                put(name, make(self, plain[name]))
+                put(name, partial(make, self, plain[name]))
         if not hasattr(builder, "get_bf16"):
             tl = self.at.tl
             put("get_bf16", lambda value: floats.cast(builder.get_fp32(value), tl.bfloat16))
@@ -346,7 +347,10 @@ class Interpreter:
         }
         grid = self._grid(executor, name, bound)
         code = getattr(fn, "__code__", None)
-        constants = {k: v for k, v in bound.items() if k not in taken and _is_constant(v)}
+        plain = {
+            k: v for k, v in bound.items() if isinstance(v, (bool, int, float, str, np.generic))
+        }
+        constants = {k: v for k, v in plain.items() if k not in taken}
         number = self.recorder.launch(
             name,
             grid,
@@ -493,10 +497,6 @@ def fit_int(place: Sequence[Any]) -> bool:
 
 def _run_program(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     function(**arguments)
-
-
-def _is_constant(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, np.generic))
 
 
 def _restore(obj: Any, before: Mapping[str, Any]) -> None:

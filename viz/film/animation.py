@@ -126,11 +126,29 @@ def check_fps(fps: float) -> None:
         raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
-def written(film: Any, path: Path, fps: float) -> Animation:
-    """Write all frames of a film to a file, then close the film's figure.
+class Frames:
+    """Base of films: a Matplotlib figure, whose frames are drawn one after another.
 
-    A film is any object with the methods and attributes `frames`, `shades`, `theme` and `title`.
+    A film also has `len`, the method `shades`, and the attributes `theme` and `title`.
     """
+
+    figure: Figure
+
+    def frame(self, number: int) -> np.ndarray:
+        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
+        raise NotImplementedError
+
+    def frames(self) -> Iterator[np.ndarray]:
+        """Yield all frames in order."""
+        return (self.frame(number) for number in range(len(self)))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Close the film's Matplotlib figure."""
+        self.figure.clear()
+
+
+def written(film: Any, path: Path, fps: float) -> Animation:
+    """Write all frames of a film (see `Frames`) to a file, then close the film's figure."""
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
         with whole(path) as part:
@@ -153,7 +171,7 @@ class Animation(type(Path())):  # type: ignore[misc]
         return f'<video src="data:video/mp4;base64,{data}" title="{name}" controls loop></video>'
 
 
-class Film:
+class Film(Frames):
     """The Matplotlib figure of an animation, and the frames drawn from it.
 
     Attributes
@@ -242,14 +260,6 @@ class Film:
     def shades(self) -> np.ndarray:
         """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
         return np.concatenate([scene.shades() for scene in self.scenes])
-
-    def frames(self) -> Iterator[np.ndarray]:
-        """Yield all frames in order."""
-        return (self.frame(number) for number in range(len(self)))
-
-    def close(self) -> None:
-        """Close the film's Matplotlib figure."""
-        self.figure.clear()
 
 
 def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:

@@ -1,7 +1,7 @@
 "use strict";
-const { frames, delay, background, scheme } = JSON.parse(document.getElementById("data").textContent);
-const image = document.getElementById("frame"), scrub = document.getElementById("scrub");
-const button = document.getElementById("play");
+const { frames, delay, background, scheme } = JSON.parse(by("data").textContent);
+const image = by("frame"), scrub = by("scrub");
+const button = by("play");
 Object.assign(document.body.style, { background, colorScheme: scheme });
 let at = 0, playing = !matchMedia("(prefers-reduced-motion: reduce)").matches;
 function show(n) {

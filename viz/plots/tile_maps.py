@@ -20,8 +20,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.steps import Steps
 from flashsim.viz.data import sources
-from flashsim.viz.data.diagram import CUT, corners, tile_kinds
-from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
+from flashsim.viz.data.diagram import CUT, corners, page_edges, part_edges, part_numbers, tile_kinds
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit_axis
 

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from flashsim import report
-from flashsim.backends.launch.device_tables import Lowered, lower
+from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch.kernel import Gpu, row_elements
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.counts.traffic import Traffic
@@ -235,12 +235,9 @@ def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
     Kernels of other families follow the L2 model's rule. The Hopper kernels written in Python never
     co-schedule heads, but the prediction for the C++ kernels is used for them too.
     """
-    how = HOPPER.hand_out(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+    tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
+    how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))
     return how.clump, how.in_step
-
-
-def _lowered(traffic: Traffic, stage: plans.Stage) -> Lowered:
-    return lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
 
 
 def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:
