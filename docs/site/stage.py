@@ -10,6 +10,7 @@ module of the API, and lists of the examples and of the measured data.
 from __future__ import annotations
 
 import csv
+import importlib
 import inspect
 import re
 import shutil
@@ -199,6 +200,8 @@ def api() -> dict[str, str]:
         body = "\n".join(f".. auto{kind(module, name)}:: {module}.{name}" for name in names)
         body = body.replace(".. autoclass", "\n.. autoclass")
         body = re.sub(r"(\.\. autoclass:: \S+)", r"\1\n   :members:\n", body)
+        shared = r"(\.(?:Trace|Traffic)\n   :members:\n)"  # most of their methods are inherited
+        body = re.sub(shared, r"\1   :inherited-members:\n", body)
         made[f"{module}.rst"] = (
             f"{head}.. autosummary::\n   :nosignatures:\n\n{summary}\n\n{body}\n"
         )
@@ -217,8 +220,8 @@ def public(module: str) -> list[str]:
         parts[-1] if parts else "", ROOT.joinpath(*["flashsim", *parts])
     )
     found = re.search(r"^__all__ = (\[.*?\])", (package / "__init__.py").read_text(), re.M | re.S)
-    assert found is not None, module
-    return sorted(name for name in re.findall(r'"(\w+)"', found[1]) if not name.startswith("__"))
+    names = re.findall(r'"(\w+)"', found[1]) if found else importlib.import_module(module).__all__
+    return sorted(name for name in names if not name.startswith("__"))
 
 
 def kind(module: str, name: str) -> str:
