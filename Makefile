@@ -83,7 +83,8 @@ test-torch: $(VENV)-torch/.installed
 	  tests/own_kernels/test_graded_libraries.py \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/pallas.md]' \
-	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
+	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]' \
+	  tests/api/test_docs.py::test_blocks_that_import_torch_run
 
 thorough-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) -m thorough tests/api/bridges
