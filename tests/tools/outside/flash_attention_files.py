@@ -126,10 +126,10 @@ def _run(function: Any, **point: Any) -> None:
         function(**point)
     except pytest.skip.Exception as skipped:
         raise NotApplicable(f"the test skips it{f': {skipped}' if str(skipped) else ''}") from None
-    except pytest.fail.Exception as failed:  # pytest's class cannot be pickled
-        raise AssertionError(str(failed)) from None
     except pytest.xfail.Exception as expected:
         raise NotApplicable(f"the test expects a failure: {expected}") from None
+    except pytest.fail.Exception as failed:  # pytest's class cannot be pickled
+        raise AssertionError(str(failed)) from None
     except UnsupportedError as error:
         if "up to 256" in str(error):
             raise NotApplicable("flashsim's GPU kernels take a head_dim of up to 256") from None
