@@ -29,6 +29,8 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu.emit import ArgsType, MapType
 from flashsim.backends.numba_gpu.hopper.backward import hopper_backward_kernel
+from flashsim.backends.numba_gpu.hopper.backward_roles import hopper_backward_roles_kernel
+from flashsim.backends.numba_gpu.hopper.backward_wide import hopper_backward_wide_kernel
 from flashsim.backends.numba_gpu.hopper.dq import hopper_dq_kernel
 from flashsim.backends.numba_gpu.hopper.forward import hopper_forward_kernel
 from flashsim.backends.numba_gpu.tensor.backward_dkdv import flash_dkdv_kernel
@@ -54,6 +56,8 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
         "hopper_backward": hopper_backward_kernel,
+        "hopper_backward_wide": hopper_backward_wide_kernel,
+        "hopper_backward_roles": hopper_backward_roles_kernel,
         "hopper_dq": hopper_dq_kernel,
         "flash_dkdv": partial(flash_dkdv_kernel, wide=capability >= (9, 0)),
         "flash_dq": flash_dq_kernel,

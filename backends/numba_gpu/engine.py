@@ -128,17 +128,14 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """Return the family of tensor-core kernels that runs the forward or backward pass.
 
-    The default is `HOPPER` if its kernels can run the pass, else `TENSOR`. A backward whose
-    head_dim is too large for `HOPPER` runs on `TENSOR`, even if "hopper" was requested.
+    The default is `HOPPER` if its kernels can run the pass, else `TENSOR`.
     """
-    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, WIDEST_BACKWARD
+    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR
 
-    asked, p = job.options.get("kernel", "auto"), job.problem
-    if direction == "backward" and max(p.head_dim, p.head_dim_v) > WIDEST_BACKWARD:
-        return TENSOR
+    asked = job.options.get("kernel", "auto")
     if asked != "auto":
         return HOPPER if asked == "hopper" else TENSOR
-    refusal = HOPPER.refusal(p, job.tiling, gpu, direction, job.algorithm)
+    refusal = HOPPER.refusal(job.problem, job.tiling, gpu, direction, job.algorithm)
     return TENSOR if refusal else HOPPER
 
 

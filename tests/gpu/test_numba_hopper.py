@@ -28,13 +28,14 @@ from test_hopper import (  # noqa: F401
     FEATURES,
     MANY_KEYS,
     REMAINDERS,
+    by_roles,
     choose,
     choose_launches,
     clusters_of,
 )
 
 from flashsim import Problem, Tiling
-from flashsim.backends.launch_policy.cost_model import CLUSTERS
+from flashsim.backends.launch_policy.cost_model import CLUSTERS, ROLES
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 try:
@@ -49,7 +50,7 @@ run = partial(cupy_checks.run, family=PYTHON_HOPPER)
 FUSED = replace(PYTHON_HOPPER, forms=(False,))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
@@ -158,6 +159,43 @@ def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), PYTHON_HOPPER)
 
 
+@pytest.mark.parametrize("head_dims", [(136, 136), (176, 150), (192, 192)])
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "blocks"])
+@pytest.mark.usefixtures("by_roles")
+def test_the_backward_by_roles(name, head_dims):
+    d, dv = head_dims
+    p = Problem(head_dim=d, head_dim_v=dv, dtype="bfloat16", **FEATURES[name])
+    check(p, FUSED)
+    check_counts(p, FUSED)
+    grads = run(p, make(p)).backward(make(p)["dout"], deterministic=False)
+    assert (grads.kernel, grads.tiling) == ("hopper", ROLES)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "varlen", "many items", "softcap"])
+def test_the_fused_backward_that_divides_columns(name):
+    p = Problem(head_dim=176, head_dim_v=192, dtype="float16", **FEATURES[name])
+    truth = Truth(p, "normal", tf32=False)
+    grads = gradients(run(p, truth.x), truth.x["dout"], False, tiling=Tiling(64, 64))
+    assert grads.kernel == "hopper"
+    for which, (exact, plain) in truth.gradients.items():
+        within(getattr(grads, which), exact, plain, p, which)
+
+
+@pytest.mark.usefixtures("by_roles")
+def test_bits_and_timelines_of_the_backward_by_roles():
+    p = Problem(1024, 1024, 192, heads=4, dtype="float16", causal=True)
+    check_bits(p, PYTHON_HOPPER, runs=60)
+    check_timelines(Problem(head_dim=160, dtype="float16", **FEATURES["window"]), PYTHON_HOPPER)
+
+
+def test_the_widest_fused_backward_is_another_familys():
+    p = Problem(256, 256, 256, dtype="bfloat16")
+    x = make(p)
+    assert run(p, x).backward(x["dout"], deterministic=False).kernel == "hopper"  # three passes
+    with pytest.raises(UnsupportedError, match="their fused backward supports a head_dim up to"):
+        run(p, x, algorithm="flash2-fused").backward(x["dout"])
+
+
 @pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kinds_of_scores(head_dim, kind):
@@ -249,7 +287,7 @@ def test_what_runs_is_chosen_by_rule_and_named():
     with pytest.raises(UnsupportedError, match="they have no 64 x 64 tiles"):
         run(p, x, tiling=Tiling(64, 64))
     wide = Problem(256, 256, 192, dtype="bfloat16")
-    assert run(wide, make(wide)).backward(make(wide)["dout"]).kernel == "tensor"
+    assert run(wide, make(wide)).backward(make(wide)["dout"]).kernel == "hopper"
 
 
 def test_launches_side_by_side_count_their_own_items():
