@@ -35,9 +35,10 @@ from flashsim.backends.numba_gpu.traversal import (
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers. P or dS is written; the warpgroup that accumulates dV or dK has read it; dS is
-#: written, for dQ; dQ is sent, and is staged.
-_P_FULL, _P_FREE, _DS_FULL, _DS_FREE, _DS_WRITTEN, _DQ_FREE, _DQ_FULL = range(1, 8)
+#: Named barriers. P is written; dS is written; dK's warpgroup has read dS; dS is written, for dQ; dQ
+#: is sent, and is staged. P needs no barrier for its readers: a visit's P is written after its dO
+#: has arrived, and for that dV's warpgroup was done with the last visit's dO, and P.
+_P_FULL, _DS_FULL, _DS_FREE, _DS_WRITTEN, _DQ_FREE, _DQ_FULL = range(1, 7)
 
 
 def hopper_backward_roles_kernel(kernel: Kernel) -> Any:
@@ -163,7 +164,6 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
                     query = int32(get(slot + word.BASE) + tile * block_q + row0)
                     start, stop = get(slot + word.START), get(slot + word.STOP)
                     s = mask(s, query, start, get(slot + word.OFFSET), stop, a.left, a.right)
-                sums_sync(int32(_P_FREE))  # the last visit's P has been read
                 p = store_probabilities(p_mine, s, lse, to_log2, a.softcap)
                 fence_shared()
                 sums_arrive(int32(_P_FULL))
@@ -195,8 +195,7 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
-        sums_sync(int32(_P_FREE))  # as many waits as arrivals
-        sums_sync(int32(_DS_FREE))
+        sums_sync(int32(_DS_FREE))  # as many waits as arrivals
         # the block must not exit before the copies have read its shared memory
         piece_free(int32(_DQ_FREE))
 
@@ -216,7 +215,7 @@ def _sums(
     full, free = at.barrier("full"), at.barrier("free")
     dout_full, dout_free = at.barrier("dout_full"), at.barrier("dout_free")
     role, counter = (2, 12) if values else (3, 8)
-    scores_full, scores_free = (_P_FULL, _P_FREE) if values else (_DS_FULL, _DS_FREE)
+    scores_full = _P_FULL if values else _DS_FULL
     assert at.chunks == 3, "the sums are three fragments"
 
     new_sum, queue_sum = mma_tiles.zeros(block_k // 2), wide_gradients.queue_sum(bf16, block_k)
@@ -234,7 +233,8 @@ def _sums(
         speaking, kv_heads = speaks(), quotient(a.heads, a.group)
         scores = int32(shared + scores_at)
         item, done = int32(0), int32(0)  # as in the producer
-        sums_arrive(int32(scores_free))  # P or dS is free at first
+        if not values:
+            sums_arrive(int32(_DS_FREE))  # dS is free at first
         while True:
             slot = take(shared, item)
             walk = get(slot + word.WALK)
@@ -272,7 +272,7 @@ def _sums(
                     arrive(shared + dout_free + 16, speaking)
                 else:
                     arrive(stage(shared + free, done), speaking)
-                sums_arrive(int32(scores_free))
+                    sums_arrive(int32(_DS_FREE))
                 stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == get(slot + word.COUNT):
