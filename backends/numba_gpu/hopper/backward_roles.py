@@ -35,9 +35,9 @@ from flashsim.backends.numba_gpu.traversal import (
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers. P is written; dS is written; dK's warpgroup has read dS; dS is written, for dQ; dQ
-#: is sent, and is staged. P needs no barrier for its readers: a visit's P is written after its dO
-#: has arrived, and for that dV's warpgroup was done with the last visit's dO, and P.
+#: Named barriers. P is written; dS is written; dK's warpgroup has read dS; dS is written, for dQ;
+#: dQ is sent, and is staged. P needs no barrier for its readers: a visit's P is written after its
+#: dO has arrived, and for that dV's warpgroup was done with the last visit's dO, and P.
 _P_FULL, _DS_FULL, _DS_FREE, _DS_WRITTEN, _DQ_FREE, _DQ_FULL = range(1, 7)
 
 
