@@ -41,8 +41,8 @@ from flashsim.backends.numba_gpu.tensor.backward_rows import (
 )
 from flashsim.backends.numba_gpu.tensor.forward import flash_forward_kernel
 
-#: The first PTX version with Hopper's instructions.
-_HOPPER_PTX = "8.0"
+#: The first PTX version with Hopper's instructions, and the first that adds vectors to HBM.
+_HOPPER_PTX, _VECTORS_ADDED, _VECTOR_PTX = "8.0", "red.global.add.v2", "8.1"
 _VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
 #: Bytes of the checksum at the start of a cached file.
 _DIGEST = 32
@@ -88,7 +88,8 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
         text, count = _BOUNDS.subn(cluster + r"\g<0>", text, count=1)
         assert count == 1, "a cluster's size stands in front of an entry's bounds"
     if maps:  # lower the version, since any assembler with these instructions will do
-        text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
+        version = _VECTOR_PTX if _VECTORS_ADDED in text else _HOPPER_PTX
+        text = _VERSION.sub(f".version {version}", text, count=1)
     for tensor_map in maps:  # TMA needs a tensor map's address to be a multiple of 64
         text = text.replace(
             f".align 8 .b8 {tensor_map.parameter}[", f".align 64 .b8 {tensor_map.parameter}["

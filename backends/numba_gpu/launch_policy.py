@@ -28,22 +28,17 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import (
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
-#: The largest head_dim with a fused backward that uses Hopper's own instructions.
-WIDEST_FUSED = 192
 
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
     """The family of Hopper kernels that are written in Python.
 
-    The family has no fused backward for a head_dim above `WIDEST_FUSED`, and uses `TENSOR`'s
-    row-wise kernels.
+    The family uses `TENSOR`'s row-wise kernels.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Implement `Family.why_not`."""
-        if asked.fused and asked.wide > WIDEST_FUSED:
-            return f"their fused backward supports a head_dim up to {WIDEST_FUSED}"
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
             return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
         return super().why_not(asked, tiling)
@@ -88,7 +83,7 @@ def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> ByKeys:
     known = dict(kernel.constants)
     sides = (tiling.block_q, tiling.block_k, known["FS_D"])
     if kernel.name == "hopper_backward_wide":
-        return ColumnsDivided(*sides, variant.fused)
+        return ColumnsDivided(*sides, bool(variant.fused))
     if kernel.name == "hopper_backward_roles":
         return Roles(*sides, columns_taken(known["FS_HEAD_DIM"], known["FS_HEAD_DIM_V"], 32))
     return KeysOutside(*sides, fused=variant.fused, deferred=variant.deferred)

@@ -31,7 +31,13 @@ from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided, Roles
 pytestmark = pytest.mark.promise("every barrier is needed")
 
 #: Head dims of the kernel with divided columns, fused or not; None: warpgroups with roles.
-SHAPES = {"192": (192, 0), "256": (256, 0), "192 fused": (192, 1), "roles": None}
+SHAPES = {
+    "192": (192, 0),
+    "256": (256, 0),
+    "192 fused": (192, 1),
+    "256 fused": (256, 1),
+    "roles": None,
+}
 FIRST = {"producer": 0, "statistics": 32, "sender": 64, "consumer": 128}  # threads
 
 
@@ -143,6 +149,17 @@ def played(block):
 
         return reduce
 
+    def add_columns(at, row_of):
+        def add(address, dq, rows, group):
+            for product in dq:
+                assert product.whole, "dS was overwritten while it was read"
+            visit = divmod(address // (at.d * 4), ROWS)
+            assert whole_scores(dq[0].values[0]) == visit, "another visit's dQ is added"
+            block.sent.append((group, 128 * group, 128, *visit))
+            return 0
+
+        return add
+
     def copy_tile(rows, chunks, packed, blocks=1):
         def copy(to, tensor_map, barrier, row, head, last):
             name = block.where(to)
@@ -221,6 +238,7 @@ def played(block):
         column_probabilities=lambda *_: lambda s, lse, *_: (same(s, lse), s),
         column_gradients=lambda *_: lambda p, dp, delta: same(p, dp, delta),
         queue_columns=queue_columns,
+        add_columns=add_columns,
         store_columns=store_columns,
         load_rows=visit_of,
         keys_place=lambda tile: tile,
@@ -289,9 +307,9 @@ def run(monkeypatch):
             for x, count in enumerate(counts)
         ]
         every = [visit for some in visits for visit in some]
-        pieces = (
-            {0: [(0, d)]} if by_roles else {g: [(128 * g, 64), (64 + 32 * g, 32)] for g in (0, 1)}
-        )
+        ranges = ((0, 128, 128),) if d == 256 else ((0, 128, 64), (64, 32, 32))  # of columns
+        pieces = {g: [(at_0 + g * apart, n) for at_0, apart, n in ranges] for g in (0, 1)}
+        pieces = {0: [(0, d)]} if by_roles else pieces
         for g, columns in pieces.items() if fused else ():
             for column, wide in columns:
                 sent = [x[3:] for x in block.sent if x[:3] == (g, column, wide)]

@@ -188,12 +188,13 @@ def test_bits_and_timelines_of_the_backward_by_roles():
     check_timelines(Problem(head_dim=160, dtype="float16", **FEATURES["window"]), PYTHON_HOPPER)
 
 
-def test_the_widest_fused_backward_is_another_familys():
-    p = Problem(256, 256, 256, dtype="bfloat16")
-    x = make(p)
-    assert run(p, x).backward(x["dout"], deterministic=False).kernel == "hopper"  # three passes
-    with pytest.raises(UnsupportedError, match="their fused backward supports a head_dim up to"):
-        run(p, x, algorithm="flash2-fused").backward(x["dout"])
+@pytest.mark.parametrize("name", ["causal", "window", "varlen", "softcap", "ragged"])
+def test_the_widest_fused_backward(name, choose):  # noqa: F811
+    """Which the rule never takes."""
+    choose("fuses", lambda *_: True)
+    p = Problem(head_dim=200, head_dim_v=250, dtype="bfloat16", **FEATURES[name])
+    check(p, FUSED)
+    check_counts(p, FUSED)
 
 
 @pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])

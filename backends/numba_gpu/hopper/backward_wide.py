@@ -4,7 +4,8 @@ The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators 
 keys fill the registers of both consumer warpgroups, so the warpgroups divide the columns. Each
 computes the scores of all 64 keys by its half of the queries. P^T and dS^T pass through shared
 memory as a whole, and each warpgroup then multiplies them for its own columns of dV, dK and dQ.
-Without FUSED there is no dQ, which `dq` then computes. For the fused backward with many work tiles,
+At 256 columns dQ does not fit in shared memory beside the rest, and is added to
+the accumulator from registers. Without FUSED there is no dQ, which `dq` then computes. For the fused backward with many work tiles,
 `backward_roles` is faster.
 """
 
@@ -63,7 +64,7 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     give, take = KEYS_OUTSIDE_REGISTERS
     give_registers = hopper.registers(give, more=False)
     take_registers = hopper.registers(take, more=True)
-    warpgroup, warp_of, fused = hopper.warpgroup, hopper.warp, bool(c.fused)
+    warpgroup, warp_of, staged = hopper.warpgroup, hopper.warp, at.staged
 
     def hopper_backward_wide(map_q, map_k, map_v, map_dout, map_dq, a, counter):
         shared = shared_base()
@@ -77,7 +78,7 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
             if warp == 1:
                 produce_statistics(a, shared)
             elif warp >= 2:
-                if fused:
+                if staged:
                     send_dq(map_dq, a, shared, int32(warp - 2))
             elif cuda.threadIdx.x == 0:
                 produce(map_q, map_k, map_v, map_dout, a, counter, shared)
@@ -96,7 +97,8 @@ def _consumer(
     The warpgroup computes the scores of its 32 queries of every visit, and its columns of dV, dK
     and dQ.
     """
-    block_q, bf16, fused = c.block_q, bool(c.bf16), bool(c.fused)
+    block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
+    row_bytes = c.head_dim * 4  # of dQ's accumulator
     scaled, softcap = bool(c.scaled), bool(c.softcap)
     queries, columns = block_q // 2, at.wide + at.narrow
     k_at, v_at, q_at, dout_at, p_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
@@ -121,7 +123,9 @@ def _consumer(
     queue_dq = wide_gradients.queue_columns(bf16, at, down=True, more=False)
     groups = 2 if at.narrow else 1  # of products, for all columns of a warpgroup
     dq_done, sums_done = (hopper.product_wait(n * groups, columns) for n in (2, 0))
+    # Without a staged dQ: everything except dK.
     dv_done = hopper.product_wait(groups, columns)
+    add_dq = wide_gradients.add_columns(at, rows_of(c)[0]) if fused and not staged else None
     rows_place = wide_gradients.rows_place
     stage_dq = wide_gradients.stage_rows(columns, block_q)
     key_row, value_row = rows_of(c)
@@ -212,11 +216,13 @@ def _consumer(
                 scores_ready(int32(_SCORES_READY))
                 # -- dV += P^T dO, dQ = dS K, dK += dS^T Q ----------------------------------------
                 p_now, ds_now = int32(shared + p_at + turn), int32(shared + ds_at + turn)
-                if fused:  # dQ first, so that it is sent while the others run
+                if staged:  # first, so that it is sent while the others run
                     dq = queue_dq(ds_now, k, group)
                 dv = queue_sums(dv, p_now, shared + dout_at + shift, group)
+                if fused and not staged:
+                    dq = queue_dq(ds_now, k, group)
                 dk = queue_sums(dk, ds_now, shared + q_at + shift, group)
-                if fused:
+                if staged:
                     dq = dq_done(dq)  # dV and dK continue into the next visit
                     piece_free(_DQ_FREE + group)  # the previous piece is sent
                     stage_dq(dq_mine, dq)
@@ -224,6 +230,14 @@ def _consumer(
                     piece_full(_DQ_FULL + group)
                 else:
                     dv = dv_done(dv)  # dK continues into the next visit
+                    if fused:
+                        dq = dv_done(dq)
+                        query = int32(get(slot + word.BASE) + tile * block_q)
+                        row = int64(member) * a.n_q + query
+                        rows = int32(get(slot + word.END) - query)
+                        added = add_dq(a.dq_acc + row * row_bytes, dq, rows, group)
+                        number = int64(member) * a.n_visits + get(slot + word.FIRST) + n
+                        report(a.visit_counts + number * (SLOTS * 4) + 16, added)
                 stamp(visit_stamp, 4)
                 done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
                 if n == count:
@@ -238,7 +252,7 @@ def _consumer(
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)
-        if fused:
+        if staged:
             # the block must not exit before the copies have read its shared memory
             piece_free(_DQ_FREE + group)
 

@@ -259,12 +259,18 @@ class ColumnsDivided(ByKeys):
 
     The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, which have one row per
     key, pass through shared memory, in two stages. If dQ is `staged`, each warpgroup has a staging
-    area for its columns of dQ, in boxes of 32 columns.
+    area for its columns of dQ, in boxes of 32 columns. At 256 columns a `fused` kernel has no room
+    for it.
     """
 
-    staged: bool
+    fused: bool
 
     groups = 2
+
+    @property
+    def staged(self) -> bool:
+        """Whether dQ is staged in shared memory, and sent by warps of its own."""
+        return self.fused and self.d < 256
 
     @property
     def wide(self) -> int:

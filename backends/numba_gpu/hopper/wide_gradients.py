@@ -168,6 +168,40 @@ def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
     return store_columns_
 
 
+def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
+    """Return the function that adds a warpgroup's columns of dQ to the accumulator in HBM.
+
+    The function is ``add_columns(address, dq, rows, group) -> bytes``. `address` is the address of
+    the tile's row 0, and only the tile's first `rows` rows exist. All columns are wide ones.
+    """
+    assert not at.narrow, "the narrow columns are not added"
+
+    @emitted(int32, int64, floats(at.wide // 2), int32, int32)
+    def add_columns_(
+        b: ir.IRBuilder, address: ir.Value, dq: Values, rows: ir.Value, group: ir.Value
+    ) -> ir.Value:
+        lane, added = lane_of(b), i32(0)
+        column = b.add(b.shl(group, i32(7)), b.shl(b.and_(lane, i32(3)), i32(1)))
+        for half in range(2):
+            row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
+            row = b.add(row, i32(8 * half))
+            first = b.add(b.mul(row, i32(row_of.width)), column)
+            to = b.add(address, b.sext(b.shl(first, i32(2)), I64))
+            inside = b.icmp_signed("<", row, rows)
+            for j in range(at.wide // 8):
+                where, exists = b.add(column, i32(8 * j)), inside
+                if row_of.width < at.d:
+                    exists = b.and_(exists, b.icmp_signed("<", where, i32(row_of.width)))
+                e = 4 * j + 2 * half
+                with b.if_then(exists):
+                    ptx.add_float(b, b.add(to, ir.Constant(I64, 32 * j)), dq[e : e + 2])
+                count = row_of.counted(b, where, 2, 4)
+                added = b.add(added, b.select(exists, count, i32(0)))
+        return added
+
+    return add_columns_
+
+
 # -- scores with queries in rows (`backward_roles`) -----------------------------------------------
 
 
