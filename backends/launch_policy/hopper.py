@@ -192,10 +192,11 @@ class Hopper(Family):
     def cluster(self, walk: Walked) -> int:
         """Implement `Family.cluster`.
 
-        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs.
+        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs. Only the
+        kernel whose warpgroups have roles has no clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
-        if stage.outer != "keys" or widest(p) > 128:
+        if stage.outer != "keys" or tables.schedule.tiling == ROLES:
             return 1
         items, free = walk.walks * tables.tiles, gpu.multiprocessors
         # dQ's kernel runs beside this one if SMs are free, otherwise after it

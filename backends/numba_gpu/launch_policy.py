@@ -29,7 +29,6 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
 
-
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
     """The family of Hopper kernels that are written in Python.

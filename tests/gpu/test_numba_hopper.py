@@ -28,6 +28,8 @@ from test_hopper import (  # noqa: F401
     FEATURES,
     MANY_KEYS,
     REMAINDERS,
+    WIDE_IN_CLUSTERS,
+    by_columns,
     by_roles,
     choose,
     choose_launches,
@@ -169,6 +171,19 @@ def test_the_backward_by_roles(name, head_dims):
     check_counts(p, FUSED)
     grads = run(p, make(p)).backward(make(p)["dout"], deterministic=False)
     assert (grads.kernel, grads.tiling) == ("hopper", ROLES)
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+@pytest.mark.parametrize("head_dims", [(160, 136), (200, 256)])
+@pytest.mark.parametrize("name", WIDE_IN_CLUSTERS)
+@pytest.mark.usefixtures("by_columns")
+def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):  # noqa: F811
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
+    p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
+    check(p, PYTHON_HOPPER)
+    check_counts(p, PYTHON_HOPPER)
 
 
 @pytest.mark.parametrize("name", ["causal", "window", "varlen", "many items", "softcap"])

@@ -4,9 +4,10 @@ The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators 
 keys fill the registers of both consumer warpgroups, so the warpgroups divide the columns. Each
 computes the scores of all 64 keys by its half of the queries. P^T and dS^T pass through shared
 memory as a whole, and each warpgroup then multiplies them for its own columns of dV, dK and dQ.
-At 256 columns dQ does not fit in shared memory beside the rest, and is added to
-the accumulator from registers. Without FUSED there is no dQ, which `dq` then computes. For the fused backward with many work tiles,
-`backward_roles` is faster.
+At 256 columns dQ does not fit in shared memory beside the rest, and is added to the accumulator
+from registers. Without FUSED there is no dQ, which `dq` then computes. For the fused backward with
+many work tiles, `backward_roles` is faster. The blocks of a CLUSTER share the visits of a work
+tile, as in `backward`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients, wide_gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
-from flashsim.backends.numba_gpu.hopper.kv_outer import producer, sender, statistics
+from flashsim.backends.numba_gpu.hopper.kv_outer import producer, sender, share_of, statistics
 from flashsim.backends.numba_gpu.hopper.smem_layout import (
     KEYS_OUTSIDE_REGISTERS,
     ColumnsDivided,
@@ -43,8 +44,9 @@ from flashsim.backends.numba_gpu.traversal import (
 )
 
 int32, int64, float32 = types.int32, types.int64, types.float32
-#: Named barriers: P and dS are written; each warpgroup's piece of dQ is free, and full.
-_SCORES_READY, _DQ_FREE, _DQ_FULL = 1, 2, 4
+#: Named barriers: P and dS are written; each warpgroup's piece of dQ is free, and full; no product
+#: of a work tile that a cluster shares reads a tile any more.
+_SCORES_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
@@ -65,11 +67,14 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     give_registers = hopper.registers(give, more=False)
     take_registers = hopper.registers(take, more=True)
     warpgroup, warp_of, staged = hopper.warpgroup, hopper.warp, at.staged
+    clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
 
     def hopper_backward_wide(map_q, map_k, map_v, map_dout, map_dq, a, counter):
         shared = shared_base()
         if cuda.threadIdx.x == 0:
             barriers_begin(shared)
+        if clustered:
+            cluster_sync()  # no block copies to another block whose barriers do not exist yet
         cuda.syncthreads()  # no thread uses a barrier before it is initialised
         role = warpgroup()
         if role == 0:
@@ -98,7 +103,7 @@ def _consumer(
     and dQ.
     """
     block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
-    row_bytes = c.head_dim * 4  # of dQ's accumulator
+    dq_row_bytes = c.head_dim * 4  # of the accumulator
     scaled, softcap = bool(c.scaled), bool(c.softcap)
     queries, columns = block_q // 2, at.wide + at.narrow
     k_at, v_at, q_at, dout_at, p_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
@@ -131,6 +136,15 @@ def _consumer(
     key_row, value_row = rows_of(c)
     store_dk = wide_gradients.store_columns(bf16, at, key_row)
     store_dv = wide_gradients.store_columns(bf16, at, value_row)
+    # The blocks of a cluster divide each warpgroup's columns of dK and of dV in pieces of 32.
+    blocks, share, across = c.cluster, share_of(c), at.row_of_threads
+    assert columns * across <= at.region("p"), "room for both"
+    pieces, wide_pieces = columns // 32, at.wide // 32
+    lay_down, add_from = gradients.lay_down(columns, across), gradients.add_from(32, across)
+    new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
+    store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
+    store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
+    tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
     take, leave, visits_of = i.take, i.leave, i.visits
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
@@ -141,7 +155,7 @@ def _consumer(
     piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
 
     @device
-    def store(a, slot, kv_heads, row0, group, dk, dv):
+    def store(a, shared, slot, kv_heads, row0, group, dk, dv):
         """Store dV, and dK times the scale, from registers to HBM."""
         walk, stop = get(slot + word.WALK), get(slot + word.STOP)
         batch = quotient(walk, kv_heads)
@@ -153,6 +167,49 @@ def _consumer(
         to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
         ones = float32(1.0), float32(1.0)
         report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop, group))
+
+    @device
+    def add_up(a, shared, slot, kv_heads, row0, group, dk, dv):
+        """Store dV, and dK times the scale, both summed over the blocks of a cluster.
+
+        Each block writes its sums to shared memory, over the tiles that it no longer needs. After
+        that, each block adds up some columns of all blocks' sums, in the order of the blocks.
+        """
+        mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
+        tiles_read(int32(_TILES_READ))  # no product reads a tile any more
+        lay_down(mine, dk)
+        lay_down(mine + columns // 2 * across, dv)
+        cluster_sync()  # all blocks' sums are written
+        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
+        batch = quotient(walk, kv_heads)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
+        to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
+        to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
+        scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
+        piece, dk_bytes, dv_bytes = int32(cuda.blockIdx.x & (blocks - 1)), int32(0), int32(0)
+        while piece < 2 * pieces:
+            which = quotient(piece, pieces)  # 0: dK, 1: dV
+            part = int32(piece - which * pieces)
+            column = int32(128 * group + 32 * part)
+            if part >= wide_pieces:  # the narrow columns
+                column = int32(64 + 32 * group)
+            source, sums, block = int32(mine + piece * (16 * across)), new_piece(), int32(0)
+            while block < blocks:
+                sums = add_from(sums, source, block)
+                block = uncounted(block + 1)
+            if which == 0:
+                row_bytes = a.dk_row * 2
+                dk_bytes += store_piece_dk(to_dk, row_bytes, sums, scales, key, stop, column)
+            else:
+                row_bytes = a.dv_row * 2
+                dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
+            piece = uncounted(piece + blocks)
+        cluster_sync()  # the other blocks have read this block's sums
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
+        report(tile_count + 8, dk_bytes)
+        report(tile_count + 12, dv_bytes)
+
+    put_gradients = store if blocks == 1 else add_up
 
     @device
     def consume(a, shared, group):
@@ -174,8 +231,9 @@ def _consumer(
             count = get(slot + word.COUNT)
             tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
             stamp_block(tile_stamp, False)
-            member, n = int32(walk * a.group), int32(0)  # index of the query head, its visit
-            total = int32(a.group * count)
+            member = int32(walk * a.group)  # index of the query head
+            further, n, total = share(a.group, count)
+            member = int32(member + further)
             left = total
             dk, dv = new_sums(), new_sums()
             wait(shared + kv_full, item & 1)
@@ -235,7 +293,7 @@ def _consumer(
                         query = int32(get(slot + word.BASE) + tile * block_q)
                         row = int64(member) * a.n_q + query
                         rows = int32(get(slot + word.END) - query)
-                        added = add_dq(a.dq_acc + row * row_bytes, dq, rows, group)
+                        added = add_dq(a.dq_acc + row * dq_row_bytes, dq, rows, group)
                         number = int64(member) * a.n_visits + get(slot + word.FIRST) + n
                         report(a.visit_counts + number * (SLOTS * 4) + 16, added)
                 stamp(visit_stamp, 4)
@@ -248,7 +306,7 @@ def _consumer(
             # the next work tile's V and K may be loaded
             arrive(shared + v_free, speaking)
             arrive(shared + k_free, speaking)
-            store(a, slot, kv_heads, row0, group, dk, dv)
+            put_gradients(a, shared, slot, kv_heads, row0, group, dk, dv)
             leave(shared, item, speaking)
             stamp_block(tile_stamp, True)
             item = int32(item + 1)

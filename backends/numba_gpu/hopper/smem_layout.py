@@ -171,6 +171,15 @@ class ByKeys(Layout):
         """The bytes of one warpgroup's piece of dQ, in float32."""
         return self.dq_rows * 4 * sum(wide for _, _, wide in self.dq_columns)
 
+    @property
+    def row_of_threads(self) -> int:
+        """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
+
+        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
+        cluster stores its dK and dV for the other blocks.
+        """
+        return 128 * self.groups * 4
+
 
 @dataclass(frozen=True)
 class KeysOutside(ByKeys):
@@ -216,15 +225,6 @@ class KeysOutside(ByKeys):
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
         """Implement `ByKeys.dq_columns`."""
         return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)
-
-    @property
-    def row_of_threads(self) -> int:
-        """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
-
-        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
-        cluster stores its dK and dV for the other blocks.
-        """
-        return 128 * self.groups * 4
 
     @property
     def regions(self) -> dict[str, int]:
