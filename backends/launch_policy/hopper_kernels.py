@@ -194,16 +194,16 @@ def product_columns(
 ) -> tuple[int, int]:
     """Return the columns a backward's products compute, and the extra columns of some products.
 
-    The first returned number is head_dim, rounded up to a multiple of 16 (of 32 if a cluster
-    shares a work tile). The second number is the sum over the products that compute all columns of
-    a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns. (If the
-    tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim of 128,
-    dK and dV are two more, because their columns are divided between warpgroups. If one warpgroup
-    computes all of dQ^T, its rows are rounded to a multiple of 32 instead.
+    The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
+    cluster shares a work tile). The second number is the sum over the products that compute all
+    columns of a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns.
+    (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim
+    of 128, dK and dV are two more, because their columns are divided between warpgroups. If one
+    warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32 instead.
     """
-    step = 32 if cluster > 1 else 16
-    d = max(problem.head_dim, problem.head_dim_v)
-    taken, whole = -(-d // step) * step, _shared_dim(problem)
+    d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
+    step = 32 if cluster > 1 and whole <= 128 else 16
+    taken = -(-d // step) * step
     products = (stage == "fused" and taken > 32) + (2 if stage != "dq" and whole > 128 else 0)
     beyond = products * (whole - taken)
     if stage == "fused" and tiling == ROLES:

@@ -145,7 +145,10 @@ def crossing(
             total += rows * (width + uneven)
     if op == "load":  # parts of dK and dV, float32
         for n, blocks, _ in launches:
-            columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
+            # Beyond 128 columns, the columns of a whole tile are divided between warpgroups.
+            columns, _ = hopper_kernels.tile_columns(stage.name, p)
+            if columns <= 128:
+                columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
             total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
     return total
 
@@ -294,7 +297,7 @@ def tensor_flops(
     items = sum(one.items for one in launches) or 1
     for n, blocks, unused in launches or [SharedItems(1)]:
         if hopper and stage.name != "forward":
-            if python:
+            if python and (stage.name == "dq" or max(padded_dims(p)) <= 128):
                 d, dv = hopper_kernels.tile_columns(stage.name, p)
             else:
                 d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, blocks)
