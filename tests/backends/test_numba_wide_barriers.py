@@ -15,7 +15,10 @@ pytest.importorskip("numba_cuda")
 from test_numba_barriers import (
     DATA,
     ITEMS,
+    NAMED,
+    OF_CLUSTER,
     ROWS,
+    SHARED,
     Arguments,
     Block,
     Cluster,
@@ -44,14 +47,14 @@ FIRST = {"producer": 0, "statistics": 32, "sender": 64, "consumer": 128}  # thre
 class WideBlock(Block):
     """One with either layout; barriers and named barriers that are `ignored` nobody waits for."""
 
-    def __init__(self, at, lots, heads, ignored):
-        super().__init__(at, lots, heads, (), Cluster(lots, ()))
+    def __init__(self, at, lots, heads, ignored, cluster):
+        super().__init__(at, lots, heads, (), cluster)
         self.senders = 1 if isinstance(at, Roles) else 2
         self.flying = {group: [] for group in range(at.groups)}
         counts = {kind: count for kind, (count, _) in at.arrivals.items()}
         kinds = [kind for kind in ignored if kind in counts]
         self.ignored = [at.barrier(kind) + 8 * x for kind in kinds for x in range(counts[kind])]
-        self.passed = [number for number in ignored if isinstance(number, int)]
+        self.passed = [NAMED.get(kind, kind) for kind in ignored]
         apart = {"q": at.query_bytes, "dout": at.query_bytes, "dq": at.dq_bytes}
         apart |= {"k": at.key_bytes, "v": at.key_bytes}
         apart |= dict.fromkeys(("p", "ds"), at.scores_bytes)
@@ -166,7 +169,14 @@ def played(block):
             memory[name] = head if name[0] in "kv" else (head, row)
             block.landed(barrier, rows * chunks * 128)
 
-        return copy
+        def copy_to_all(to, tensor_map, barrier, row, head, last):
+            for _ in range(block.rank, chunks, blocks):
+                for other in block.cluster.blocks:
+                    assert other.begun, "a barrier that does not exist yet"
+                    other.memory[other.where(to)] = head
+                    other.landed(barrier, rows * 128)
+
+        return copy if blocks == 1 else copy_to_all
 
     def copy_chunks(rows, chunks, packed):
         def copy(to, tensor_map, full, free, parity, row, head, last):
@@ -181,6 +191,37 @@ def played(block):
     def store_columns(bf16, at, row_of):
         def store(to, row_bytes, sums, factors, key, stop, group):
             block.stored.append((to // DATA, group, sums))
+            return 0
+
+        return store
+
+    def lay_down(n, apart):
+        def lay(place, sums):
+            for name in "k", "v", "q", "dout":
+                for stage in range(2):
+                    memory.pop((name, stage), None)
+            block.laid[place] = sums
+            block.lots.step()
+
+        return lay
+
+    def add_from(n, apart):
+        half = at.wide + at.narrow >> 1  # floats of a thread's dK
+
+        def add(sums, place, rank):
+            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
+            which, first = divmod((place - own) // apart, half)
+            assert block.cluster.lives(rank), "a block that has ended"
+            assert own + which * half * apart in there.laid, "nothing is there yet"
+            assert first % (n // 2) == 0
+            block.lots.step()
+            return (*sums, (first, rank, there.laid[own + which * half * apart]))
+
+        return add
+
+    def store_output(bf16, n, row_of, later):
+        def store(to, row_bytes, sums, factors, key, stop, column):
+            block.stored.append((to // DATA, block.group, column, sums))
             return 0
 
         return store
@@ -217,6 +258,8 @@ def played(block):
         expect=lambda count: lambda barrier: block.expect(barrier, count),
         copy_tile=copy_tile,
         copy_chunks=copy_chunks,
+        cluster_sync=block.cluster.sync,
+        store_output=store_output,
         queue_scores=lambda *_, **__: queue_scores,
         product_wait=lambda pending, n: passed(pending),
         round_operand=lambda *_: lambda s: s,
@@ -232,6 +275,8 @@ def played(block):
         pass_turn=None,
         mask_columns=lambda *_: None,
         fence_shared=lambda: None,
+        lay_down=lay_down,
+        add_from=add_from,
     )
     wide_gradients = SimpleNamespace(
         scores_place=lambda tile, group: tile,
@@ -264,20 +309,71 @@ def played(block):
 
 @pytest.fixture
 def run(monkeypatch):
-    """``run(shape, heads, seed)``: a block's roles run to their end; what they read is asserted."""
+    """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
+    (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
 
-    def of(shape, heads, seed, ignored=()):
-        lots, counts = Lots(seed), ITEMS[heads]
+    def of(shape, heads, seed, ignored=(), blocks=1, item=None):
+        lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
+        cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
         d, fused = SHAPES[shape] or (192, 1)
         by_roles = SHAPES[shape] is None
         at = Roles(64, 96, d, d) if by_roles else ColumnsDivided(64, 64, d, bool(fused))
-        block = WideBlock(at, lots, heads, ignored)
-        items, walk = item_functions(block, counts, iter(range(1, len(counts))))
-        names = [("producer", 0), ("statistics", 0)]
-        names += [("sender", x) for x in range(block.senders)]
-        names += [("consumer", x) for x in range(at.groups)]
-
         module = backward_roles if by_roles else backward_wide
+        no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "after", "more")
+        sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
+        c = SimpleNamespace(
+            **{"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "bf16": 1},
+            **{"fused": fused, **dict.fromkeys(no, 0), **sides},
+        )
+        a = Arguments(
+            **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
+            **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
+            **{"first": mine[0], "stop": mine[-1] + 1},
+        )
+        make = "hopper_backward_roles_kernel" if by_roles else "hopper_backward_wide_kernel"
+        roles = {}
+        for rank in range(blocks):
+            block = WideBlock(at, lots, heads, ignored, cluster)
+            items, walk = item_functions(block, counts, iter(mine[1:]))
+            replace_all(module, block, items, walk)
+            names = [("producer", 0), ("statistics", 0)]
+            names += [("sender", x) for x in range(block.senders)]
+            names += [("consumer", x) for x in range(at.groups)]
+            kernel = getattr(module, make)(c)
+            roles |= {(*name, rank): partial(kernel, *[0] * 5, a, 1) for name in names}
+        lots.run(roles)
+        visits = {
+            x: tuple(
+                (x * heads + h, n * at.block_q) for h in range(heads) for n in range(counts[x])
+            )
+            for x in mine
+        }
+        every = [visit for x in mine for visit in visits[x]]
+        ranges = ((0, 128, 128),) if d == 256 else ((0, 128, 64), (64, 32, 32))  # of columns
+        pieces = {g: [(at_0 + g * apart, n) for at_0, apart, n in ranges] for g in (0, 1)}
+        pieces = {0: [(0, d)]} if by_roles else pieces
+        sent = [x for block in cluster.blocks for x in block.sent]
+        for g, columns in pieces.items() if fused else ():
+            for column, wide in columns:
+                assert [x[3:] for x in sent if x[:3] == (g, column, wide)] == every
+        assert len(sent) == fused * len(every) * sum(map(len, pieces.values()))
+        stored = sorted(x for block in cluster.blocks for x in block.stored)
+        if blocks == 1:
+            groups = range(1 if by_roles else 2)
+            assert stored == sorted((w, g, visits[x]) for w in (0, 1) for g in groups for x in mine)
+        else:
+            firsts = {
+                g: [x + y for x, n in of_g for y in range(0, n, 32)] for g, of_g in pieces.items()
+            }
+            places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in sorted(firsts[g])]
+            assert [x[:3] for x in stored] == places
+            for _, g, column, sums in stored:  # always in the same order
+                assert {first for first, _, _ in sums} == {16 * firsts[g].index(column)}
+                assert [rank for _, rank, _ in sums] == list(range(blocks))
+                assert [visit for *_, share in sums for visit in share] == every
+        assert not any(any(block.flying.values()) for block in cluster.blocks)
+
+    def replace_all(module, block, items, walk):
         for name, value in {
             **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
             **{"device": lambda f: f, "quotient": lambda x, y: x // y},
@@ -289,36 +385,6 @@ def run(monkeypatch):
             for where in (module, kv_outer):
                 if hasattr(where, name):
                     monkeypatch.setattr(where, name, value)
-        no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "after", "more")
-        sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
-        c = SimpleNamespace(
-            **{"block_q": at.block_q, "block_k": at.block_k, "cluster": 1, "bf16": 1},
-            **{"fused": fused, **dict.fromkeys(no, 0), **sides},
-        )
-        a = Arguments(
-            **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
-            **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA, "stop": len(counts)},
-        )
-        make = "hopper_backward_roles_kernel" if by_roles else "hopper_backward_wide_kernel"
-        kernel = getattr(module, make)(c)
-        lots.run({(*name, 0): partial(kernel, *[0] * 5, a, 1) for name in names})
-        visits = [
-            tuple((x * heads + h, n * at.block_q) for h in range(heads) for n in range(count))
-            for x, count in enumerate(counts)
-        ]
-        every = [visit for some in visits for visit in some]
-        ranges = ((0, 128, 128),) if d == 256 else ((0, 128, 64), (64, 32, 32))  # of columns
-        pieces = {g: [(at_0 + g * apart, n) for at_0, apart, n in ranges] for g in (0, 1)}
-        pieces = {0: [(0, d)]} if by_roles else pieces
-        for g, columns in pieces.items() if fused else ():
-            for column, wide in columns:
-                sent = [x[3:] for x in block.sent if x[:3] == (g, column, wide)]
-                assert sent == every
-        assert len(block.sent) == fused * len(every) * sum(map(len, pieces.values()))
-        groups = range(1 if by_roles else 2)
-        expected = [(w, g, some) for w in (0, 1) for g in groups for some in visits]
-        assert sorted(block.stored) == sorted(expected)
-        assert not any(block.flying.values())
 
     return of
 
@@ -353,3 +419,26 @@ def test_without_a_barrier_some_do_not(run, shape, kind):
 
     with pytest.raises((AssertionError, Stuck)):
         forty_times()
+
+
+#: Those that divide columns.
+CLUSTERED = [shape for shape in SHAPES if shape != "roles"]
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+@pytest.mark.parametrize("heads", SHARED)
+@pytest.mark.parametrize("shape", CLUSTERED)
+def test_every_role_of_a_cluster_finds_what_it_waits_for(run, shape, heads, blocks):
+    """Blocks with a visit, with several and with none share an item, and add up dK and dV."""
+    for item in range(len(SHARED[heads])):
+        run(shape, heads, item, blocks=blocks, item=item)
+
+
+@pytest.mark.parametrize("kind", [*NAMED, *OF_CLUSTER])
+def test_without_a_barrier_some_of_a_cluster_do_not(run, kind):
+    def twenty_times():
+        for seed in range(20):
+            run("256", 1, seed, ignored=(kind,), blocks=2, item=3)
+
+    with pytest.raises((AssertionError, Stuck)):
+        twenty_times()
