@@ -23,6 +23,7 @@ from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
 
 int32, int64 = types.int32, types.int64
+_BARRIER = 8  # bytes
 
 
 # -- thread indices -------------------------------------------------------------------------------
@@ -268,8 +269,8 @@ def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
     ) -> None:
         row, head, batch = coordinates
         for chunk in range(chunks):
-            barrier = b.add(full, i32(chunk * BARRIER))
-            ptx_hopper.barrier_wait(b, b.add(free, i32(chunk * BARRIER)), b.xor(parity, i32(1)))
+            barrier = b.add(full, i32(chunk * _BARRIER))
+            ptx_hopper.barrier_wait(b, b.add(free, i32(chunk * _BARRIER)), b.xor(parity, i32(1)))
             ptx_hopper.barrier_expect(b, barrier, rows * 128)
             where = [i32(chunk * ptx_hopper.CHUNK), row, head, *back, batch]
             ptx_hopper.copy_box(b, b.add(to, i32(chunk * rows * 128)), tensor_map, barrier, where)
