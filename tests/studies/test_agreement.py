@@ -336,6 +336,19 @@ def errors(benchmark, times):
     return benchmark.errors(times.measured())
 
 
+def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, times):
+    """The Python forward has one set of constants for all head widths, Hopper's one for each."""
+    everything = [one for one in times.measured() if one.name == "forward"]
+
+    def widths(kernels, name):
+        points = fitting.points(everything, kernels, name)
+        return {p.traffic.problem.head_dim for p in points}
+
+    assert {64, 128} <= widths("python", "forward")
+    assert max(widths("hopper", "forward")) == 64
+    assert min(widths("hopper", "forward, 128")) > 96
+
+
 def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
     assert benchmark.errors_table(errors).markdown() in RESULTS
     assert benchmark.library_table().markdown() in RESULTS
@@ -409,7 +422,7 @@ def test_the_fit_sees_the_calibration_set_alone(times, fitting):
 
 def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting):
     """Of one visit: as a run of benchmarks/times.py will have them."""
-    made = fitting.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
+    made = fitting.Constants(tensor=1.0, scores=30.0, item=1e-6, launch=3e-6)
     everything = []
     for p in times.time_shapes.FUSED_ALONE & times.SETS["fitted"]:
         if p.n_kv <= 128:
@@ -447,7 +460,7 @@ def test_constants_that_made_the_times_are_found_again(times, fitting):
 
 def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting):
     """Times that are three times too long change the fit to all seeds, not the one without them."""
-    made = fitting.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
+    made = fitting.Constants(tensor=1.0, scores=30.0, item=1e-6, launch=3e-6)
     everything, how = [], {"direction": "backward", "algorithm": "flash2-once"}
     shapes = (p for p in times.time_shapes.CALIBRATION if p in times.time_shapes.FUSED_ALONE)
     for number, p in enumerate(p for p in shapes if p.n_kv <= 128):

@@ -464,16 +464,24 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return the constants of a launch: for its head width if they exist, else for any width."""
-    named = constants_name(one, traffic.problem)
-    without, _, width = named.rpartition(", ")
-    names = [named, without] if without == "forward" or width == "128" else [named]
+    """Return the constants of a launch, under the first of its names that exists."""
+    names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
             return constants[name]
     raise OptionError(
-        f"constants= must have an entry for {named!r}, got entries for {', '.join(constants)}"
+        f"constants= must have an entry for {names[0]!r}, got entries for {', '.join(constants)}"
     )
+
+
+def constants_names(one: KernelPass, problem: Problem) -> list[str]:
+    """Return the names under which to look for a launch's constants.
+
+    The first name is for the launch's head width; a second one, if any, is for any width.
+    """
+    named = constants_name(one, problem)
+    without, _, width = named.rpartition(", ")
+    return [named, without] if without == "forward" or width == "128" else [named]
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
