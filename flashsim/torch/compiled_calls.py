@@ -71,8 +71,15 @@ def _noting(
 
 def _entered(model: Any, around: list[dict[str, Any]], options: dict[str, Any]) -> Any:
     """Return a compiled module, which puts its options on the list `around` while it runs."""
-    model.register_forward_pre_hook(lambda *_: around.append(options))
-    model.register_forward_hook(lambda *_: around.pop() and None, always_call=True)
+
+    def enter(*_: Any) -> None:
+        around.append(options)
+
+    def leave(*_: Any) -> None:  # a hook's result would replace the module's
+        around.pop()
+
+    model.register_forward_pre_hook(enter)
+    model.register_forward_hook(leave, always_call=True)
     return model
 
 

@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 from flashsim import Problem  # noqa: E402
-from flashsim.torch import xray  # noqa: E402
+from flashsim.torch import compiled_calls, xray  # noqa: E402
 from flashsim.torch.watch import in_ranges  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -101,6 +101,16 @@ def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way):
     call, direction = ranges.calls[opened[0]]
     assert (call.api, direction, len(opened)) == ("flex_attention", "forward", 1)
     assert call.notes == ["score_mod: what it computes is not counted"]
+
+
+def test_a_module_compiled_without_options_keeps_its_result():
+    """Its hooks return nothing: a hook's result would replace the module's."""
+    layer, around, x = torch.nn.Linear(4, 2), [], torch.ones(3, 4)
+    expected = layer(x)
+    noted = []
+    layer.register_forward_pre_hook(lambda *_: noted.append(len(around)))
+    torch.testing.assert_close(compiled_calls._entered(layer, around, {})(x), expected)
+    assert (noted, around) == ([0], [])
 
 
 def test_flex_attention_outside_of_compiled_code_stays_uncompiled():
