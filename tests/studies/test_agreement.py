@@ -367,13 +367,13 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/notebooks/predictions.md says: for each kernel family and pass the mean within 5 %,
-    and all passes except two within 12 %; the single-KV-tile backward within 7 and 12.6 %."""
+    and all passes except three within 12 %; the single-KV-tile backward within 7 and 13.8 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 10
     once = held.pop(("hopper", "flash2-once", "held out"))
     assert len(once) == 15
     assert sum(map(abs, once)) / 15 < 0.07
-    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "12.6 %"
+    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "13.8 %"
     means = [100 * sum(map(abs, x)) / len(x) for x in held.values()]
     said = f"on shapes not fitted, the mean error per kernel and pass is {min(means):.1f} to "
     said += f"{max(means):.1f} %; single-KV-tile backward: {100 * sum(map(abs, once)) / 15:.1f} %"
@@ -381,7 +381,7 @@ def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     assert sum(map(len, held.values())) == 405
     assert all(sum(map(abs, x)) / len(x) < 0.05 for x in held.values())
     beyond = sorted(abs(x) for known in held.values() for x in known if abs(x) >= 0.12)
-    assert len(beyond) == 2
+    assert len(beyond) == 3
     assert all(f"{x:.1%}".replace("%", " %") in " ".join(RESULTS.split()) for x in beyond)
 
 

@@ -501,7 +501,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.84 to 1.01 of the measured times."""
+    """As docs/reference/predictions.md says: 0.84 to 1.03 of the measured times."""
     ratios = []
     for row in csv.DictReader(FLEX_CSV.read_text().splitlines()):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -519,7 +519,7 @@ def test_times_with_a_mask_function_against_an_h100():
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
     assert min(ratios) == pytest.approx(0.84, abs=0.005)
-    assert max(ratios) == pytest.approx(1.01, abs=0.005)
+    assert max(ratios) == pytest.approx(1.03, abs=0.005)
 
 
 def test_captured_elements_are_not_padded():

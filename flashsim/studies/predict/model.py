@@ -454,11 +454,13 @@ def _blocks(
     The grid is the number of loops and of loops per group.
     """
     p, blocks = traffic.problem, one.kernel.cluster
+    if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
+        parts = -(-work.visits // blocks), work.masked / blocks, work.own / blocks
+        work = replace(work, visits=parts[0], masked=parts[1], own=parts[2])
     shared, waiting = durations(work, c)
-    if blocks > 1:  # blocks that share a work tile have equal parts of it
+    if blocks > 1:
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        adding_up = 1e-6 * cost_model.ADDING_UP[width]
-        shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
+        waiting = waiting + 1e-6 * cost_model.ADDING_UP[width]
     places = int(traffic.device.sm_count * cost_model.CLUSTERS[blocks])
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
