@@ -209,8 +209,8 @@ class _Dram:
         if self.l2.launch == "grouped" and heads is None and "hopper_" in launch.kernel:
             heads, in_step, cluster = _together(self.traffic, stage)
             walk = "in-step" if in_step else walk
-        how = {"heads_in_group": heads, "walk": walk, "cluster": cluster}
-        model = replace(self.l2, blocks_per_sm=blocks, **how)
+        model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)
+        model = replace(model, walk=walk, cluster=cluster)
         if model not in self.replayed:
             self.replayed[model] = {
                 part.name: {
