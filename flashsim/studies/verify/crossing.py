@@ -156,8 +156,8 @@ def crossing(
 #: The sectors of a row that arrive at each block of a cluster, by the row's bytes, if they are more
 #: than the row's boxes have. A multicast delivers some sectors of a box that the row's end cuts
 #: more than once. The figures are an H100's counters, exact to the byte, for clusters of 2, 4 and 8
-#: blocks (224: only clusters of 2). The cause is unknown.
-MULTICAST = {48: 5.5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
+#: blocks (64: only clusters of 2 and 4; 224: only of 2). The cause is unknown.
+MULTICAST = {48: 5.5, 64: 5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
 MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 
 
