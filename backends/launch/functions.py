@@ -74,6 +74,22 @@ class TableBand(NamedTuple):
     offset: int
 
 
+class Ramp(NamedTuple):
+    """A score function that adds a linear function of the positions to the score (ALiBi).
+
+    Attributes
+    ----------
+    factors : tuple of int
+        Nodes of the score function that depend on nothing but the batch entry and the head.
+    steps : int
+        The function adds the product of `factors` and of an integer. This integer is linear in the
+        positions, and grows by `steps` per key.
+    """
+
+    factors: tuple[int, ...]
+    steps: int
+
+
 @dataclass(frozen=True)
 class Generated:
     """The CUDA source code that was generated for one kernel.
@@ -95,6 +111,8 @@ class Generated:
         The array that a kernel may load to shared memory tile by tile.
     band : TableBand or None
         Without such a tile, the array that a thread may read ahead of time.
+    ramp : Ramp or None
+        What the score function adds to scores, if that is linear in the positions.
     """
 
     text: str
@@ -106,6 +124,7 @@ class Generated:
     reads_beside: bool = False
     tile: BiasTile | None = None
     band: TableBand | None = None
+    ramp: Ramp | None = None
 
     @property
     def constants(self) -> dict[str, int]:
@@ -249,6 +268,48 @@ def _linear(graph: Graph, n: int) -> np.ndarray | None:
     return known[0] + known[1] if node.op == "add" else known[0] - known[1]
 
 
+#: Factors of the scores (softmax scales) by which a step per key can be divided in float32.
+_SCALES = 1e-9, 1e9
+
+
+def ramp_of(problem: Problem) -> Ramp | None:
+    """Return what the score function adds, if the Hopper forward's tensor cores can add it.
+
+    See Ramp in hopper/forward.cu. bfloat16 has the exponents of float32, so three bfloat16 numbers
+    hold any float32 step.
+    """
+    functions = functions_of(problem)
+    if functions is None or problem.dtype != "bfloat16" or problem.softcap:
+        return None
+    return functions.plain.ramp if _SCALES[0] <= problem.scale <= _SCALES[1] else None
+
+
+def _ramp_of(graph: Graph) -> Ramp | None:
+    root = graph.nodes[graph.root]
+    score = graph.argument("score")
+    if root.op not in ("add", "sub") or score not in root.args or root.args[0] == root.args[1]:
+        return None
+    if root.op == "sub" and root.args[0] != score:
+        return None
+    pending, factors, linear = [n for n in root.args if n != score], [], None
+    while pending:
+        n = pending.pop()
+        node = graph.nodes[n]
+        if graph.depends[n] <= {"b", "h"}:
+            factors.append(n)
+        elif node.op == "mul":
+            pending += node.args
+        elif node.op == "cast" and linear is None:
+            linear = _linear(graph, node.args[0])
+            if linear is None:
+                return None
+        else:
+            return None
+    if linear is None or not linear[1]:
+        return None
+    return Ramp(tuple(sorted(factors)), int(linear[1]) * (-1 if root.op == "sub" else 1))
+
+
 def score_bound(problem: Problem) -> float:
     """Return a bound on a score's absolute value before the softmax; infinity without a bound."""
     if problem.score_mod is None:
@@ -302,6 +363,7 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             any(g is not score or n != ahead for g, n in reads),
             tile,
             band,
+            None if score is None else _ramp_of(score),
         )
         for source in _sources(mask, score, wanted, extents)
     )
@@ -317,7 +379,8 @@ def _sources(
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
     tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
-    given = dict(extents), node, band and (band.sign, band.offset)
+    ramp = None if score is None else _ramp_of(score)
+    given = dict(extents), node, band and (band.sign, band.offset), ramp
     plain = emit.cuda_source(mask, score, (), *given)
     return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
 

@@ -32,6 +32,9 @@ constexpr bool TURNS = FS_TURNS;
 // are computed. Otherwise O is rescaled as soon as it is complete, between the exponentials.
 // Bounded scores need no rescaling.
 constexpr bool RESCALE_LATE = DV > 128;
+// Named barriers, one per warpgroup. TURN: it may issue its products. STEP_FREE: none of its
+// products reads the last step (see Ramp).
+enum NamedBarrier { TURN = 1, STEP_FREE = 4 };
 
 #if FS_TILE
 // Captured elements that the score function reads per query and key. The elements of a tile pair
@@ -65,6 +68,41 @@ struct Elements {
 };
 #endif
 
+#if FS_RAMP
+// A score function adds a linear function of the positions (ALiBi). Within a tile pair, that is a
+// number per row plus `step` times the key's column. Softmax does not depend on the number per row.
+// The columns' part is a product of two matrices of 16 rows: it is one more product of 16 columns
+// of Q and K, so no instruction per score is needed. A step is the sum of three 16-bit numbers, and
+// columns are below 256, so all products are exact.
+struct Ramp {
+    alignas(1024) u16 step[WARPGROUPS][16 * 64];             // rows 0 to 2: high, middle, low part
+    alignas(1024) u16 column[(BLOCK_K + 63) / 64][16 * 64];  // rows 0 to 2: the columns' numbers
+
+    // All threads: writes what does not depend on the head.
+    __device__ void init() {
+        u32* words = reinterpret_cast<u32*>(this);
+        for (int i = threadIdx.x; i < int(sizeof(Ramp)) / 4; i += THREADS) {
+            const int tile = i / 512 - WARPGROUPS, row = i % 512 / 32, piece = i % 32 / 4 ^ row % 8;
+            const float first = tile * 64 + piece * 8 + i % 4 * 2;
+            words[i] = tile >= 0 && row < 3 ? pack(first, first + 1.0f) : 0;
+        }
+        fence_async_shared();
+    }
+    // Warpgroup g, none of whose products runs: sets the step of a head, in units of raw scores.
+    __device__ __forceinline__ void set(int g, float x) {
+        named_sync(STEP_FREE + g, 128);
+        const int row = threadIdx.x % 128 / 8;
+        if (row > 0) x -= unpack(pack(x, x)).x;
+        if (row > 1) x -= unpack(pack(x, x)).x;
+        const u32 two = pack(x, x);
+        if (row < 3)
+            reinterpret_cast<uint4*>(step[g])[threadIdx.x % 128] = make_uint4(two, two, two, two);
+        fence_async_shared();
+        named_sync(STEP_FREE + g, 128);  // the step is written
+    }
+};
+#endif
+
 struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one work tile
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring; a stage lives for one visit
@@ -72,6 +110,9 @@ struct OnChip {
 #if FS_TILE
     Elements tile[WARPGROUPS][FS_TILE];                   // rings; a stage lives for one visit
     u64 tile_full[WARPGROUPS][FS_TILE], tile_empty[WARPGROUPS][FS_TILE];
+#endif
+#if FS_RAMP
+    Ramp ramp;
 #endif
     // Full: TMA has written the tile. Empty: the product that reads the tile is complete: the
     // scores for Q and K, the output for V.
@@ -163,13 +204,16 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
 }
 #endif
 
-// Issues and commits S = Q K^T without waiting; `dk` is K's descriptor.
-__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u64 dk) {
-    const u64 dq = descriptor(q, 0);
+// Issues and commits S = Q K^T of warpgroup g without waiting; `dk` is K's descriptor.
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], OnChip& s, int g, u64 dk) {
+    const u64 dq = descriptor(s.q[g][0], 0);
     wgmma_fence();
+#if FS_RAMP
+    wgmma_ss<1, 1>(S, descriptor(s.ramp.step[g], 0), descriptor(s.ramp.column, 2048), 0);
+#endif
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
-        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), x > 0);
+        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), FS_RAMP || x > 0);
     wgmma_commit();
 }
 
@@ -334,8 +378,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;                                 // one arrival per warp
-    // Named barriers.
-    [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;
+    [[maybe_unused]] const int turn = TURN + g, next_turn = TURN + (g + 1) % WARPGROUPS;
     Ring ring_k, ring_v, slot;
     [[maybe_unused]] Ring ring_tile;
     u32 q_parity = 0;
@@ -359,6 +402,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_FLEX
         const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
 #endif
+#if FS_RAMP
+        // m counts from a row's value at the first key of the current tile
+        const float step = flash_ramp_step(a.captured, at.at) / a.scale;
+        int tile = n > 0 ? it.visits(a, 0).tile : 0;
+        s.ramp.set(g, step);
+#endif
         wait(&s.q_full[g], q_parity);
         q_parity ^= 1;
         if (n > 0) {
@@ -368,7 +417,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
-                issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
+                issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
                 const Visit visit = it.visits(a, 0);
                 const Ahead ahead = ahead_of(a, it, at, visit, query);
@@ -410,7 +459,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 const Visit visit = it.visits(a, v);
 #endif
                 if (TURNS) named_sync(turn, 256);  // the previous warpgroup has issued its products
-                issue_scores(S, s.q[g][0], dk);
+                issue_scores(S, s, g, dk);
                 if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
@@ -428,6 +477,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
 #else
                 shape_scores(S, a, it, v, query);
+#endif
+#if FS_RAMP
+                const float shift = step * BLOCK_K * (visit.tile - tile);
+                softmax.m[0] -= shift, softmax.m[1] -= shift;
+                tile = visit.tile;
 #endif
                 softmax(S, alpha, to_log2);
                 // The wait for O belongs after both maxima and the first exponentials, when O is
@@ -481,6 +535,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             l += __shfl_xor_sync(~0u, l, 2);
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
+#if FS_RAMP
+            const FlashAt first_key = at.key(it.base + tile * BLOCK_K);
+            softmax.m[r] += flash_score(a.captured, 0.0f, at.at, at.query(row), first_key) / a.scale;
+#endif
 #if FS_SINKS
             const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);
             if (exists && lane % 4 == 0) {
@@ -516,6 +574,9 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
                const __grid_constant__ Args a, u32* counter) {
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
+#if FS_RAMP
+    s.ramp.init();
+#endif
     if (threadIdx.x == 0) {
 #if FS_TILE
         for (int i = 0; i < WARPGROUPS * FS_TILE; ++i)
