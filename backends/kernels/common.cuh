@@ -33,6 +33,10 @@ using i64 = long long;
 #ifndef FS_BAND
 #define FS_BAND 0  // 1 if captured elements are read ahead of use; see Band in hopper/forward.cu
 #endif
+#ifndef FS_DISTANCES
+// stages of the ring of elements that depend on the distance; see Distances in hopper/forward.cu
+#define FS_DISTANCES 0
+#endif
 #ifndef FS_RAMP
 // 1 if a score function that is linear in the positions is part of the scores' product; see Ramp in
 // hopper/forward.cu

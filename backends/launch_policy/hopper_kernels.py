@@ -50,14 +50,20 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
+    elif functions.band_of(problem) and _DISTANCES:
+        more["DISTANCES"] = _DISTANCES
     elif functions.band_of(problem):
         more["BAND"] = 1
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    if "TILE" in more or "BAND" in more:
+    if more.keys() & {"TILE", "BAND", "DISTANCES"}:
         more["READS"] = functions.read_arrays(problem, beside_ahead=True)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
+
+
+#: Stages of the ring buffer of elements that depend on the distance between query and key.
+_DISTANCES = 2
 
 
 def adds_ramp(problem: Problem) -> bool:
@@ -93,12 +99,16 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
+    more = 0  # barriers
     if rings.tile and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
+    elif functions.band_of(problem) and _DISTANCES:
+        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
+        more += 2 * _DISTANCES
     elif adds_ramp(problem):
         elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
-    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages
+    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
     return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
 

@@ -68,6 +68,20 @@ struct Elements {
 };
 #endif
 
+#if FS_DISTANCES
+// Captured elements that depend only on the distance between query and key, for all distances in a
+// tile pair, the smallest first. A distance out of range has the nearest element.
+constexpr int DISTANCES = BLOCK_Q + BLOCK_K;  // one more than there are
+struct Distances {
+    const float* mine;  // the element of this thread's first row and first key
+
+    template <class A, class H>
+    __device__ __forceinline__ float operator()(const A&, const H&, int e) const {
+        return mine[e / 2 % 2 * 8 - e / 4 * 8 - e % 2];
+    }
+};
+#endif
+
 #if FS_RAMP
 // A score function adds a linear function of the positions (ALiBi). Within a tile pair, that is a
 // number per row plus `step` times the key's column. Softmax does not depend on the number per row.
@@ -110,6 +124,10 @@ struct OnChip {
 #if FS_TILE
     Elements tile[WARPGROUPS][FS_TILE];                   // rings; a stage lives for one visit
     u64 tile_full[WARPGROUPS][FS_TILE], tile_empty[WARPGROUPS][FS_TILE];
+#endif
+#if FS_DISTANCES
+    float distances[FS_DISTANCES][DISTANCES];             // ring; a stage lives for one visit
+    u64 distances_full[FS_DISTANCES], distances_empty[FS_DISTANCES];
 #endif
 #if FS_RAMP
     Ramp ramp;
@@ -199,6 +217,32 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
                 copy_box(s.tile[g][ring.stage].box[c], map, full, key + c * Elements::COLUMNS, row,
                          plane, 0);
             ring.next(FS_TILE);
+        }
+    }
+}
+#endif
+
+#if FS_DISTANCES
+// One warp: reads the elements of each visit's distances.
+__device__ void produce_distances(OnChip& s, const Args& a) {
+    Ring ring, slot;
+    wait_for_what_ran_before();  // the previous kernel may have written the array
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+        const int query = at.query(it.own.start).base;
+        for (int v = 0; v < it.visits.count; ++v) {
+            const int key = at.key(it.base + it.visits(a, v).tile * BLOCK_K).base;
+            wait(&s.distances_empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#pragma unroll
+            for (int i = 0; i < DISTANCES; i += 32) {
+                const int n = i + threadIdx.x % 32;
+                s.distances[ring.stage][n] =
+                    flash_band<false>(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
+            }
+            arrive(&s.distances_full[ring.stage]);
+            ring.next(FS_DISTANCES);
         }
     }
 }
@@ -355,6 +399,13 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
     __syncwarp();  // the whole warp has read its elements
     if (threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
     ring.next(FS_TILE);
+#elif FS_DISTANCES
+    wait(&s.distances_full[ring.stage], ring.parity);
+    const int mine = 64 * g + fragment_row() - fragment_column() + BLOCK_K - 1;
+    shape_scores(S, a, it, at, visit, query, Distances{s.distances[ring.stage] + mine});
+    __syncwarp();  // the whole warp has read its elements
+    if (threadIdx.x % 32 == 0) arrive(&s.distances_empty[ring.stage]);
+    ring.next(FS_DISTANCES);
 #else
     shape_scores(S, a, it, at, visit, query, ahead);
 #endif
@@ -582,7 +633,12 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
         for (int i = 0; i < WARPGROUPS * FS_TILE; ++i)
             barrier_init(&s.tile_full[0][i], 1), barrier_init(&s.tile_empty[0][i], 4);
 #endif
-        init_rings<WARPGROUPS, STAGES>(s, FS_TILE ? WARPGROUPS : 0);
+#if FS_DISTANCES
+        for (int i = 0; i < FS_DISTANCES; ++i)
+            barrier_init(&s.distances_full[i], 32),
+                barrier_init(&s.distances_empty[i], 4 * WARPGROUPS);
+#endif
+        init_rings<WARPGROUPS, STAGES>(s, FS_TILE ? WARPGROUPS : FS_DISTANCES ? 1 : 0);
     }
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
@@ -590,6 +646,9 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
 #if FS_TILE
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp > 0 && warp <= WARPGROUPS) produce_elements(s, a, &map_tile, warp - 1);
+#endif
+#if FS_DISTANCES
+        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == 1) produce_distances(s, a);
 #endif
     } else {
         consume(s, a, role - 1);
