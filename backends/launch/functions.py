@@ -113,6 +113,10 @@ class Generated:
         Without such a tile, the array that a thread may read ahead of time.
     ramp : Ramp or None
         What the score function adds to scores, if that is linear in the positions.
+    graphs : (Graph or None, Graph or None)
+        The mask and the score function, for kernels in Python.
+    wanted : tuple of str
+        The captured arrays whose gradients are added.
     """
 
     text: str
@@ -125,6 +129,8 @@ class Generated:
     tile: BiasTile | None = None
     band: TableBand | None = None
     ramp: Ramp | None = None
+    graphs: tuple[Graph | None, Graph | None] = (None, None)
+    wanted: tuple[str, ...] = ()
 
     @property
     def constants(self) -> dict[str, int]:
@@ -364,6 +370,8 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             tile,
             band,
             None if score is None else _ramp_of(score),
+            (mask, score),
+            tuple(source.gradients),
         )
         for source in _sources(mask, score, wanted, extents)
     )

@@ -139,7 +139,7 @@ def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     if asked != "auto":
         return HOPPER if asked == "hopper" else TENSOR
     refusal = HOPPER.refusal(p, job.tiling, gpu, direction, job.algorithm)
-    return TENSOR if refusal else HOPPER
+    return TENSOR if refusal or p.has_functions else HOPPER
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
@@ -161,7 +161,8 @@ def _kernel(job: Job) -> str:
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
     if name == "auto":
-        name = "tensor" if narrow and not (simulated or p.has_functions) else "teaching"
+        teaching = simulated or p.sinks or (p.has_functions and (job.trace or p.bias is not None))
+        name = "tensor" if narrow and not teaching else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(
@@ -177,6 +178,16 @@ def _kernel(job: Job) -> str:
         raise UnsupportedError(
             "the teaching kernels, the only ones of backend='numba_cuda' for float32, record no "
             "time stamps; use kernel='tensor' with float16 or bfloat16, or backend='cupy'"
+        )
+    if name != "teaching" and p.sinks:
+        raise UnsupportedError(
+            f"kernel={name!r} of backend='numba_cuda' does not support sinks; use "
+            "kernel='teaching', or backend='cupy', 'simulator' or 'numba'"
+        )
+    if name != "teaching" and p.has_functions and job.trace:
+        raise UnsupportedError(
+            f"kernel={name!r} of backend='numba_cuda' cannot trace a call with functions; leave "
+            "out trace=, or use kernel='teaching'"
         )
     if name != "teaching":
         launch.check_head_dims(p, "backend='numba_cuda'")

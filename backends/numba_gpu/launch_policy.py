@@ -80,5 +80,5 @@ class PythonHopper(hopper.Hopper):
         return replace(kernel, file=f"{kernel.name}.py", shared_bytes=shared)
 
 
-TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))
+TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True), takes_functions=True)
 HOPPER = PythonHopper("hopper", compiler.load, instead="tensor")
