@@ -3,8 +3,8 @@
 There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
 tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
 only Hopper has. "teaching" supports float16 and float32; its kernels are plain Python loops, which
-also run in Numba's CUDA simulator. Only the teaching kernels support score functions, mask
-functions and sinks.
+also run in Numba's CUDA simulator. "tensor" and "teaching" support score and mask functions, and
+only the teaching kernels support sinks.
 """
 
 from __future__ import annotations

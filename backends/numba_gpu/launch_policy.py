@@ -81,4 +81,9 @@ class PythonHopper(hopper.Hopper):
 
 
 TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True), takes_functions=True)
-HOPPER = PythonHopper("hopper", compiler.load, instead="tensor")
+HOPPER = PythonHopper(
+    "hopper",
+    compiler.load,
+    elsewhere="use kernel='tensor', or backend='cupy', 'simulator' or 'numba'",
+    instead="tensor",
+)
