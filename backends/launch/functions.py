@@ -265,12 +265,16 @@ def _linear(graph: Graph, n: int) -> np.ndarray | None:
         return np.array([0, 0, node.value])
     if node.op == "arg" and node.value in ("q", "k"):
         return np.array([node.value == "q", node.value == "k", 0], int)
-    terms = [_linear(graph, a) for a in node.args] if node.op in ("add", "sub", "neg") else []
+    operations = ("add", "sub", "neg", "mul")
+    terms = [_linear(graph, a) for a in node.args] if node.op in operations else []
     known = [x for x in terms if x is not None]
     if not known or len(known) < len(terms):
         return None
     if node.op == "neg":
         return -known[0]
+    if node.op == "mul":
+        constant, other = known if not known[0][:2].any() else known[::-1]
+        return None if constant[:2].any() else constant[2] * other
     return known[0] + known[1] if node.op == "add" else known[0] - known[1]
 
 

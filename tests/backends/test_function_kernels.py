@@ -217,8 +217,8 @@ AHEAD_FAULTS = {
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
     "a table's element of another distance": (
-        "from + (8 - 8 * i - y)",
-        "from + FAULT + (8 - 8 * i - y)",
+        "query - key - (BLOCK_K - 1) + n)",
+        "query - key - (BLOCK_K - 1) + n + FAULT)",
     ),
 }
 AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
@@ -226,7 +226,7 @@ AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
 
 @pytest.mark.parametrize("fault", ["", *AHEAD_FAULTS])
 def test_faults_of_elements_that_come_ahead_are_caught(fault):
-    """A bias that comes by TMA, and a table that is read before the scores are there."""
+    """A bias that comes by TMA, and a table that another warp reads."""
     score = relative if "table" in fault else of_planes
     p = problem(128, 128, 64, None, score)
     AHEAD.seeded = fault
@@ -503,6 +503,28 @@ def test_what_comes_by_tma_or_is_read_ahead():
     assert of_reads(lambda s, b, h, q, k: s + table[h, 300 - (q - k)])[1][1:] == (-1, 300)
     assert of_reads(lambda s, b, h, q, k: s + table[h, q + k]) == (None, None)
     assert of_reads(lambda s, b, h, q, k: s + table[h, k]) == (None, None)
+
+
+def test_functions_that_are_linear_in_the_positions():
+    def ramp(score, **more):
+        return ramp_of(problem(150, 200, 64, None, score, **more))
+
+    assert ramp(alibi).steps == ramp(steep).steps == 1
+    assert (ramp(falling).steps, len(ramp(falling).factors)) == (2, 3)
+    assert ramp(lambda s, b, h, q, k: 0.5 * (k + 3) + s).steps == 1
+    for other in (
+        lambda s, b, h, q, k: s + slopes[h] * np.abs(k - q),
+        lambda s, b, h, q, k: s + slopes[h] * q,  # the same for all keys
+        lambda s, b, h, q, k: s * slopes[h],
+        lambda s, b, h, q, k: slopes[h] * (k - q) - s,
+        lambda s, b, h, q, k: s + s,
+        lambda s, b, h, q, k: s + 0.1 * (k * k),
+        lambda s, b, h, q, k: s + table[h, k] * (k - q),
+    ):
+        assert ramp(other) is None
+    assert ramp(alibi, dtype="float16") is None, "its exponents are too small for steps"
+    assert ramp(alibi, softcap=3.0) is None
+    assert ramp(alibi, scale=-0.1) is None
 
 
 def test_scores_that_are_bounded_need_no_maximum():
