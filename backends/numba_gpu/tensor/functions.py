@@ -57,7 +57,7 @@ def _add(b: ir.IRBuilder, address: ir.Value, index: ir.Value, x: ir.Value) -> No
     asm(b, "red.global.add.f32 [$0], $1;", "l,f", [at, x], effects=True)
 
 
-class _Lines(Written):
+class _AtAddresses(Written):
     """Writes statements in which captured array n is at the address ``a.word_n``."""
 
     def __init__(self, nodes: Any, arrays: Any, first: int) -> None:
@@ -89,24 +89,24 @@ def _device(text: str, **names: Any) -> Any:
 
 
 def _keep(mask: Graph, first: int) -> Any:
-    text = _Lines(mask.nodes, mask.arrays, first)
+    text = _AtAddresses(mask.nodes, mask.arrays, first)
     body = text.lines(range(len(mask.nodes)))
     head = "def made(a, b, h, i, j):"
     return _device("\n".join([head, *body, f"    return {_truth(text, mask)}"]))
 
 
-def _truth(text: _Lines, mask: Graph) -> str:
+def _truth(text: _AtAddresses, mask: Graph) -> str:
     name = text.name(mask.root)
     return name if mask.nodes[mask.root].kind == BOOL else f"{name} != 0"
 
 
 def _score(score: Graph) -> Any:
-    text = _Lines(score.nodes, score.arrays, 0)
+    text = _AtAddresses(score.nodes, score.arrays, 0)
     body = text.lines(range(len(score.nodes)))
     return _device("\n".join(["def made(a, s, b, h, i, j):", *body, _return(text, score.root)]))
 
 
-def _return(text: _Lines, n: int | None) -> str:
+def _return(text: _AtAddresses, n: int | None) -> str:
     return f"    return F({'0' if n is None else text.name(n)})"
 
 
@@ -117,7 +117,7 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
     `arrays` captured arrays.
     """
     made = adjoints(score, wanted)
-    text = _Lines(made.nodes, made.arrays, 0)
+    text = _AtAddresses(made.nodes, made.arrays, 0)
     lines = ["def made(a, s, dout, b, h, i, j):", *text.lines(made.numbers)]
     order = [x.name for x in score.arrays if x.name in wanted]
     for n, g in made.reads:
