@@ -30,9 +30,6 @@ using i64 = long long;
 // stages of the ring of captured elements in shared memory; see Elements in hopper/forward.cu
 #define FS_TILE 0
 #endif
-#ifndef FS_BAND
-#define FS_BAND 0  // 1 if captured elements are read ahead of use; see Band in hopper/forward.cu
-#endif
 #ifndef FS_DISTANCES
 // stages of the ring of elements that depend on the distance; see Distances in hopper/forward.cu
 #define FS_DISTANCES 0

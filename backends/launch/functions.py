@@ -59,8 +59,8 @@ class BiasTile(NamedTuple):
 class TableBand(NamedTuple):
     """An array that a score function reads by distance, at [.., sign * (q - k) + offset].
 
-    A tile pair has few different distances q - k, so each thread loads the elements that it needs
-    once, before it computes scores.
+    A tile pair has few different distances q - k, so a kernel can load their elements to shared
+    memory, once per tile pair.
 
     Attributes
     ----------
@@ -110,7 +110,7 @@ class Generated:
     tile : BiasTile or None
         The array that a kernel may load to shared memory tile by tile.
     band : TableBand or None
-        Without such a tile, the array that a thread may read ahead of time.
+        Without such a tile, the array whose elements a kernel may load by distance.
     ramp : Ramp or None
         What the score function adds to scores, if that is linear in the positions.
     graphs : (Graph or None, Graph or None)
@@ -232,7 +232,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
     for n in graph.loads:
         node = graph.nodes[n]
         spec = graph.arrays[node.value]
-        if not node.args or spec.kind != FLOAT or spec.shape[-1] < emit.LEAST_BAND:
+        if not node.args or spec.kind != FLOAT:
             continue
         factors = _linear(graph, node.args[-1])
         if factors is None:

@@ -118,9 +118,6 @@ class Hopper(Family):
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
-            reads = reads or (
-                functions.band_of(problem) is not None and not hopper_kernels._DISTANCES
-            )
             scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
             if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.

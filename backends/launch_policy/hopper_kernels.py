@@ -50,13 +50,11 @@ def forward_kernel(
             "TILE_BF16": tile.spec.dtype == "bfloat16",
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
-    elif functions.band_of(problem) and _DISTANCES:
-        more["DISTANCES"] = _DISTANCES
     elif functions.band_of(problem):
-        more["BAND"] = 1
+        more["DISTANCES"] = _DISTANCES
     elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
         more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
-    if more.keys() & {"TILE", "BAND", "DISTANCES"}:
+    if more.keys() & {"TILE", "DISTANCES"}:
         more["READS"] = functions.read_arrays(problem, beside_ahead=True)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
@@ -103,7 +101,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     if rings.tile and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    elif functions.band_of(problem) and _DISTANCES:
+    elif functions.band_of(problem):
         elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
         more += 2 * _DISTANCES
     elif adds_ramp(problem):

@@ -206,11 +206,6 @@ __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, 
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
 
 
-#: The shortest array whose elements `flash_band` reads by distance. `flash_band_inside` returns the
-#: distance of its middle; every distance within 240 of that is inside the array.
-LEAST_BAND = 512
-
-
 def _tile_lines(
     score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
 ) -> list[str]:
@@ -228,15 +223,11 @@ def _tile_lines(
         head = f"__device__ __forceinline__ int flash_tile_plane({take}) {{"
         lines += [f"    return {plane};", "}"]
     else:
-        head = f"template <bool EXACT>\n__device__ __forceinline__ float flash_band({take}, "
-        head += "int distance) {"
+        head = f"__device__ __forceinline__ float flash_band({take}, int distance) {{"
         (sign, offset), length = band, f"c.a{node.value}_n{before}"
-        lines += [f"    int i = {sign} * distance + {offset};"]
-        lines += [f"    if (!EXACT) i = max(0, min(i, {length} - 1));"]
+        lines += [f"    const int i = max(0, min({sign} * distance + {offset}, {length} - 1));"]
         index = f"({plane}) * (long long){length} + i"
         lines += [f"    return {cuda.element(node, index)};", "}"]
-        lines += ["__device__ __forceinline__ int flash_band_inside() {"]
-        lines += [f"    return {sign * (LEAST_BAND // 2 - offset)};", "}"]
     cuda.given[tile] = "tile"
     lines.append(_HEAD.format("float", "flash_score", "float s, float tile, "))
     return [head, *lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]

@@ -239,7 +239,7 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
             for (int i = 0; i < DISTANCES; i += 32) {
                 const int n = i + threadIdx.x % 32;
                 s.distances[ring.stage][n] =
-                    flash_band<false>(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
+                    flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
             }
             arrive(&s.distances_full[ring.stage]);
             ring.next(FS_DISTANCES);
@@ -278,40 +278,7 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 }
 
 #if FS_FLEX
-struct Nothing {};  // no captured element is loaded ahead for the function
-
-#if FS_BAND
-// Captured elements that depend only on the distance between query and key. A thread's scores have
-// few distinct distances. In exact tiles the elements are read while the product of the scores
-// runs.
-struct Band {
-    int first;  // distance between the thread's first row and first key
-    float x[BLOCK_K / 8 + 1][2];
-
-    __device__ __forceinline__ void load(const Args& a, const Head& at, FlashAt query, FlashAt key,
-                                         bool exact) {
-        first = at.query(query).base - at.key(key).base;
-        // If the tile is not exact, these reads stay within the array and are not used.
-        const int from = exact ? first : flash_band_inside();
-#pragma unroll
-        for (int i = 0; i <= BLOCK_K / 8; ++i)
-#pragma unroll
-            for (int y = 0; y < 2; ++y)
-                x[i][y] = flash_band<true>(a.captured, at.at, from + (8 - 8 * i - y));
-    }
-    __device__ __forceinline__ float operator()(const Args&, const Head&, int e) const {
-        return x[e / 4 - e / 2 % 2 + 1][e % 2];
-    }
-};
-// As Band, for tiles that are not exact: a position that does not exist is replaced by the nearest
-// one that does.
-struct LateBand {
-    int first;
-    __device__ __forceinline__ float operator()(const Args& a, const Head& at, int e) const {
-        return flash_band<false>(a.captured, at.at, first + (e / 2 % 2 * 8 - e / 4 * 8 - e % 2));
-    }
-};
-#endif
+struct Nothing {};  // no captured element is in shared memory for the function
 
 // Applies the score function, with the captured element if it is loaded already.
 __device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
@@ -353,18 +320,11 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
                                              const Head& at, const Visit& visit, int query,
                                              const Tile& tile) {
     const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-#if FS_READS || FS_BAND
+#if FS_READS
     if (!is_exact(it, visit)) {
-#if FS_BAND
-        const LateBand beside{tile.first};
-#else
-        const Tile& beside = tile;
-#endif
-        ask_functions<!FS_READS, true, true>(S, a, it, at, beside, query, key);
+        ask_functions<false, true, true>(S, a, it, at, tile, query, key);
         return;
     }
-#endif
-#if FS_READS
     ask_functions<true, true, false>(S, a, it, at, tile, query, key);
     if (visit.masked) ask_functions<true, false, true>(S, a, it, at, tile, query, key);
 #else
@@ -373,26 +333,10 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #endif
 }
 
-// Captured elements of a visit's scores that are loaded ahead of use.
-#if FS_BAND
-using Ahead = Band;
-#else
-using Ahead = Nothing;
-#endif
-__device__ __forceinline__ Ahead ahead_of(const Args& a, const Item& it, const Head& at,
-                                          const Visit& visit, int query) {
-    Ahead made;
-#if FS_BAND
-    made.load(a, at, query, it.base + visit.tile * BLOCK_K + fragment_column(),
-              is_exact(it, visit));
-#endif
-    return made;
-}
-
 // As shape_scores, after waiting for captured elements in shared memory.
 __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, const Args& a,
                                             const Item& it, const Head& at, const Visit& visit,
-                                            int query, int g, Ring& ring, const Ahead& ahead) {
+                                            int query, int g, Ring& ring) {
 #if FS_TILE
     wait(&s.tile_full[g][ring.stage], ring.parity);
     shape_scores(S, a, it, at, visit, query, s.tile[g][ring.stage]);
@@ -407,7 +351,7 @@ __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, 
     if (threadIdx.x % 32 == 0) arrive(&s.distances_empty[ring.stage]);
     ring.next(FS_DISTANCES);
 #else
-    shape_scores(S, a, it, at, visit, query, ahead);
+    shape_scores(S, a, it, at, visit, query, Nothing());
 #endif
 }
 #else
@@ -471,7 +415,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
                 const Visit visit = it.visits(a, 0);
-                const Ahead ahead = ahead_of(a, it, at, visit, query);
 #endif
                 wgmma_wait<0>();
                 pin(S);
@@ -482,7 +425,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
 #if FS_FLEX
-                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
 #else
                 shape_scores(S, a, it, 0, query);
 #endif
@@ -515,9 +458,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 if (TURNS) named_arrive(next_turn, 256);
-#if FS_FLEX
-                const Ahead ahead = ahead_of(a, it, at, visit, query);
-#endif
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
@@ -525,7 +465,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks && v == last) arrive(&s.q_empty[g]);
                 stamp(visit_stamps(a, first + v), 2);
 #if FS_FLEX
-                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
 #else
                 shape_scores(S, a, it, v, query);
 #endif
