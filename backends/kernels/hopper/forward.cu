@@ -32,9 +32,9 @@ constexpr bool TURNS = FS_TURNS;
 // are computed. Otherwise O is rescaled as soon as it is complete, between the exponentials.
 // Bounded scores need no rescaling.
 constexpr bool RESCALE_LATE = DV > 128;
-// Named barriers, one per warpgroup. TURN: it may issue its products. STEP_FREE: none of its
-// products reads the last step (see Ramp).
-enum NamedBarrier { TURN = 1, STEP_FREE = 4 };
+// Named barriers: 1 to 3 order the warpgroups' products (TURNS). STEP_FREE + g: no product of
+// warpgroup g reads the last step, or its new step is written (see Ramp).
+enum NamedBarrier { STEP_FREE = 4 };
 
 #if FS_TILE
 // Captured elements that the score function reads per query and key. The elements of a tile pair
@@ -373,7 +373,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;                                 // one arrival per warp
-    [[maybe_unused]] const int turn = TURN + g, next_turn = TURN + (g + 1) % WARPGROUPS;
+    [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;
     Ring ring_k, ring_v, slot;
     [[maybe_unused]] Ring ring_tile;
     u32 q_parity = 0;
@@ -386,7 +386,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
 #if FS_BOUNDED  // scores that the mask keeps lie between -bound and bound
-        BoundedSoftmax softmax(FS_SCORE_MOD ? FLASH_BOUND : a.softcap, to_log2);
+        BoundedSoftmax softmax(FS_SCORE_MOD ? FLASH_BOUND : a.softcap);
 #else
         Softmax<BLOCK_K> softmax;
 #endif
