@@ -118,8 +118,8 @@ class Hopper(Family):
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
-            reads = reads or functions.band_of(problem) is not None
-            if problem.softcap or problem.score_mod is not None or reads:
+            scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
+            if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)

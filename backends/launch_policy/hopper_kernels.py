@@ -51,11 +51,22 @@ def forward_kernel(
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
     elif functions.band_of(problem):
-        more["BAND"] = 1
-    if "TILE" in more or "BAND" in more:
+        more["DISTANCES"] = _DISTANCES
+    elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
+        more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
+    if more.keys() & {"TILE", "DISTANCES"}:
         more["READS"] = functions.read_arrays(problem, beside_ahead=True)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
+
+
+#: Stages of the ring buffer of elements that depend on the distance between query and key.
+_DISTANCES = 2
+
+
+def adds_ramp(problem: Problem) -> bool:
+    """Return whether the product of the scores adds the score function; see Ramp in forward.cu."""
+    return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -86,10 +97,16 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
+    more = 0  # barriers
     if rings.tile and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages
+    elif functions.band_of(problem):
+        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
+        more += 2 * _DISTANCES
+    elif adds_ramp(problem):
+        elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
+    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
     return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
 

@@ -70,7 +70,8 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
 def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX for a compute capability, with the kernel's name as its entry point."""
     maps = [MapType(kernel.name, n) for n in range(len(kernel.boxes))]
-    arguments = [*maps, ArgsType(), types.int64] if maps else [ArgsType()]
+    args = ArgsType(kernel.args.itemsize)
+    arguments = [*maps, args, types.int64] if maps else [args]
     text, _ = numba_compile(
         python_kernel(kernel, capability),
         types.void(*arguments),

@@ -88,5 +88,10 @@ def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> ByKeys:
     return KeysOutside(*sides, fused=variant.fused, deferred=variant.deferred)
 
 
-TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))
-HOPPER = PythonHopper("hopper", compiler.load, instead="tensor")
+TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True), takes_functions=True)
+HOPPER = PythonHopper(
+    "hopper",
+    compiler.load,
+    elsewhere="use kernel='tensor', or backend='cupy', 'simulator' or 'numba'",
+    instead="tensor",
+)
