@@ -54,6 +54,59 @@ class Placed:
             again.note(key, call)
 
 
+class Forward:
+    """A forward pass on torch tensors on one device, which repeats prepared launches.
+
+    Parameters
+    ----------
+    space : arrays.Space
+    plan : Plan
+    """
+
+    def __init__(self, space: arrays.Space, plan: Plan) -> None:
+        self._space, self._plan, sizes = space, plan, plan.sizes
+        self._repeated = Repeated(plan.launches)
+        self._lse, self._strides = sizes.lse, sizes.out.strides
+        self._out = sizes.out.shape
+
+    def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
+        """Return new arrays for out (with padded rows) and the LSE, and None if they are filled.
+
+        If no launch is prepared for these addresses, the last value is the key for `note`. The
+        space's device must be the current one.
+        """
+        space = self._space
+        out, lse = q.new_empty(*self._out), space.empty(self._lse)
+        stream = space.stream()
+        key = (
+            *(stream, q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr()),
+            *(v.stride(), out.data_ptr(), lse.data_ptr()),
+        )
+        return out, lse, None if self._repeated.launch(key, stream) else key
+
+    def note(self, key: tuple[Any, ...], call: Call) -> None:
+        """Remember a call that launched on the tensors themselves, without copies."""
+        self._repeated.note(key, call)
+
+    def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Return out, with padded rows, and the LSE."""
+        out, lse, key = self.again(q, k, v)
+        if key is not None:
+            space = self._space
+            given = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+            (at_q, of_q), (at_k, of_k), (at_v, of_v) = given
+            head = (
+                *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
+                *(lse.data_ptr(), *NO_SCRATCH),
+            )
+            call = Call(space, head, stream=key[0])
+            for one in self._plan.launches:
+                one(call, {})
+            if of_q is q and of_k is k and of_v is v:
+                self.note(key, call)
+        return out, lse
+
+
 class Direct:
     """The forward and backward pass of a checked job, for torch tensors on one device.
 
@@ -74,37 +127,17 @@ class Direct:
         forward: Plan,
         backward: Callable[[bool], Plan],
     ) -> None:
-        self._space, self._dims, self._plan = space, dims, forward
+        self._space, self._dims, self._forward = space, dims, Forward(space, forward)
         self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated]]()
-        self._repeated = Repeated(forward.launches)
-        sizes = forward.sizes
-        self._out, self._lse, self._strides = sizes.out.shape, sizes.lse, sizes.out.strides
-        self._padded = sizes.out.width != dims[1]
+        self._width = forward.sizes.out.width
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return out and the LSE."""
         space = self._space
         with _EXPLAINING, space.on_device():
-            out, lse = q.new_empty(*self._out), space.empty(self._lse)
-            stream = space.stream()
-            key = (
-                *(stream, q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr()),
-                *(v.stride(), out.data_ptr(), lse.data_ptr()),
-            )
-            if not self._repeated.launch(key, stream):
-                given = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
-                (at_q, of_q), (at_k, of_k), (at_v, of_v) = given
-                head = (
-                    *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
-                    *(lse.data_ptr(), *NO_SCRATCH),
-                )
-                call = Call(space, head, stream=stream)
-                for one in self._plan.launches:
-                    one(call, {})
-                if of_q is q and of_k is k and of_v is v:
-                    self._repeated.note(key, call)
-            if self._padded:
-                out = space.result(out, self._dims[1], self._out[-1])
+            out, lse = self._forward(q, k, v)
+            if self._width != self._dims[1]:
+                out = space.result(out, self._dims[1], self._width)
             return out, lse
 
     def backward(
