@@ -15,6 +15,7 @@ import argparse
 import ctypes
 import sys
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ def without_a_gpu() -> None:
     engine._EXPLAINING = nullcontext()  # type: ignore[assignment]
     arrays.Space.active = lambda self: nullcontext()  # type: ignore[assignment,method-assign]
     arrays.TorchSpace.active = lambda self: nullcontext()  # type: ignore[method-assign]
+    made = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+    arrays.TorchSpace.maker = lambda self, shape, dtype="float32": partial(  # type: ignore[method-assign]
+        torch.empty, shape, dtype=made[dtype]
+    )
     space = arrays.TorchSpace.__new__(arrays.TorchSpace)
     space.torch, space.device = torch, 0
     space._float32, space._stream = torch.empty(0), lambda device: 7

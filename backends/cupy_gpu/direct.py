@@ -8,6 +8,7 @@ allocates the results and launches the kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flashsim.backends.cupy_gpu import arrays
@@ -59,15 +60,14 @@ class Forward:
 
     Parameters
     ----------
-    space : arrays.Space
+    space : arrays.TorchSpace
     plan : Plan
     """
 
-    def __init__(self, space: arrays.Space, plan: Plan) -> None:
+    def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
         self._space, self._plan, sizes = space, plan, plan.sizes
-        self._repeated = Repeated(plan.launches)
-        self._lse, self._strides = sizes.lse, sizes.out.strides
-        self._out = sizes.out.shape
+        self._repeated, self._strides = Repeated(plan.launches), sizes.out.strides
+        self._out, self._lse = space.maker(sizes.out.shape, plan.dtype), space.maker(sizes.lse)
 
     def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
         """Return new arrays for out (with padded rows) and the LSE, and None if they are filled.
@@ -76,8 +76,7 @@ class Forward:
         space's device must be the current one.
         """
         space = self._space
-        out, lse = q.new_empty(*self._out), space.empty(self._lse)
-        stream = space.stream()
+        out, lse, stream = self._out(), self._lse(), space.stream()
         key = (
             *(stream, q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr()),
             *(v.stride(), out.data_ptr(), lse.data_ptr()),
@@ -112,7 +111,7 @@ class Direct:
 
     Parameters
     ----------
-    space : arrays.Space
+    space : arrays.TorchSpace
     dims : (int, int)
         head_dim and head_dim_v.
     forward : Plan
@@ -122,13 +121,13 @@ class Direct:
 
     def __init__(
         self,
-        space: arrays.Space,
+        space: arrays.TorchSpace,
         dims: tuple[int, int],
         forward: Plan,
         backward: Callable[[bool], Plan],
     ) -> None:
         self._space, self._dims, self._forward = space, dims, Forward(space, forward)
-        self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated]]()
+        self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated, Any]]()
         self._width = forward.sizes.out.width
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -149,18 +148,19 @@ class Direct:
             known = self._backwards.get(with_lse)
             if known is None:
                 plan = self._backward_plan(with_lse)
-                known = self._backwards[with_lse] = plan, Repeated(plan.launches)
-            plan, again = known
+                repeated = Repeated(plan.launches)
+                known = self._backwards[with_lse] = plan, repeated, _makers(space, plan)
+            plan, again, makers = known
             lse = lse.contiguous()
             less = None if dlse is None else dlse.contiguous()
             less_at, stream = 0 if less is None else less.data_ptr(), space.stream()
             given = q, k, v, out, dout
-            made = plan.new_arrays(space, q)
+            made = [make() for make in makers]
             key = (
                 *(stream, lse.data_ptr(), less_at),
                 *(q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()),
                 *(out.data_ptr(), out.stride(), dout.data_ptr(), dout.stride()),
-                *[x if x is None else space.pointer(x) for x in made],
+                *[x if x is None else x.data_ptr() for x in made],
             )
             if not again.launch(key, stream):
                 placed = [arrays.place(space, x) for x in given]
@@ -178,3 +178,16 @@ class Direct:
                 for x, (keep, width) in zip(made[:3], widths, strict=True)
             )
             return dq, dk, dv
+
+
+def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
+    """Return functions that return the arrays of `Plan.new_arrays`."""
+    sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
+    makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
+    scratch = _none if summed is None else space.maker((summed + sizes.rows,))
+    turns = partial(space.counters, (sizes.rows, 2)) if plan.ordered else _none
+    return [*makers, scratch, turns]
+
+
+def _none() -> None:
+    """Return no array."""
