@@ -97,7 +97,7 @@ def test_the_python_kernels():
 @pytest.mark.parametrize("d", [64, 60])  # rows of 60 numbers are padded
 @pytest.mark.parametrize("backend", ["cupy", "numba_cuda"])
 def test_run_on_the_same_memory_again(backend, d):
-    """The third call repeats a launch; it reads the memory as it is now, and has a backward pass."""
+    """The third call repeats a launch, which reads the memory as it is now."""
 
     def ran(q, k, v):
         result = flashsim.run(q, k, v, causal=True, backend=backend)
