@@ -241,7 +241,7 @@ def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
             given = captured.captured(job, space)
             call = Call(space, head, given)
             stages, spans = plan.run(call, job.trace)
-            if key is not None and "copied" not in saved:
+            if repeated is not None and key is not None and "copied" not in saved:
                 repeated.note(key, call)
             return _outcome(space, plan, p, out, lse, saved, stages, spans)
 
@@ -322,8 +322,9 @@ def backward_with(
             given = space.view(dout)
             less = None if dlse is None else space.vector(dlse)
             if "places" not in saved:  # of repeated launches
-                views = (arrays.View(*arrays.place(space, x)) for x in saved["arrays"][:4])
-                saved = _saved(space, *views, saved["arrays"][4])
+                q, k, v, out, lse = saved["arrays"]
+                views = [arrays.View(*arrays.place(space, x)) for x in (q, k, v, out)]
+                saved = _saved(space, views[0], views[1], views[2], views[3], lse)
             places = *saved["places"], *given.place
             less_at = 0 if less is None else space.pointer(less)
             call, dq, dk, dv = plan.gradients(space, places, saved["lse"], less_at, like)
