@@ -22,7 +22,7 @@ from typing import Any
 import cupy
 import numpy as np
 import torch
-from doors import Work, in_a_row, profiled
+from doors import Nothing, Work, in_a_row, nothing, profiled
 
 import flashsim.torch
 from flashsim.backends.cupy_gpu import arrays, decode, engine, launching, tensor_maps
@@ -86,39 +86,6 @@ def without_a_gpu() -> None:
     direct._few = lambda q, k, v: q.shape[2] == 1  # type: ignore[assignment]
 
 
-class _Free(torch.autograd.Function):
-    """A gradient that does nothing: it returns tensors that exist."""
-
-    made: tuple[torch.Tensor, ...] = ()
-
-    @staticmethod
-    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that exists."""
-        return _Free.made[0].detach()
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        """Return tensors that exist."""
-        return _Free.made
-
-
-@torch.library.custom_op("flashsim_benchmark::free", mutates_args=())
-def _free(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-@_free.register_fake
-def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return q.new_empty(q.shape)
-
-
-_BARE = torch.library.Library("flashsim_benchmark", "FRAGMENT")
-_BARE.define("bare(Tensor q, Tensor k, Tensor v) -> Tensor")
-for _key in ("CPU", "CUDA"):
-    _BARE.impl("bare", lambda q, k, v: q.new_empty(q.shape), _key)
-torch.library.register_fake("flashsim_benchmark::bare", lambda q, k, v: q.new_empty(q.shape))
-
-
 def torch_works() -> dict[str, Work]:
     """Return calls by name."""
     q, k, v, dout = (torch.randn(1, 4, 128, 64, dtype=torch.bfloat16) for _ in range(4))
@@ -129,12 +96,8 @@ def torch_works() -> dict[str, Work]:
     def backward(out: torch.Tensor) -> Work:
         return lambda: torch.autograd.grad(out, inputs, dout, retain_graph=True)
 
-    _Free.made = tuple(torch.empty_like(x) for x in inputs)
     compiled = torch.compile(lambda q, k, v: ours(q, k, v, backend="cupy"), fullgraph=True)
-    free, bare = (
-        torch.compile(lambda q, k, v, f=f: f(q, k, v), fullgraph=True)
-        for f in (_free, torch.ops.flashsim_benchmark.bare.default)
-    )
+    bare = torch.compile(lambda q, k, v: nothing(q, k, v), fullgraph=True)
     return {
         "run": lambda: flashsim.run(q, k, v, backend="cupy"),
         "eager": lambda: ours(q, k, v, backend="cupy"),
@@ -142,9 +105,8 @@ def torch_works() -> dict[str, Work]:
         "gradient": lambda: ours(*inputs, backend="cupy"),
         "backward": backward(ours(*inputs, backend="cupy")),
         "backward, any order": backward(ours(*inputs, backend="cupy", deterministic=False)),
-        "backward, nothing": backward(_Free.apply(*inputs)),
+        "backward, nothing": backward(Nothing.apply(*inputs)),
         "compiled": lambda: compiled(q, k, v),
-        "compiled, nothing as custom_op": lambda: free(q, k, v),
         "compiled, nothing": lambda: bare(q, k, v),
     }
 
