@@ -13,8 +13,8 @@ demo: $(VENV)/.installed
 	$(BIN)/flashsim study demo --out out
 
 # Format, lint, types, the wheel installed elsewhere, and the suite with coverage. Lint takes a core:
-# meanwhile another builds the wheel and compiles what tests would wait for, the modules that both of
-# their processes import and the CPU engine in float32.
+# meanwhile another builds the wheel and compiles what tests would wait for: the modules that both of
+# their processes import, with the probes of the coverage, and the CPU engine in float32.
 test: $(VENV)/.dev
 	$(MAKE) --jobs=$(JOBS) --output-sync lint modules wheel walks
 	$(MAKE) unit
@@ -34,7 +34,7 @@ lint: $(VENV)/.dev
 	cd build/types && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml
 
 modules: $(VENV)/.dev
-	$(BIN)/python -m pytest --collect-only -qq > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
+	$(BIN)/python -m pytest --collect-only -qq --covered 1 > $(VENV)/modules.log || { cat $(VENV)/modules.log; exit 1; }
 
 walks: $(VENV)/.dev
 	$(BIN)/flashsim study warm > $(VENV)/walks.log
@@ -83,7 +83,8 @@ test-torch: $(VENV)-torch/.installed
 	  tests/own_kernels/test_graded_libraries.py \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/in_your_model.md]' \
 	  'tests/api/test_docs.py::test_blocks_run[docs/guides/pallas.md]' \
-	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]'
+	  'tests/api/test_docs.py::test_blocks_run[docs/guides/watch.md]' \
+	  tests/api/test_docs.py::test_blocks_that_import_torch_run
 
 thorough-torch: $(VENV)-torch/.installed
 	OMP_NUM_THREADS=1 $(VENV)-torch/bin/python -m pytest -n $(JOBS) -m thorough tests/api/bridges

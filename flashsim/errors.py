@@ -190,10 +190,13 @@ def own_errors(called: _Callable) -> _Callable:
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
         setattr(called, maker, _guarded(getattr(called, maker), bound=1))
-        for name, method in vars(called).copy().items():
-            if inspect.isfunction(method) and not name.startswith("_"):
+        bases = reversed(called.__mro__[:-1])  # also of bases that have no decorator of their own
+        for name, method in {n: x for base in bases for n, x in vars(base).items()}.items():
+            if name.startswith("_") or hasattr(getattr(method, "__func__", method), "guarded"):
+                continue
+            if inspect.isfunction(method):
                 setattr(called, name, _guarded(method, bound=1))
-            elif isinstance(method, (classmethod, staticmethod)) and not name.startswith("_"):
+            elif isinstance(method, (classmethod, staticmethod)):
                 bound = int(isinstance(method, classmethod))
                 setattr(called, name, type(method)(_guarded(method.__func__, bound)))
         return called
@@ -214,6 +217,7 @@ def _guarded(function: Any, bound: int) -> Any:
             cause = error if isinstance(refusal, DTypeError) else None
         raise refusal from cause
 
+    call.guarded = True  # type: ignore[attr-defined]
     if defaults := getattr(
         function, "__kwdefaults__", None
     ):  # `functools.wraps` does not copy them
@@ -224,6 +228,9 @@ def _guarded(function: Any, bound: int) -> Any:
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
     """Return the error for arguments of a wrong number, name or type; None if all are right."""
     name = function.__qualname__.split("<locals>.")[-1]
+    if bound:
+        owner = args[0] if isinstance(args[0], type) else type(args[0])
+        name = f"{owner.__name__}.{function.__name__}"
     if function.__name__ in ("__init__", "__new__"):  # `self` of __new__ is the class
         name = getattr(args[0], "__name__", type(args[0]).__name__)
     signature = inspect.signature(function)

@@ -327,6 +327,12 @@ def tabled(value: Any) -> str:
     return value.table().html()
 
 
+class Tabled:
+    """Base of classes with a `table()`: prints that table, and shows it in a notebook."""
+
+    __str__, __repr__, _repr_html_ = text, titled, tabled
+
+
 def short(value: Any) -> str:
     """Return one line with a dataclass's or named tuple's fields; of arrays, type and shape."""
     facts = ", ".join(f"{name} {text}" for name, text in _facts(value))

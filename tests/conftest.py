@@ -198,7 +198,24 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
-    missing = why_no_gpu()
-    for item in items if missing else ():
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason=missing))
+    if missing := why_no_gpu():
+        _skip_on_gpu(config, items, missing)
+
+
+def _skip_on_gpu(config, items, reason):
+    """Skip one case of each test that needs a GPU; leave out its others, which would say the same.
+
+    There are 2,000, and two processes take 5 s to say of each that it is skipped.
+    """
+    skipped, left_out = set(), []
+    for item in items:
+        if not item.get_closest_marker("gpu"):
+            continue
+        test = item.nodeid.split("[")[0]
+        if test in skipped:
+            left_out.append(item)
+        skipped.add(test)
+        item.add_marker(pytest.mark.skip(reason=reason))
+    config.hook.pytest_deselected(items=left_out)
+    left_out = set(left_out)
+    items[:] = [item for item in items if item not in left_out]

@@ -5,6 +5,7 @@ writes an HTML player of a trace, and `laboratory` writes an HTML page that coun
 do not need Matplotlib. Each module is imported when first used, so calling `page` or `lab` does not
 load Matplotlib.
 """
+# ruff: noqa: F401 - `__all__` lists the names
 
 from __future__ import annotations
 
@@ -57,35 +58,7 @@ _ROOMS = {
 }
 _HOME = {name: room for room, names in _ROOMS.items() for name in names}
 
-__all__ = [
-    "Page",
-    "animate",
-    "animate_ranks",
-    "banks",
-    "block_sizes",
-    "color",
-    "cumulative",
-    "diff",
-    "gpu_timeline",
-    "io_curve",
-    "l2_curve",
-    "lab",
-    "mask",
-    "memory_footprint",
-    "page",
-    "precision",
-    "predicted_against_measured",
-    "rank_timeline",
-    "roofline",
-    "roofline_series",
-    "row_statistics",
-    "save_figure",
-    "scaling",
-    "sram_timeline",
-    "tile_evidence",
-    "tile_map",
-    "traffic",
-]
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:

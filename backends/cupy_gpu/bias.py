@@ -29,7 +29,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
             "on a GPU, packed sequences do not support bias=; write it as a score_mod=, whose "
             "indices start at 0 in each sequence, or use backend='simulator' or 'numba'"
         )
-    graph = _with_bias(p.score_mod, (*p.bias, p.n_q, p.n_kv), p.dtype)
+    graph = _with_bias(p.score_mod, (*p.bias, p.n_q, p.n_kv), p.result_dtype)
     wanted = (*p.score_grads, NAME) if gradient else p.score_grads
     problem = replace(p, bias=None, score_mod=graph, score_grads=wanted)
     held = [*job.score_arrays, job.bias]

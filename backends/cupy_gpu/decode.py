@@ -311,10 +311,6 @@ def _forward(
             "on a GPU, trace='timeline' does not support shared_prefix= or latent attention; "
             "pass trace=True, or leave out trace="
         )
-    if job.trace and not p.mask_mod is p.score_mod is None:
-        raise UnsupportedError(
-            "on a GPU, decoding with mask_mod= or score_mod= cannot be traced; leave out trace="
-        )
     splits = _splits(options.get("splits", "auto"))
     made = decode_plan.plan(p, lengths, gpu, splits, page, counts, timed, prefix)
     walk = traces.walk_of(made, lengths, page) if job.trace else None
@@ -472,6 +468,11 @@ def check(job: Job) -> None:
             "on a GPU, the query heads that share a KV head always share a tile, so K and V are "
             "loaded once for all of them; leave out pack_gqa=, or use backend='simulator' for "
             "pack_gqa=False"
+        )
+    if job.trace and job.problem.has_functions:
+        raise UnsupportedError(
+            "on a GPU, decoding with mask_mod=, score_mod= or sinks= cannot be traced, because the "
+            "kernel does not count the bytes that these read; leave out trace="
         )
     workspace = job.options.get("workspace")
     if workspace is not None and not isinstance(workspace, Workspace):

@@ -128,10 +128,8 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
     """Return a mask function's spans; None if a tile's visits, or its FULL visits, have gaps.
 
-    A span is the range of inner tiles that an outer tile visits.
-
-    Kernels compute the visits of a span by themselves; without spans they read a list of visits
-    from memory.
+    A span is the range of inner tiles that an outer tile visits. Kernels compute the visits of a
+    span by themselves; without spans they read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr

@@ -7,7 +7,6 @@ kernel's own structs.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -44,10 +43,6 @@ ARGS = np.dtype(
         ("softcap", "<f4"),
     ]
 )
-#: The same fields for packing all at once; the struct has no alignment gaps.
-ARGS_FORMAT = struct.Struct(
-    "<" + "Qqqq" * len(TENSORS) + "Q" * len(POINTERS) + "i" * len(INTEGERS) + "ff"
-)
 
 
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
@@ -66,7 +61,7 @@ def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.
 TILE = "tile"
 #: Suffixes of the files of forward kernels, whose softmax includes sinks.
 FORWARD = ("/forward.cu", "/forward_f32.cu", "/decode.cu")
-#: Slots of a count record; slot n is transfer n of the stage's itinerary.
+#: Slots of a count record; slot n is transfer n of the stage's dataflow.
 SLOTS = 8
 #: Time stamps per visit, and per thread block (SM, then cycles and ns at start and end).
 VISIT_STAMPS, TILE_STAMPS = 5, 5

@@ -278,9 +278,8 @@ def fastest_cluster(
 ) -> int:
     """Return the number of blocks per work tile (cluster size) that is predicted to be fastest.
 
-    The result is 1 if there are enough work tiles to fill the SMs.
-
-    The parameters are those of `shared_out`.
+    The result is 1 if there are enough work tiles to fill the SMs. The parameters are those of
+    `shared_out`.
     """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:

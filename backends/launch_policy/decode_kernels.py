@@ -139,9 +139,8 @@ def on_chip(
     """Return warps, pipeline stages, bytes of shared memory, and the most splits to merge there.
 
     The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The number of splits is limited
-    because their weights must fit in the space of the stages.
-
-    The stages together keep up to `ring` bytes in flight per SM.
+    because their weights must fit in the space of the stages. The stages together keep up to `ring`
+    bytes in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):

@@ -264,12 +264,10 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Implement `Family.in_step`.
 
-        The result is True if the tensors that a head group loops over, and its dQ, exceed L2.
-
-        The result is False for a left window, since work tiles then begin at different row tiles
-        and no order can align them. If there are more work tiles than SMs, work tiles that run at
-        the same time are about equally long and drift apart slowly, so the threshold is twice the
-        L2 size.
+        The result is True if the tensors that a head group loops over, and its dQ, exceed L2. The
+        result is False for a left window, since work tiles then begin at different row tiles and no
+        order can align them. If there are more work tiles than SMs, work tiles that run at the same
+        time are about equally long and drift apart slowly, so the threshold is twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)

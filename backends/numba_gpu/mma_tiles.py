@@ -82,9 +82,8 @@ class Tile:
 class RowWidth:
     """The width of a row in HBM: `width` elements, of which only the first `exist` are data.
 
-    `width` is a whole number of 16-byte pieces.
-
-    Kernels move whole pieces, but count only the bytes of existing elements.
+    `width` is a whole number of 16-byte pieces. Kernels move whole pieces, but count only the bytes
+    of existing elements.
     """
 
     width: int

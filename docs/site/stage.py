@@ -1,15 +1,16 @@
-"""Stage the site's sources: the repository's pages as they are, and those made from the package.
+"""Write the sources of the site: copies of the repository's pages, and generated pages.
 
     python docs/site/stage.py FOLDER
 
-Pages keep their places (docs/guides/gallery.md stays that), so that their links hold. Made here are
-the landing page, which lists what docs/README.md lists, a page for each exercise and for each
-module of the API, and lists of the examples and of the measured data.
+Copied pages keep their paths, such as docs/guides/gallery.md, so that links between pages work. The
+script generates the landing page (with the lists of docs/README.md), a page for each exercise, a
+page for each module of the API, and the lists of examples and of measured data.
 """
 
 from __future__ import annotations
 
 import csv
+import importlib
 import inspect
 import re
 import shutil
@@ -21,7 +22,7 @@ import flashsim
 from flashsim import exercises
 
 ROOT = Path(__file__).resolve().parents[2]
-#: Modules of the API, with what their pages are called.
+#: Modules of the API, with the titles of their pages.
 MODULES = {
     "flashsim": "Run, count, compare",
     "flashsim.viz": "Pictures",
@@ -31,13 +32,13 @@ MODULES = {
     "flashsim.torch": "PyTorch",
     "flashsim.jax": "JAX",
 }
-#: Of the repository's root.
+#: Pages in the root of the repository.
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 
-#: The folder of scripts, of which the site makes a page.
+#: The folder of example scripts, which one page of the site shows.
 EXAMPLES = "examples"
 
-#: The picture of README.md and of the first page: on the site its background is the page's.
+#: The picture of README.md and of the landing page. The site has a light and a dark version of it.
 PICTURE = re.compile(r"!\[([^\]]*)\]\(docs/gallery/traversal\.gif\)")
 LANDING = """\
 # flashsim
@@ -56,19 +57,22 @@ an hour, without a GPU.
 
 - **Learn**: [nine lessons](docs/lessons/README.md), shown here with their results, and [exercises
   graded by bytes](exercises/index.md).
-- **Look**: [every picture](docs/guides/gallery.md), with the line that draws it, and players.
-- **Turn a knob**: [the tile lab](docs/guides/lab.md) counts any shape as you move its sliders.
-- **Ask**: [flashsim in a minute](README.md), [a glossary](docs/guides/glossary.md), [all
-  pages, and what you can ask](docs/README.md).
-- **Look up**: [what every count means](docs/reference/model.md), and [the API](api/index.md).
-- **Measured**: [beside a GPU's counters](docs/guides/truth.md), [how
-  fast](docs/guides/performance.md), and [the data](data.md).
+- **Look**: the [gallery](docs/guides/gallery.md) has every picture, the code that draws it, and
+  players.
+- **Experiment**: the [tile lab](docs/guides/lab.md) counts the bytes of any attention shape as you
+  move its sliders.
+- **Overview**: [flashsim in a minute](README.md), a [glossary](docs/guides/glossary.md), and [all
+  pages and features](docs/README.md).
+- **Reference**: [what every count means](docs/reference/model.md), [what runs on which
+  kernel](docs/reference/features.md), and [the API](api/index.md).
+- **Measurements**: [byte counts compared with a GPU's counters](docs/guides/truth.md),
+  [speed](docs/guides/performance.md), and [the data](data.md).
 
 """
 
 
 def stage(to: Path) -> None:
-    """Write all sources below the folder `to`; what is no longer written is deleted there."""
+    """Write all sources into the folder `to`, and delete older files that are no longer written."""
     before = {path for path in to.rglob("*") if path.is_file()} if to.is_dir() else set()
     made = {
         "index.md": landing(),
@@ -97,14 +101,14 @@ def stage(to: Path) -> None:
 
 
 def put(path: Path, text: str) -> None:
-    """Write a file, unless it says that already: Sphinx reads again what is new."""
+    """Write a file if its text changed: Sphinx reads changed files again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_file() or path.read_text(encoding="utf-8") != text:
         path.write_text(text, encoding="utf-8")
 
 
 def both_themes(text: str) -> str:
-    """The page with its picture twice: for light pages, and for dark ones."""
+    """Return the page with two versions of its picture: for the light and for the dark theme."""
     picture = "```{{image}} docs/gallery/traversal{}.gif\n:class: only-{}\n:alt: {}\n```\n"
     both = (("", "light"), ("-dark", "dark"))
     return PICTURE.sub(
@@ -113,13 +117,13 @@ def both_themes(text: str) -> str:
 
 
 def contents(caption: str, names: list[str]) -> str:
-    """A table of contents that only the sidebar shows."""
+    """Return a table of contents that only the sidebar shows."""
     lines = "\n".join(names)
     return f"```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{lines}\n```\n\n"
 
 
 def landing() -> str:
-    """The first page, and with it the order of all others."""
+    """Return the landing page, whose tables of contents set the order of all pages."""
     text = (ROOT / "docs/README.md").read_text(encoding="utf-8")
     parts = re.findall(r"^## ([^\n]*)\n(.*?)(?=^## |\Z)", text, re.M | re.S)
     lists = {
@@ -140,7 +144,7 @@ def landing() -> str:
 
 
 def course() -> dict[str, str]:
-    """A page for each exercise, and their list."""
+    """Return a page for each exercise, and a page that lists them."""
     made = {}
     rows = ["| exercise | lesson | difficulty | about |\n|---|---|---|---|\n"]
     told = effort()
@@ -153,34 +157,36 @@ def course() -> dict[str, str]:
             for n, hint in enumerate(one.hints, 1)
         )
         machine = (
-            "Nothing runs: the numbers are yours to find."
+            "You answer with numbers, and no code runs."
             if one.questions
-            else f"On chip: {one.task.sram_bytes:,} B. Full marks: {one.full_marks_bytes:,} B."
+            else f"The on-chip memory has {one.task.sram_bytes:,} B. A solution that moves at most "
+            f"{one.full_marks_bytes:,} B earns full marks."
         )
         made[f"{name}.md"] = (
             f"# {number} · {title.rstrip('.')}\n\n{said}\n\n{one.sizes}. {machine}\n\n"
-            f"## The file\n\n`flashsim exercise start {name}` writes it, below the statement:\n\n"
+            f"## The file\n\n`flashsim exercise start {name}` writes this file, with the "
+            f"statement above it:\n\n"
             f"```python\n{one.skeleton.strip()}\n```\n\n"
-            f"`flashsim exercise grade FILE` judges what was made of it; in a notebook, "
-            f'`exercises.grade(solution, exercises.get("{name}"))` does. [What the machine\nhas]'
-            f"(../docs/guides/your_own_algorithm.md#what-the-machine-has) is one table.\n\n"
+            f"`flashsim exercise grade FILE` grades your file. In a notebook, call "
+            f'`exercises.grade(solution, exercises.get("{name}"))`. One table lists [all '
+            f"operations of the machine]"
+            f"(../docs/guides/your_own_algorithm.md#what-the-machine-has).\n\n"
             f"## Hints\n\n{hints}"
             f"`flashsim exercise reveal {name}` shows a reference solution.\n"
         )
         more = " | ".join(told[name]).replace("](../", "](../docs/")
         rows.append(f"| {number} · [{title.rstrip('.')}]({name}.md) | {more} |\n")
     text = (
-        "# Exercises\n\nEach is judged by its results, by the room it takes on chip, and by the "
-        "bytes it moves: [how a course uses them](../docs/guides/course.md).\n\n"
-        + "".join(rows)
-        + "\n"
+        "# Exercises\n\nEach solution is graded on its results, its on-chip memory and the bytes "
+        "that it moves. [The course](../docs/guides/course.md) explains how to take or teach the "
+        "exercises.\n\n" + "".join(rows) + "\n"
     )
     made["index.md"] = text + contents("Exercises", list(made))
     return made
 
 
 def effort() -> dict[str, list[str]]:
-    """Lesson, difficulty and minutes of each exercise, as docs/guides/course.md has them."""
+    """Return the lesson, difficulty and minutes of each exercise, from docs/guides/course.md."""
     text = (ROOT / "docs/guides/course.md").read_text(encoding="utf-8")
     return {
         name: [cell.strip() for cell in cells.split("|")]
@@ -189,7 +195,7 @@ def effort() -> dict[str, list[str]]:
 
 
 def api() -> dict[str, str]:
-    """A page for each module, from its docstrings, and their list."""
+    """Return a page for each module, from its docstrings, and a page that lists them."""
     made = {}
     for module, title in MODULES.items():
         names = sorted(public(module), key=lambda name: kind(module, name) == "exception")
@@ -199,30 +205,33 @@ def api() -> dict[str, str]:
         body = "\n".join(f".. auto{kind(module, name)}:: {module}.{name}" for name in names)
         body = body.replace(".. autoclass", "\n.. autoclass")
         body = re.sub(r"(\.\. autoclass:: \S+)", r"\1\n   :members:\n", body)
+        shared = r"(\.(?:Trace|Traffic)\n   :members:\n)"  # most of their methods are inherited
+        body = re.sub(shared, r"\1   :inherited-members:\n", body)
         made[f"{module}.rst"] = (
             f"{head}.. autosummary::\n   :nosignatures:\n\n{summary}\n\n{body}\n"
         )
     listed = "".join(f"- [{title}]({name}.rst): `{name}`\n" for name, title in MODULES.items())
     text = (
-        "# API\n\nEvery public name with its shapes, units, errors and sources, from the "
-        f"docstrings. [By purpose](../docs/reference/api.md).\n\n{listed}\n"
+        "# API\n\nThese pages show the docstrings of all public names, with shapes, units, errors "
+        "and sources. Another page lists the names [by purpose](../docs/reference/api.md).\n\n"
+        f"{listed}\n"
     )
     return {**made, "index.md": text + contents("API", list(made))}
 
 
 def public(module: str) -> list[str]:
-    """The names in a module's ``__all__``, read without importing what may not be installed."""
+    """Return the names in a module's ``__all__``, without importing it: it may need torch."""
     parts = module.split(".")[1:]
     package = {"viz": ROOT / "viz"}.get(
         parts[-1] if parts else "", ROOT.joinpath(*["flashsim", *parts])
     )
     found = re.search(r"^__all__ = (\[.*?\])", (package / "__init__.py").read_text(), re.M | re.S)
-    assert found is not None, module
-    return sorted(name for name in re.findall(r'"(\w+)"', found[1]) if not name.startswith("__"))
+    names = re.findall(r'"(\w+)"', found[1]) if found else importlib.import_module(module).__all__
+    return sorted(name for name in names if not name.startswith("__"))
 
 
 def kind(module: str, name: str) -> str:
-    """What autodoc calls a name of a module: class, function or data."""
+    """Return what autodoc calls a name of a module: class, exception, function or data."""
     if module in ("flashsim.torch", "flashsim.jax"):  # may not be installed
         return "class" if name[0].isupper() else "function"
     thing = getattr(sys.modules.get(module) or getattr(flashsim, module.split(".")[1]), name)
@@ -232,8 +241,9 @@ def kind(module: str, name: str) -> str:
 
 
 def examples() -> str:
-    """The short scripts, whole."""
-    text = "# Examples, whole\n\nEach is run by the test suite: `python examples/NAME`.\n\n"
+    """Return the page that shows the example scripts."""
+    text = "# The example scripts\n\nTo run a script, type `python examples/NAME`. The test "
+    text += "suite runs all of them.\n\n"
     for path in sorted((ROOT / "examples").glob("*.py")):
         text += f"## {path.stem[3:].replace('_', ' ')}\n\n```{{literalinclude}} {path.name}\n"
         text += f":language: python\n:caption: examples/{path.name}\n```\n\n"
@@ -241,10 +251,11 @@ def examples() -> str:
 
 
 def data() -> str:
-    """The measured tables: what is in each, and the file."""
+    """Return the page that lists the measured tables, with their columns."""
     text = (
-        "# Measured data\n\nWhat benchmarks wrote and pages read; `-h200` was measured on "
-        "an NVIDIA H200, `cpu-` on the CPU that the page says.\n\n"
+        "# Measured data\n\nBenchmarks wrote these files, and the pages' tables come from them. "
+        "Files with `-h200` or `-h100` in their names were measured on an NVIDIA H200 or H100. The "
+        "pages that show a `cpu-` file name its CPU.\n\n"
         "| file | rows | columns |\n|---|---:|---|\n"
     )
     for path in sorted((ROOT / "docs/data").glob("*.csv")):

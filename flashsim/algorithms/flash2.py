@@ -34,9 +34,8 @@ from flashsim.schedule.schedule import Visit
 def forward(machine: Machine) -> None:
     """Run Algorithm 1.
 
-    Queries are the outer loop: O, m and l stay on chip while K and V are streamed.
-
-    Line 10 of the paper divides O by the rescaling factor; this code multiplies, which is correct.
+    Queries are the outer loop: O, m and l stay on chip while K and V are streamed. Line 10 of the
+    paper divides O by the rescaling factor; this code multiplies, which is correct.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("forward") as sram:

@@ -116,9 +116,8 @@ class SharedTensor(Tensor):
 class BlockTable(Tensor):
     """The block table of a paged KV cache: the page numbers of each sequence's keys.
 
-    Loading some keys from the block table loads the numbers of their pages.
-
-    `data` is (1, 1, problem.pages): the page numbers of one sequence after another.
+    Loading some keys from the block table loads the numbers of their pages. `data` is (1, 1,
+    problem.pages): the page numbers of one sequence after another.
     """
 
     def __init__(self, numbers: np.ndarray, problem: Problem) -> None:

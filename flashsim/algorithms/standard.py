@@ -85,7 +85,7 @@ def _softmax(machine: Machine) -> None:
 
 def backward(machine: Machine) -> None:
     """Run the paper's Algorithm 3, from the P (and softcap's derivative) that forward saved."""
-    _dv(machine)
+    _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:
         for i in range(sram.schedule.t_r):
@@ -99,24 +99,29 @@ def backward(machine: Machine) -> None:
                         np.matmul(dO_i, V_j.mT, out=dP_ij)                                # 2
                         sram.store(hbm.dP, rows, dP_ij, visit.cols)
     _ds(machine)
-    _dq_and_dk(machine)
+    _dq(machine)
+    _sum_over_queries(machine, "dk", "dS", "Q", "dK", machine.problem.scale)              # 5
     convert(machine, "dBias_acc", "dBias")
 
 
-def _dv(machine: Machine) -> None:
+def _sum_over_queries(
+    machine: Machine, stage: str, left: str, right: str, result: str, scale: float | None = None
+) -> None:
+    """Compute ``result = left.T @ right``, times `scale` if any, with keys as the outer loop."""
     hbm, p = machine.hbm, machine.problem
-    with machine.stage("dv") as sram:
+    left_, right_, result_ = (hbm.tensors[name] for name in (left, right, result))
+    with machine.stage(stage) as sram:
         schedule = sram.schedule
         for j in schedule.outer_order():
             cols = schedule.col_slice(j)
             with sram.step(j):
-                dV_j = sram.alloc("dV", (cols.stop - cols.start, p.head_dim_v), fill=0.0)
+                sum_j = sram.alloc(result, (cols.stop - cols.start, right_.width), fill=0.0)
                 for g in range(p.group):
                     for visit in schedule.visits(j):
                         with sram.visit(visit, member=g):
-                            P_ij = sram.load(hbm.P, visit.rows, cols, member=g)
-                            dV_j += P_ij.mT @ sram.load(hbm.dO, visit.rows, member=g)     # 1
-                sram.store(hbm.dV, cols, dV_j)
+                            left_ij = sram.load(left_, visit.rows, cols, member=g)
+                            sum_j += left_ij.mT @ sram.load(right_, visit.rows, member=g)
+                sram.store(result_, cols, sum_j if scale is None else sum_j * scale)
 
 
 def _ds(machine: Machine) -> None:
@@ -143,7 +148,7 @@ def _ds(machine: Machine) -> None:
                         sram.store(hbm.dS, rows, dS_i, keys)
 
 
-def _dq_and_dk(machine: Machine) -> None:
+def _dq(machine: Machine) -> None:
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         for i in range(sram.schedule.t_r):
@@ -155,18 +160,6 @@ def _dq_and_dk(machine: Machine) -> None:
                         dS_ij = sram.load(hbm.dS, rows, visit.cols)
                         dQ_i += dS_ij @ sram.load(hbm.K, visit.cols)                      # 4
                 sram.store(hbm.dQ, rows, dQ_i * p.scale)
-    with machine.stage("dk") as sram:
-        schedule = sram.schedule
-        for j in schedule.outer_order():
-            cols = schedule.col_slice(j)
-            with sram.step(j):
-                dK_j = sram.alloc("dK", (cols.stop - cols.start, p.head_dim), fill=0.0)
-                for g in range(p.group):
-                    for visit in schedule.visits(j):
-                        with sram.visit(visit, member=g):
-                            dS_ij = sram.load(hbm.dS, visit.rows, cols, member=g)
-                            dK_j += dS_ij.mT @ sram.load(hbm.Q, visit.rows, member=g)     # 5
-                sram.store(hbm.dK, cols, dK_j * p.scale)
 
 
 ALGORITHMS = {"standard": (forward, backward)}

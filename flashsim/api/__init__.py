@@ -1,4 +1,5 @@
 """All public functions and classes; the package `flashsim` loads them from here."""
+# ruff: noqa: F401 - flashsim.__all__ lists these names
 
 from flashsim.api.compare import Comparison, compare
 from flashsim.api.counting import count
@@ -32,45 +33,3 @@ from flashsim.problem.problem import Problem
 from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
-
-__all__ = [
-    "BackendUnavailable",
-    "BlockMask",
-    "Comparison",
-    "DTypeError",
-    "DecodeOptions",
-    "Device",
-    "FlashSimError",
-    "Gradients",
-    "MaskError",
-    "MemoryModelError",
-    "OptionError",
-    "Precision",
-    "Problem",
-    "Quantized",
-    "Result",
-    "Schedule",
-    "ShapeError",
-    "SramOverflow",
-    "Sweep",
-    "Tiling",
-    "TilingError",
-    "Trace",
-    "TraceError",
-    "Traffic",
-    "UnknownArgumentError",
-    "UnsupportedError",
-    "Warmed",
-    "backward",
-    "compare",
-    "count",
-    "load_sample",
-    "load_sample_trace",
-    "merge",
-    "quantize",
-    "random_inputs",
-    "run",
-    "simulate",
-    "sweep",
-    "warm",
-]

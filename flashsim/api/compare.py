@@ -32,8 +32,8 @@ from flashsim.trace.trace import Trace
 
 
 @own_errors
-@dataclass(frozen=True, eq=False)
-class Comparison:
+@dataclass(frozen=True, eq=False, repr=False)
+class Comparison(report.Tabled):
     """The results of several algorithms on the same inputs; printing it shows one table.
 
     Attributes
@@ -77,10 +77,6 @@ class Comparison:
             apart = np.abs(a.astype(np.float64) - b.astype(np.float64))
             differences.append(float(apart.max()))
         return max(differences)
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
 
 def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:

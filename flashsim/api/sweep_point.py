@@ -15,8 +15,7 @@ from flashsim.api.cost import Estimate, cost
 from flashsim.api.samples import random_inputs
 from flashsim.api.scales import UNSCALED
 from flashsim.api.sweepfile import Row
-from flashsim.counts import traffic
-from flashsim.counts.traffic import Traffic
+from flashsim.counts.traffic import Traffic, figures
 from flashsim.errors import DTypeError, FlashSimError, OptionError, choices, shown
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -129,7 +128,8 @@ def measure(point: SweepPoint) -> Row:
         problem = point.problem()
         tiling = point.tile(problem)
         row.update(block_q=tiling.block_q, block_k=tiling.block_k)
-        row.update(_figures((_count if point.method == "count" else _run)(point, problem, tiling)))
+        counted = (_count if point.method == "count" else _run)(point, problem, tiling)
+        row.update(figures(counted))
     except (FlashSimError, MemoryError) as error:
         message = " ".join(str(error).split())  # always one line
         return {**row, "status": f"{type(error).__name__}: {message}"}
@@ -157,7 +157,7 @@ def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
     return cost(passes)
 
 
-def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
+def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace:
     """Simulate a point on random inputs; the traffic does not depend on their values."""
     forward = point.direction == "forward"
     _cost(point, problem, tiling)  # raises if there is too little memory
@@ -168,24 +168,6 @@ def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace | None:
     # A backward tile may be wrong for the forward pass.
     result = execution.run(q, k, v, tiling=tiling if forward else None, **meant)
     return result.trace if forward else result.backward(dout, tiling=tiling, trace=True).trace
-
-
-def _figures(source: Traffic | Trace | None) -> Row:
-    assert source is not None  # traced, always
-    p, algorithm = source.problem, source.algorithm
-    return {
-        "load_bytes": source.bytes("load"),
-        "store_bytes": source.bytes("store"),
-        "reduce_bytes": source.bytes("reduce"),
-        "requested_bytes": source.bytes(),
-        "compulsory_bytes": source.compulsory(),
-        "flops": source.flops(),
-        "matmul_flops": source.flops("matmul"),
-        "intensity": source.intensity(),
-        "peak_sram_bytes": source.peak_sram(),
-        "saved_bytes": traffic.saved(p, algorithm),
-        "workspace_bytes": traffic.workspace(p, algorithm, source.direction),
-    }
 
 
 # -- axes -----------------------------------------------------------------------------------------

@@ -36,8 +36,11 @@ COMMANDS: _Entries = {
     "trace": (
         "Show or convert saved traces.",
         {
-            "show": ("Show the contents of a saved trace.", "traces.show"),
-            "perfetto": ("Convert a trace for https://ui.perfetto.dev.", "traces.perfetto"),
+            "show": ("Show the contents of a saved trace.", "attention.trace_show"),
+            "perfetto": (
+                "Convert a trace for https://ui.perfetto.dev.",
+                "attention.trace_perfetto",
+            ),
         },
     ),
     "roofline": (
@@ -92,7 +95,7 @@ COMMANDS: _Entries = {
                 "studies.versions",
             ),
             "dram": ("Predict DRAM bytes with a model of the L2 cache.", "predictions.dram"),
-            "ring": ("Count attention that is spread over several GPUs.", "ring.ring"),
+            "ring": ("Count attention that is spread over several GPUs.", "predictions.ring"),
             "devices": ("List the GPUs, with the source of each figure.", "studies.devices"),
             "calibrate": ("Measure the speed of each unit of this GPU.", "predictions.calibrate"),
             "reproduce": ("Recompute published numbers.", "studies.reproduce"),
@@ -104,13 +107,8 @@ COMMANDS: _Entries = {
         },
     ),
 }
-#: Commands that were on the top level before they became sub-commands of `study`.
-_STUDIES = (
-    *("demo", "walkthrough", "ladder", "softmax-matmul", "precision", "banks", "blocks", "when"),
-    *("versions", "dram", "ring", "devices", "calibrate", "reproduce", "claims", "warm"),
-)
 #: Old names of commands, and their new names. Old names still work in this version, with a message.
-MOVED = {name: f"study {name}" for name in _STUDIES} | {"grade": "exercise grade"}
+MOVED = {name: f"study {name}" for name in COMMANDS["study"][1]} | {"grade": "exercise grade"}
 #: Old names of options, for commands that have the new option but not the old one.
 RENAMED = {
     "-n": ("--number",),

@@ -1,9 +1,10 @@
-"""Commands that run or count attention: run, compare, count, sweep."""
+"""Commands that run or count attention (run, compare, count, sweep), and show saved traces."""
 
 from __future__ import annotations
 
 import math
 import multiprocessing
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,9 +20,11 @@ from flashsim.api.compare import side_by_side
 from flashsim.api.sweep import sweep as run_sweep
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import Tables, add, figures, ready, say, show, working
+from flashsim.cli.output import Tables, add, event_table, figures, ready, say, show, working
+from flashsim.counts.traffic import Traffic
 from flashsim.errors import OptionError
 from flashsim.problem.checks import DTYPES
+from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.schedule import plans
 from flashsim.trace.trace import Trace
@@ -116,7 +119,11 @@ def compare(
             "counting by formula, which needs no tensors (--execute does)",
             never=["seed", "scale"],
         )
-        return _counted_apart(sizes, scores, how, decoding, algorithm)
+        whole = values.problem(replace(sizes, n_q=sizes.n_q or 512), scores)
+        table = side_by_side(_passes(whole, how, values.decoding_of(algorithm, decoding)))
+        by_formula = "counted by formula; --execute simulates on tensors and compares results"
+        table.note = f"{by_formula} · {table.note}"
+        return table
     arrays = values.arrays(sizes, tensors, decoding.shared_prefix)
     whole = values.problem_of(arrays, scores)
     tile, backward_tile = values.tilings(how, whole, algorithm)
@@ -134,40 +141,24 @@ def compare(
     return comparison.table()
 
 
-def _counted_apart(
-    sizes: opt.Sizes,
-    scores: opt.Scores,
-    how: opt.Simulated,
-    decoding: opt.Decoding,
-    algorithms: list[str],
-) -> Tables:
-    """Compare by formula.
-
-    Decoding options apply to the algorithms that split keys; if there are none, they apply to all.
-    """
-    whole = values.problem(replace(sizes, n_q=sizes.n_q or 512), scores)
-    tiles = values.tilings(how, whole, algorithms)
-    splitting = [name for name in algorithms if plans.splits_keys(name)]
-    counts = []
-    for direction, tile in list(zip(plans.DIRECTIONS, tiles, strict=True))[: 1 + how.backward]:
-        for name in algorithms:
-            its = opt.Decoding() if splitting and name not in splitting else decoding
-            counts.append(
-                counting.count(
-                    its.posed(whole),
-                    algorithm=name,
-                    direction=direction,
-                    tiling=tile,
-                    device=values.device(how),
-                    key_order=how.key_order,
-                    **its.options(),
-                )
-            )
-    table = side_by_side(counts)
-    table.note = (
-        f"counted by formula; --execute simulates on tensors and compares results · {table.note}"
-    )
-    return table
+def _passes(
+    whole: Problem, how: opt.Simulated, algorithms: Sequence[tuple[str, opt.Decoding]]
+) -> list[Traffic]:
+    """Count the requested passes of each algorithm, with its options of decoding, by formula."""
+    tiles = values.tilings(how, whole, [name for name, _ in algorithms])
+    return [
+        counting.count(
+            its.posed(whole),
+            algorithm=name,
+            direction=direction,
+            tiling=tile,
+            device=values.device(how),
+            key_order=how.key_order,
+            **its.options(),
+        )
+        for direction, tile in list(zip(plans.DIRECTIONS, tiles, strict=True))[: 1 + how.backward]
+        for name, its in algorithms
+    ]
 
 
 def count(
@@ -180,27 +171,11 @@ def count(
 ) -> Tables:
     """Count the bytes and FLOPs of attention by formula, without tensors, at any size."""
     problem = replace(decoding.posed(values.problem(sizes, scores)), scales=scaling.kind())
-    tiles = values.tilings(how, problem, [algorithm])
-    wanted = list(zip(("forward", "backward"), tiles, strict=True))[: 1 + how.backward]
-    counts = [
-        counting.count(
-            problem,
-            algorithm=algorithm,
-            direction=direction,
-            tiling=tile,
-            device=values.device(how),
-            key_order=how.key_order,
-            **decoding.options(),
-        )
-        for direction, tile in wanted
-    ]
+    counts = _passes(problem, how, [(algorithm, decoding)])
     people = [c.table() for c in counts]
     if "fit" in (how.tiling, how.backward_tiling if how.backward else how.tiling):
-        people[
-            0
-        ].note += (
-            " · the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
-        )
+        fit = "the tile is the one that fits on chip and moves the fewest bytes; -t 64x64 sets it"
+        people[0].note += f" · {fit}"
     return people, [figures(c) for c in counts]
 
 
@@ -306,3 +281,35 @@ def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
 
 def _backward_name(path: Path) -> Path:
     return path.with_name(f"{path.stem}-backward{path.suffix}")
+
+
+def trace_show(
+    file: Path,
+    events: bool = opt.option(False, "List the events instead of totals."),
+    limit: int = opt.option(100, "The most events to list.", min=1),
+    *,
+    typed: typer.Context,
+) -> Tables:
+    """Show the contents of a saved trace."""
+    if not events:
+        opt.refuse_unused(typed, "totals (pass --events too)", never=["limit"])
+    trace = values.load_trace(file)
+    table = event_table(trace, limit) if events else figures(trace)
+    people = table if events else trace.table()
+    took = values.duration(trace)
+    if took is not None and not events:
+        rate = trace.flops("matmul") / took / 1e12
+        people.note += f" · from first to last span {took * 1e6:.4g} µs, {rate:.4g} TFLOP/s"
+        add(table, trace, "duration", "first to last span", took, "s")
+        add(table, trace, "matmul rate", "all stages", rate, "TFLOP/s")
+    return [people], [table]
+
+
+def trace_perfetto(
+    file: Path,
+    out: Path = opt.option(opt.REQUIRED, "File to write: .json or .json.gz.", "-o"),
+    heads: int = opt.option(1, "For a simulated trace: number of heads to write.", min=1),
+) -> None:
+    """Write a saved trace as Chrome trace events, for https://ui.perfetto.dev."""
+    ready(out, (".json", ".gz"))
+    say(f"events in {values.load_trace(file).to_perfetto(out, heads=heads)}")

@@ -1,4 +1,4 @@
-"""Commands that predict (roofline, predict, dram) and that measure (verify, calibrate)."""
+"""Commands that predict (roofline, predict, dram, ring) and measure (verify, calibrate)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import typer
 from flashsim.api.cost import replay_cost
 from flashsim.cli import options as opt
 from flashsim.cli import values
-from flashsim.cli.output import Tables, show, working
+from flashsim.cli.output import Tables, ready, say, show, viz, working
+from flashsim.distributed.group import SCHEMES
 from flashsim.errors import OptionError, TraceError
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
+from flashsim.problem.links import LINKS
 from flashsim.report import Table
-from flashsim.schedule import plans
 
 _KERNELS = opt.One(device="H200")
 _AUTO = opt.Parts(splits="auto")
@@ -25,6 +26,7 @@ _AUTO = opt.Parts(splits="auto")
 _HERE = "this GPU"
 _AT_HAND = opt.Passes(device=_HERE)
 _GROUPED = opt.L2(launch="grouped")
+_LONG = opt.Sizes(n_q=65536, head_dim=128, batch=1, heads=32, kv_heads=8, dtype="bfloat16")
 #: The model is compiled once, before the first table.
 _REPLAYING = "replaying (the first time compiles the model, for some seconds)"
 
@@ -40,11 +42,8 @@ def roofline(
     """Show whether memory or arithmetic limits attention: one row per way of counting bytes."""
     from flashsim.studies import roofline as rooflines
 
-    splitting = [name for name in algorithm if plans.splits_keys(plans.check_algorithm(name))]
-    counted = []
-    for name in algorithm:  # decoding options apply to algorithms that split keys, or else to all
-        its = opt.Decoding() if splitting and name not in splitting else decoding
-        counted.append(values.counted(sizes, mask, name, how, its, algorithm))
+    each = values.decoding_of(algorithm, decoding)
+    counted = [values.counted(sizes, mask, name, how, its, algorithm) for name, its in each]
     with working(_REPLAYING, replay_cost(counted), "tile requests"):
         return [rooflines.roofline(traffic, seconds=seconds).table() for traffic in counted]
 
@@ -291,3 +290,54 @@ def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
             nbytes = checks.number("--l2-sizes", size, low=0.0) * 2**20
             table.rows.append((name, size, curve.reads(nbytes), curve.writes(nbytes)))
     return table
+
+
+def ring(
+    sizes: opt.Sizes = _LONG,
+    causal: opt.Causal = False,
+    ranks: int = opt.option(8, "Number of GPUs (ranks).", "-r", panel="How"),
+    scheme: str = opt.option(
+        "zigzag", f"How the work is distributed: {', '.join(SCHEMES)}.", panel="How"
+    ),
+    ulysses: int | None = opt.option(
+        None, "usp only: number of GPUs that exchange heads with each other.", panel="How"
+    ),
+    direction: opt.Direction = "forward",
+    algorithm: opt.Algorithm = "flash2-fused",
+    rank: int | None = opt.option(None, "Show the steps of this rank (GPU).", panel=opt.OUTPUT),
+    device: opt.Device = "H200",
+    link: str | None = opt.option(
+        None, f"Link inside a host: {', '.join(LINKS)}. Default: the device's.", panel="How"
+    ),
+    network: str = opt.option(
+        "InfiniBand NDR", "Link between hosts; the names are those of --link.", panel="How"
+    ),
+    host: int = opt.option(8, "Number of GPUs per host.", panel="How"),
+    out: Path | None = opt.option(
+        None, "Animation to write: .gif, .mp4 or .html.", "-o", panel=opt.OUTPUT
+    ),
+) -> Tables:
+    """Count what each of several GPUs holds, sends and computes for attention; predict the time."""
+    from flashsim.studies.predict import spread
+
+    ready(out, (".gif", ".mp4", ".html"))
+    problem = values.problem(sizes, opt.Scores(causal=causal))
+    prediction = spread(
+        problem,
+        ranks=ranks,
+        scheme=scheme,
+        ulysses=ulysses,
+        direction=opt.one_pass(direction),
+        algorithm=algorithm,
+        device=device,
+        link=link,
+        network=network,
+        host=host,
+    )
+    account = prediction.account
+    tables = [account.table() if rank is None else account.rank_table(rank), prediction.table()]
+    if out is not None:
+        with working("drawing frames"):
+            viz().animate_ranks(account, out)
+        say(f"animation in {out}")
+    return tables, tables[:1]  # --json and --csv print only the counts

@@ -24,6 +24,7 @@ from flashsim.problem import checks
 from flashsim.problem.checks import FP8
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem, numpy_dtype
+from flashsim.schedule import plans
 from flashsim.schedule.presets import PRESETS
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.trace import Trace
@@ -238,6 +239,16 @@ def counted(
         device=machine,
         **decoding.options(),
     )
+
+
+def decoding_of(names: Sequence[str], decoding: opt.Decoding) -> list[tuple[str, opt.Decoding]]:
+    """Return each algorithm with its options of decoding.
+
+    They apply to the algorithms that split keys; if there are none, they apply to all.
+    """
+    splitting = any(map(plans.splits_keys, map(plans.check_algorithm, names)))
+    plain = opt.Decoding()
+    return [(n, plain if splitting and not plans.splits_keys(n) else decoding) for n in names]
 
 
 def window(mask: opt.Mask) -> tuple[int, int] | None:

@@ -1,9 +1,9 @@
-"""The query methods that `Trace` and `Traffic` share: bytes, FLOPs, and a table of them."""
+"""`Answers`: the query methods of `Trace` and `Traffic`: bytes, FLOPs, and a table of them."""
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from flashsim import report
 from flashsim.counts.work import KINDS
@@ -22,8 +22,16 @@ OPS = ("load", "store", "reduce")
 Transfers = Mapping[tuple[str, str, str], int]
 
 
-class Answers(Protocol):
-    """The attributes and methods that both `Trace` and `Traffic` have."""
+class Answers:
+    """The questions that a `Trace` and its closed form, a `Traffic`, both answer.
+
+    Attributes
+    ----------
+    problem, device, algorithm, direction, backend
+        The pass, and how it ran or was counted.
+    transfers : dict
+        The requested bytes over all heads, as ``{(stage, op, tensor): bytes}``.
+    """
 
     problem: Problem
     device: Device
@@ -31,17 +39,81 @@ class Answers(Protocol):
     direction: str
     backend: str
 
+    if TYPE_CHECKING:  # each subclass has its own
+
+        @property
+        def transfers(self) -> Transfers: ...  # noqa: D102
+        @property
+        def tiling(self) -> Tiling: ...  # noqa: D102
+        @property
+        def parts(self) -> int: ...  # noqa: D102
+        @property
+        def _work(self) -> tuple[dict[str, int], dict[str, int]]: ...
+        def compulsory(self) -> int: ...  # noqa: D102
+        def peak_sram(self) -> int: ...  # noqa: D102
+
     @property
-    def tiling(self) -> Tiling: ...  # noqa: D102
-    @property
-    def parts(self) -> int: ...  # noqa: D102
-    def bytes(self, op: str | None = None, tensor: str | None = None) -> int: ...  # noqa: D102
-    def by_tensor(self) -> dict[str, dict[str, int]]: ...  # noqa: D102
-    def compulsory(self) -> int: ...  # noqa: D102
-    def flops(self, kind: str | None = None) -> int: ...  # noqa: D102
-    def on_chip(self, op: str | None = None) -> int: ...  # noqa: D102
-    def intensity(self) -> float: ...  # noqa: D102
-    def peak_sram(self) -> int: ...  # noqa: D102
+    def tensors(self) -> tuple[str, ...]:
+        """The names of all tensors."""
+        return TENSORS
+
+    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
+        """Return the requested bytes between HBM and SRAM, over all heads.
+
+        Without arguments, all operations and tensors are summed.
+
+        Parameters
+        ----------
+        op : {"load", "store", "reduce"}, optional
+        tensor : str, optional
+            For example "K"; see `TENSORS`.
+
+        Raises
+        ------
+        OptionError
+            If no operation or tensor has this name.
+        """
+        check_names(op, tensor, self.tensors)
+        return sum(
+            nbytes
+            for (_, its_op, its_tensor), nbytes in self.transfers.items()
+            if op in (None, its_op) and tensor in (None, its_tensor)
+        )
+
+    def by_tensor(self) -> dict[str, dict[str, int]]:
+        """Return the requested bytes over all heads and stages, as ``{tensor: {op: bytes}}``."""
+        result: dict[str, dict[str, int]] = {}
+        for (_, op, tensor), nbytes in self.transfers.items():
+            result.setdefault(tensor, dict.fromkeys(OPS, 0))[op] += nbytes
+        return result
+
+    def flops(self, kind: str | None = None) -> int:
+        """Return the FLOPs over all heads: of one kind (see `work.KINDS`) or of all."""
+        flops, _ = self._work
+        if kind is None:
+            return sum(flops.values())
+        return flops.get(checks.one_of("kind of FLOP", kind, KINDS), 0)
+
+    def on_chip(self, op: str | None = None) -> int:
+        """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
+
+        Without `op`, both are summed.
+        """
+        _, chip = self._work
+        if op is None:
+            return sum(chip.values())
+        return chip.get(checks.one_of("on-chip operation", op, ("read", "write")), 0)
+
+    def intensity(self) -> float:
+        """Return the arithmetic intensity: FLOPs per requested byte of HBM."""
+        return self.flops() / self.bytes()
+
+    def table(self) -> report.Table:
+        """Return a table of bytes by tensor and operation, FLOPs, intensity and peak SRAM."""
+        return summary(self)
+
+    __str__ = report.text
+    _repr_html_ = report.tabled
 
 
 def check_names(op: str | None, tensor: str | None, tensors: Sequence[str] = TENSORS) -> None:
@@ -50,46 +122,6 @@ def check_names(op: str | None, tensor: str | None, tensors: Sequence[str] = TEN
         checks.one_of("operation", op, OPS)
     if tensor is not None:
         checks.one_of("tensor", tensor, tensors[1:])
-
-
-def select(
-    transfers: Transfers,
-    op: str | None,
-    tensor: str | None,
-    tensors: Sequence[str] = TENSORS,
-) -> int:
-    """Return the bytes of one operation and one tensor; None means all of them."""
-    check_names(op, tensor, tensors)
-    return sum(
-        nbytes
-        for (_, its_op, its_tensor), nbytes in transfers.items()
-        if op in (None, its_op) and tensor in (None, its_tensor)
-    )
-
-
-def select_kind(flops: Mapping[str, int], kind: str | None) -> int:
-    """Return the FLOPs of one kind, or of all kinds."""
-    if kind is None:
-        return sum(flops.values())
-    checks.one_of("kind of FLOP", kind, KINDS)
-    return flops.get(kind, 0)
-
-
-def select_chip(chip: Mapping[str, int], op: str | None) -> int:
-    """Return the bytes that tile operations read from SRAM, write to it, or both."""
-    if op is None:
-        return sum(chip.values())
-    checks.one_of("on-chip operation", op, ("read", "write"))
-    return chip.get(op, 0)
-
-
-def by_tensor(transfers: Transfers) -> dict[str, dict[str, int]]:
-    """Return the moved bytes, summed over stages, as ``{tensor: {op: bytes}}``."""
-    result: dict[str, dict[str, int]] = {}
-    for (_, op, tensor), nbytes in transfers.items():
-        row = result.setdefault(tensor, dict.fromkeys(OPS, 0))
-        row[op] += nbytes
-    return result
 
 
 def by_operation(

@@ -12,9 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from flashsim import report
 from flashsim.counts.forms import Forms
-from flashsim.counts.questions import by_tensor, select, select_chip, select_kind, summary
+from flashsim.counts.questions import OPS, Answers
 from flashsim.counts.work import on_chip_bytes, stage_work, total_flops
 from flashsim.errors import own_errors
 from flashsim.problem.hardware import Device
@@ -27,7 +26,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 @own_errors
-class Traffic:
+class Traffic(Answers):
     """The bytes and FLOPs of a pass in closed form, with the same query methods as `Trace`.
 
     Attributes
@@ -50,7 +49,7 @@ class Traffic:
         key_order: str = "ascending",
         split: Split = WHOLE,
     ) -> None:
-        self.problem, self.tiling, self.device = problem, tiling, device
+        self.problem, self.tiling, self.device = problem, tiling, device  # type: ignore[misc]
         self.algorithm, self.direction, self.split = algorithm, direction, split
         self.stages = plans.stages(problem, algorithm, direction, split)
         walks = {(s.outer, s.dense) for s in self.stages}
@@ -82,21 +81,11 @@ class Traffic:
         """The largest number of parts into which the keys of any row tile are split."""
         return max(int(walk.part_counts.max(initial=1)) for walk in self._schedules.values())
 
-    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the requested bytes between HBM and SRAM, over all heads.
-
-        Without arguments, the method sums over all operations and tensors.
-        """
-        return select(self.transfers, op, tensor)
-
-    def by_tensor(self) -> dict[str, dict[str, int]]:
-        """Return the requested bytes over all heads and stages, as ``{tensor: {op: bytes}}``."""
-        return by_tensor(self.transfers)
-
     def compulsory(self) -> int:
         """Return the bytes that any algorithm must move: each input and each output once."""
         return compulsory(self.problem, self.direction)
 
+    @property
     def _work(self) -> tuple[dict[str, int], dict[str, int]]:
         flops: dict[str, int] = {}
         chip: dict[str, int] = {}
@@ -124,21 +113,6 @@ class Traffic:
                     for key, value in part.items():
                         total[key] = total.get(key, 0) + value * repeat
         return flops, chip
-
-    def flops(self, kind: str | None = None) -> int:
-        """Return the FLOPs over all heads: of one kind (see `work.KINDS`) or of all."""
-        return select_kind(self._work()[0], kind)
-
-    def on_chip(self, op: str | None = None) -> int:
-        """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
-
-        Without `op`, the method returns the sum of bytes read and written.
-        """
-        return select_chip(self._work()[1], op)
-
-    def intensity(self) -> float:
-        """Return the arithmetic intensity: FLOPs per requested byte of HBM."""
-        return self.flops() / self.bytes()
 
     def peak_sram(self) -> int:
         """Return the most bytes that one thread block has on chip at any time, over all stages."""
@@ -199,15 +173,8 @@ class Traffic:
         parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
         return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
-    def table(self) -> report.Table:
-        """Return a table of bytes by tensor and operation, FLOPs, intensity and peak SRAM."""
-        return summary(self)
-
     def __repr__(self) -> str:
         return f"<Traffic {self.algorithm} {self.direction}: {self.bytes():,} B requested>"
-
-    __str__ = report.text
-    _repr_html_ = report.tabled
 
 
 def count_schedule(
@@ -329,3 +296,21 @@ def live(problem: Problem, algorithm: str) -> int:
     held = saved(p, algorithm) + workspace(p, algorithm, "backward")
     held += whole_bytes(p, "dL") if p.dlse else 0
     return held + outputs * p.result_itemsize
+
+
+def figures(source: Answers) -> dict[str, int | float | None]:
+    """Return a pass's figures by the names of a sweep's columns; bytes are of all heads."""
+    p, algorithm, own = source.problem, source.algorithm, getattr(source, "own", None)
+    return {
+        **{f"{op}_bytes": source.bytes(op) for op in OPS},
+        "requested_bytes": source.bytes(),
+        "compulsory_bytes": source.compulsory(),
+        "flops": source.flops(),
+        "matmul_flops": source.flops("matmul"),
+        "intensity": source.intensity(),
+        "peak_sram_bytes": source.peak_sram(),
+        "saved_bytes": saved(p, algorithm) if own is None else None,
+        "workspace_bytes": (
+            workspace(p, algorithm, source.direction) if own is None else own.workspace
+        ),
+    }

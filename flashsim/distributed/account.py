@@ -19,8 +19,8 @@ QUANTITIES = ("flops", "visits", "hbm", "merge")
 
 
 @own_errors
-@dataclass(frozen=True, eq=False)
-class Account:
+@dataclass(frozen=True, eq=False, repr=False)
+class Account(report.Tabled):
     """The byte and FLOP counts of one pass over all ranks, from a run or in closed form.
 
     Two `Account` objects are equal if all their integers are equal.
@@ -195,10 +195,6 @@ class Account:
                 )
             )
         return table
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
 
 def _scores(account: Account, rank: int, step: int) -> str:

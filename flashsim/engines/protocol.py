@@ -158,7 +158,6 @@ class Engine(Protocol):
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
         """Return an array filled with one value, of the job's library and on its device.
 
-        The module `engines.nothing` uses it.
-
-        The function raises the same errors as `forward` for a job that the engine does not support.
+        The module `engines.nothing` uses it. The function raises the same errors as `forward` for a
+        job that the engine does not support.
         """

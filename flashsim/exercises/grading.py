@@ -19,7 +19,7 @@ from flashsim.engines.sandbox.running import require_stored
 from flashsim.errors import FlashSimError, SramOverflow, own_errors
 from flashsim.exercises import words
 from flashsim.exercises.exercise import KINDS, Exercise
-from flashsim.exercises.marks import Mark, Marks
+from flashsim.exercises.marks import Mark, Marks, beside, bytes_mark, room_mark
 from flashsim.trace.trace import Trace
 
 #: Points for the results, for fitting in on-chip memory, and for the bytes moved.
@@ -100,7 +100,9 @@ def judge(
     else:
         marks = words.with_todo(marks, text, exercise.skeleton)
     hint = f"flashsim exercise hint {exercise.file or exercise.name}" if exercise.hints else ""
-    moved = _moved(trace, exercise) if trace is not None else ()
+    moved: tuple[tuple[str, str, int, int], ...] = ()
+    if trace is not None:
+        moved = beside(words.transfers(trace), words.transfers(exercise.executed.trace))
     seconds = time.perf_counter() - began
     return Marks(exercise.name, marks, figures, moved, seconds, hint), trace
 
@@ -153,7 +155,9 @@ class _Judge:
             else Mark(f"results, {kind}", each, each)
             for kind in KINDS
         ]
-        marks += [self._room(trace, len(wrong)), _bytes(self.exercise, trace, right=not wrong)]
+        overflow = self._overflow(trace)
+        marks.append(room_mark(ROOM, all_wrong=len(wrong) == len(KINDS), overflow=overflow))
+        marks.append(_bytes(self.exercise, trace, right=not wrong))
         figures = {
             "bytes": trace.bytes(),
             "budget": self.exercise.full_marks_bytes,
@@ -187,46 +191,30 @@ class _Judge:
             right.append(name)
         return ""
 
-    def _room(self, trace: Trace, wrong: int) -> Mark:
-        if wrong == len(KINDS):
-            said = "on-chip memory gets points only if some of the results are right"
-            return Mark("on-chip memory", 0, ROOM, "result", said)
+    def _overflow(self, trace: Trace) -> str:
+        """Return why the solution needs too much on-chip memory, or "" if it fits."""
         if trace.peak_sram() <= self.task.sram_bytes:
-            return Mark("on-chip memory", ROOM, ROOM)
+            return ""
         try:
             self._replayed([self.task.arrays()], most=None)
         except (SramOverflow, ProgramError) as error:
-            return Mark("on-chip memory", 0, ROOM, "overflow", str(error))
+            return str(error)
         raise AssertionError("the program needs more on-chip memory than the machine has")
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:
-    name = "bytes"
-    if not right:
-        return Mark(name, 0, BYTES, "result", "bytes get points only if all results are right")
-    budget, moved = exercise.full_marks_bytes, trace.bytes()
     reference = exercise.executed.trace
     more = words.excess(trace, reference)
-    if moved > budget:
-        said = f"{moved:,} B moved, but full marks need at most {budget:,} B:\n" + "\n".join(more)
-        return Mark(name, min(BYTES * budget // moved, BYTES - 1), BYTES, "bytes", said)
+    mark = bytes_mark(BYTES, trace.bytes(), exercise.full_marks_bytes, right=right, more=more)
+    if mark.kind:
+        return mark
     mine, theirs = words.transfers(trace), words.transfers(reference)
-    over = [key for key in exercise.at_most if mine.get(key, 0) > theirs.get(key, 0)]
+    over = {t for op, t in exercise.at_most if mine.get((op, t), 0) > theirs.get((op, t), 0)}
     if over:
-        tensors = {tensor for _, tensor in over}
-        said = "\n".join(line for line in more if line.split()[0] in tensors)
-        return Mark(name, BYTES // 2, BYTES, "order", said)
+        said = "\n".join(line for line in more if line.split()[0] in over)
+        return Mark("bytes", BYTES // 2, BYTES, "order", said)
     asked = exercise.demand(trace) if exercise.demand else ""
-    if asked:
-        return Mark(name, BYTES // 2, BYTES, "demand", asked)
-    fewer = f"{budget - moved:,} B fewer than full marks need" if moved < budget else ""
-    return Mark(name, BYTES, BYTES, words=fewer)
-
-
-def _moved(trace: Trace, exercise: Exercise) -> tuple[tuple[str, str, int, int], ...]:
-    mine, theirs = words.transfers(trace), words.transfers(exercise.executed.trace)
-    keys = list(dict.fromkeys([*theirs, *mine]))
-    return tuple((op, t, mine.get((op, t), 0), theirs.get((op, t), 0)) for op, t in keys)
+    return Mark("bytes", BYTES // 2, BYTES, "demand", asked) if asked else mark
 
 
 def _answers(exercise: Exercise, given: Mapping[str, int | str]) -> tuple[Mark, ...]:

@@ -134,13 +134,3 @@ def together(found: list[tuple[Path, Marks]]) -> Marks:
         replace(mark, name=f"{one.exercise}: {mark.name}") for _, one in found for mark in one.marks
     ]
     return Marks("homework", tuple(marks), {}, seconds=sum(one.seconds for _, one in found))
-
-
-__all__ = [
-    "TESTS",
-    "exercises_of",
-    "grade_homework",
-    "homework_in",
-    "students_in",
-    "together",
-]

@@ -25,7 +25,7 @@ from flashsim.exercises import kernel_runner, words
 from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
-from flashsim.exercises.marks import Mark, Marks, Refused
+from flashsim.exercises.marks import Mark, Marks, Refused, beside, bytes_mark, room_mark
 from flashsim.exercises.runner import Limits, plain, run
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
@@ -149,13 +149,16 @@ def _judged(
     wrong = [mark for mark in marks if mark.kind]
     moved = _moved(exercise, runs)
     peak = max(run_.traced.trace.peak_sram() for run_ in runs)
-    marks += [_safe(runs), _room(exercise, peak, len(wrong) == len(runs))]
+    most, all_wrong = exercise.tasks[0].sram_bytes, len(wrong) == len(runs)
+    overflow = f"a program holds about {peak:,} B at once, but {most:,} B fit: use smaller tiles"
+    overflow = overflow if peak > most else ""
+    marks += [_safe(runs), room_mark(ROOM, all_wrong=all_wrong, overflow=overflow)]
     marks.append(_bytes(exercise, runs, moved, right=not wrong))
     figures = {
         "bytes": sum(one.traced.bytes() for one in runs),
         "budget": exercise.full_marks_bytes,
         "peak": peak,
-        "sram": exercise.tasks[0].sram_bytes,
+        "sram": most,
     }
     return tuple(marks), figures, moved, runs[-1].traced.trace
 
@@ -229,26 +232,12 @@ def _safe(runs: Sequence[_Run]) -> Mark:
     return Mark(name, 0, SAFE, unsafe[0].kind.replace(" ", "-"), "\n".join(said[:3]))
 
 
-def _room(exercise: KernelExercise, peak: int, all_wrong: bool) -> Mark:
-    name, most = "on-chip memory", exercise.tasks[0].sram_bytes
-    if all_wrong:
-        said = "on-chip memory gets points only if some of the results are right"
-        return Mark(name, 0, ROOM, "result", said)
-    if peak <= most:
-        return Mark(name, ROOM, ROOM)
-    said = f"a program holds about {peak:,} B at once, but {most:,} B fit: use smaller tiles"
-    return Mark(name, 0, ROOM, "overflow", said)
-
-
 def _moved(exercise: KernelExercise, runs: Sequence[_Run]) -> tuple[tuple[str, str, int, int], ...]:
     mine: dict[tuple[str, str], int] = {}
     for one in runs:
         for row in one.traced.byte_rows:
             mine[row.op, row.tensor] = mine.get((row.op, row.tensor), 0) + row.nbytes
-    keys = dict.fromkeys([*exercise.full_marks, *mine])
-    return tuple(
-        (op, t, mine.get((op, t), 0), exercise.full_marks.get((op, t), 0)) for op, t in keys
-    )
+    return beside(mine, exercise.full_marks)
 
 
 def _bytes(
@@ -258,24 +247,18 @@ def _bytes(
     *,
     right: bool,
 ) -> Mark:
-    name = "bytes"
-    if not right:
-        return Mark(name, 0, BYTES, "result", "bytes get points only if all results are right")
-    total, budget = sum(row[2] for row in moved), exercise.full_marks_bytes
-    if total <= budget:
-        fewer = f"{budget - total:,} B fewer than full marks need" if total < budget else ""
-        return Mark(name, BYTES, BYTES, words=fewer)
     why: dict[tuple[str, str], str] = {}
     for one in runs:
         for row in one.traced.byte_rows:
             if row.why:
-                why.setdefault((row.op, row.tensor), row.why)
-    more = sorted((row for row in moved if row[2] > row[3]), key=lambda row: row[3] - row[2])
-    lines = [f"{total:,} B moved, but full marks need at most {budget:,} B:"]
-    for op, tensor, mine, theirs in more:
-        said = f"{op} {tensor}: {mine:,} B; {theirs:,} B is enough"
-        lines.append(f"{said}: {why[op, tensor]}" if (op, tensor) in why else said)
+                why.setdefault((row.op, row.tensor), f": {row.why}")
+    lines = [
+        f"{op} {tensor}: {mine:,} B; {theirs:,} B is enough{why.get((op, tensor), '')}"
+        for op, tensor, mine, theirs in sorted(moved, key=lambda row: row[3] - row[2])
+        if mine > theirs
+    ]
     tile, ours = runs[-1].traced.tiling, exercise.tasks[0].tiling
     if (tile.block_q, tile.block_k) != (ours.block_q, ours.block_k):
         lines.append(f"your tiles are {tile}; the bytes for full marks assume tiles of {ours}")
-    return Mark(name, min(BYTES * budget // total, BYTES - 1), BYTES, "bytes", "\n".join(lines))
+    total, budget = sum(row[2] for row in moved), exercise.full_marks_bytes
+    return bytes_mark(BYTES, total, budget, right=right, more=lines)

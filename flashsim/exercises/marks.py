@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -29,6 +30,33 @@ class Mark:
     def full(self) -> bool:
         """Whether the item gets all its points; for an item without points, whether it passes."""
         return self.points == self.most if self.most else not self.kind
+
+
+def room_mark(most: int, *, all_wrong: bool, overflow: str) -> Mark:
+    """Return the mark for on-chip memory; `overflow` says why a solution does not fit."""
+    if all_wrong:
+        overflow = "on-chip memory gets points only if some of the results are right"
+    kind = "result" if all_wrong else "overflow" if overflow else ""
+    return Mark("on-chip memory", 0 if kind else most, most, kind, overflow)
+
+
+def bytes_mark(most: int, moved: int, budget: int, *, right: bool, more: Iterable[str]) -> Mark:
+    """Return the mark for the bytes moved; `more` explains transfers that exceed the budget."""
+    if not right:
+        return Mark("bytes", 0, most, "result", "bytes get points only if all results are right")
+    if moved > budget:
+        lines = f"{moved:,} B moved, but full marks need at most {budget:,} B:", *more
+        return Mark("bytes", min(most * budget // moved, most - 1), most, "bytes", "\n".join(lines))
+    fewer = f"{budget - moved:,} B fewer than full marks need" if moved < budget else ""
+    return Mark("bytes", most, most, words=fewer)
+
+
+def beside(
+    mine: Mapping[tuple[str, str], int], theirs: Mapping[tuple[str, str], int]
+) -> tuple[tuple[str, str, int, int], ...]:
+    """Return tuples (op, tensor, bytes, the reference's bytes), for `Marks.moved`."""
+    keys = dict.fromkeys([*theirs, *mine])
+    return tuple((*key, mine.get(key, 0), theirs.get(key, 0)) for key in keys)
 
 
 class Refused(Exception):

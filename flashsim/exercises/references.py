@@ -13,11 +13,37 @@ from typing import Any
 
 import numpy as np
 
-from flashsim.exercises.exercise import Arrays
+from flashsim.api.counting import count
+from flashsim.exercises.exercise import Arrays, Task
 from flashsim.problem import oracle
 from flashsim.problem.problem import Problem
+from flashsim.schedule.tensors import whole_bytes
 
 Truth = Callable[[Arrays, Problem, str], Arrays]
+
+
+def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
+    """Return a budget: each tensor of `once`, and those of `per_row_tile` once per tile of rows.
+
+    `per_row_tile` has names of one letter. A tensor may be named twice.
+    """
+
+    def budget(task: Task) -> int:
+        p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
+        repeated = t_r * sum(whole_bytes(p, name) for name in per_row_tile)
+        return sum(whole_bytes(p, name) for name in once) + repeated
+
+    return budget
+
+
+def stage_bytes(stage: str) -> Callable[[Task], int]:
+    """Return a budget: the bytes of a stage of FlashAttention-2's backward pass, by closed form."""
+
+    def budget(task: Task) -> int:
+        counted = count(task.problem, direction="backward", tiling=task.tiling)
+        return sum(nbytes for (name, _, _), nbytes in counted.transfers.items() if name == stage)
+
+    return budget
 
 
 def scores(arrays: Arrays, p: Problem, dtype: str) -> Arrays:

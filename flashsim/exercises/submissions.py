@@ -239,14 +239,3 @@ def _answers(given: Any) -> dict[str, int | str] | None:
         plain(key, 200): value if isinstance(value, int) else plain(str(value), 200)
         for key, value in given.items()
     }
-
-
-__all__ = [
-    "LIMIT",
-    "MEMORY",
-    "exercise_of",
-    "grade_file",
-    "grade_folder",
-    "missing",
-    "missing_walls",
-]

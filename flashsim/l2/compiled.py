@@ -58,11 +58,9 @@ class _Disk(FunctionCache):
     def open_to_others(self, source: str) -> Path | None:
         """Return the cache's folder, or a file in it, if another user could have written it.
 
-        Otherwise return None.
-
-        The owner of the folder must be this user, root, or the owner of the source file, whose code
-        runs anyway. The folder's group may have write access if it is one user's private group, as
-        on systems with umask 002.
+        Otherwise return None. The owner of the folder must be this user, root, or the owner of the
+        source file, whose code runs anyway. The folder's group may have write access if it is one
+        user's private group, as on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None

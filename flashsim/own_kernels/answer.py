@@ -181,6 +181,3 @@ def _time(traced: KernelTrace) -> list[str]:
         f"model predicts {roof['dram'].bytes:,} B of DRAM traffic"
     )
     return _wrapped(text, "time")
-
-
-__all__ = ["LINES", "answer"]

@@ -100,18 +100,9 @@ def _stage_name(geometry: Geometry, launch: int) -> str:
 
 
 def _one_group(p: Problem, heads: int) -> Problem:
-    return Problem(
-        n_q=p.n_q,
-        n_kv=p.n_kv,
-        head_dim=p.head_dim,
-        head_dim_v=p.head_dim_v,
-        heads=heads,
-        kv_heads=1,
-        dtype=p.dtype,
-        causal=p.causal,
-        window=p.window,
-        scale=p.scale,
-    )
+    """Return the problem with all heads in one group."""
+    kept = "n_q", "n_kv", "head_dim", "head_dim_v", "dtype", "causal", "window", "scale"
+    return Problem(**{name: getattr(p, name) for name in kept}, heads=heads, kv_heads=1)
 
 
 def _workspace(geometry: Geometry) -> int:
@@ -255,6 +246,3 @@ class _Work:
             at += 1
         self._next[int(program)] = at
         return total
-
-
-__all__ = ["as_trace"]

@@ -384,6 +384,3 @@ def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) 
     if first is None:
         return verdict
     return _located(g, verdict, *first, target, "")
-
-
-__all__ = ["Output", "Reference", "Verdict", "check", "matrices"]

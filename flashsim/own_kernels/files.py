@@ -84,6 +84,3 @@ def imported(path: Path) -> ModuleType:
         if before is not None:
             sys.modules[path.stem] = before
     return made
-
-
-__all__ = ["beside", "imported", "imports", "readers_errors"]

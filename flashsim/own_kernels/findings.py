@@ -177,6 +177,3 @@ def _masked(g: Geometry) -> Iterator[KernelFinding]:
             f"off ({masked / lanes:.0%}): the tile is larger than the rest of the tensor",
             *(line, _where(g, int(at[0])), label),
         )
-
-
-__all__ = ["KernelFinding", "findings_of"]

@@ -311,11 +311,6 @@ class Geometry:
 
     # -- attention ------------------------------------------------------------------------------
 
-    @property
-    def is_attention(self) -> bool:
-        """Whether Q, K and V are among the tensors."""
-        return {"Q", "K", "V"} <= set(self.labels)
-
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
         """The tile sizes (queries, keys) of each launch."""

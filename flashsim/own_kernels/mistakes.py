@@ -255,117 +255,78 @@ def known(
 
 
 def _forward_mistakes(p: Problem, block_q: int, block_k: int) -> Iterator[tuple[str, Way]]:
-    way = Way()
+    grows = "not multiplied by exp(m_old - m_new) when the running maximum grows"
+    yield f"O is {grows}", Way(rescale_o=False)
+    yield f"l is {grows}", Way(rescale_l=False)
+    neither = grows.removeprefix("not ")
+    yield f"neither O nor l is {neither}", Way(rescale_o=False, rescale_l=False)
+    yield "O is not divided by l at the end", Way(divide="never")
+    yield "O is divided by l in every iteration, not once at the end", Way(divide="each")
+    yield "O is divided by l in every iteration, and once more at the end", Way(divide="both")
+    yield "the scores are not multiplied by the scale", Way(factor=1 / p.scale)
+    twice = "the scores are multiplied by the scale twice (by 1 / d instead of 1 / sqrt(d))"
+    yield twice, Way(factor=p.scale)
     root = np.sqrt(p.head_dim)
     yield (
-        "O is not multiplied by exp(m_old - m_new) when the running maximum grows",
-        replace(way, rescale_o=False),
-    )
-    yield (
-        "l is not multiplied by exp(m_old - m_new) when the running maximum grows",
-        replace(way, rescale_l=False),
-    )
-    yield (
-        "neither O nor l is multiplied by exp(m_old - m_new) when the running maximum grows",
-        replace(way, rescale_o=False, rescale_l=False),
-    )
-    yield "O is not divided by l at the end", replace(way, divide="never")
-    yield "O is divided by l in every iteration, not once at the end", replace(way, divide="each")
-    yield (
-        "O is divided by l in every iteration, and once more at the end",
-        replace(way, divide="both"),
-    )
-    yield "the scores are not multiplied by the scale", replace(way, factor=1 / p.scale)
-    yield (
-        "the scores are multiplied by the scale twice (by 1 / d instead of 1 / sqrt(d))",
-        replace(way, factor=p.scale),
-    )
-    yield (
         "the scores are multiplied by sqrt(d) instead of divided by it",
-        replace(way, factor=root / p.scale),
+        Way(factor=root / p.scale),
     )
     for lse in ("e", "log2"):
-        yield (
-            "exp2 is taken of scores that were not multiplied by log2(e)",
-            replace(way, exp2=True, lse=lse),
-        )
-    yield (
-        "exp is taken of scores that were multiplied by log2(e) for exp2",
-        replace(way, factor=float(np.log2(np.e))),
-    )
+        base_2 = "exp2 is taken of scores that were not multiplied by log2(e)"
+        yield base_2, Way(exp2=True, lse=lse)
+    log2_e = float(np.log2(np.e))
+    yield "exp is taken of scores that were multiplied by log2(e) for exp2", Way(factor=log2_e)
     if p.causal:
-        yield (
-            "the causal mask is shifted by one: a query does not see its own key (> instead of >=)",
-            replace(way, shift=-1),
-        )
-        yield (
-            "the loop over keys ends before the diagonal: (i + 1) * BLOCK rows see keys, not i * "
-            "BLOCK",
-            replace(way, rows=block_q, early=True),
-        )
+        shifted = "the causal mask is shifted by one: a query"
+        yield f"{shifted} does not see its own key (> instead of >=)", Way(shift=-1)
+        early = "(i + 1) * BLOCK rows see keys, not i * BLOCK"
+        ends = f"the loop over keys ends before the diagonal: {early}"
+        yield ends, Way(rows=block_q, early=True)
         for rows in (0, block_q):
-            yield (
-                "the causal mask is shifted by one: a query also sees the next key",
-                replace(way, shift=1, rows=rows),
-            )
-            yield "there is no causal mask", replace(way, shift=None, rows=rows)
+            yield f"{shifted} also sees the next key", Way(shift=1, rows=rows)
+            yield "there is no causal mask", Way(shift=None, rows=rows)
             if p.n_q != p.n_kv:
                 yield (
                     "the causal mask is aligned at the top left corner instead of the bottom right "
                     "one (k <= q + n_kv - n_q)",
-                    replace(way, top_left=True, rows=rows),
+                    Way(top_left=True, rows=rows),
                 )
-    yield "the LSE is in base 2, not in base e", replace(way, lse="2")
-    yield "the LSE is m + log2(l) instead of m + log(l)", replace(way, lse="log2")
-    yield "the LSE is m alone, without log(l)", replace(way, lse="m")
-    yield "the LSE is log(l) alone, without m", replace(way, lse="no m")
-    yield "the LSE is l itself", replace(way, lse="l")
+    yield "the LSE is in base 2, not in base e", Way(lse="2")
+    yield "the LSE is m + log2(l) instead of m + log(l)", Way(lse="log2")
+    yield "the LSE is m alone, without log(l)", Way(lse="m")
+    yield "the LSE is log(l) alone, without m", Way(lse="no m")
+    yield "the LSE is l itself", Way(lse="l")
     if p.n_kv % block_k:
-        yield (
-            "the padded keys of the last tile are not masked: each counts with a score of 0",
-            replace(way, padded=True),
-        )
-        yield (
-            "the last key tile, which is not whole, is left out (the loop has n // BLOCK tiles)",
-            replace(way, skip_last="rest"),
-        )
+        padded = "the padded keys of the last tile are not masked: each counts with a score of 0"
+        yield padded, Way(padded=True)
+        rest = "the last key tile, which is not whole, is left out (the loop has n // BLOCK tiles)"
+        yield rest, Way(skip_last="rest")
     if p.n_kv > block_k:
-        yield "the last key tile is left out", replace(way, skip_last="tile")
-        yield "the first key tile is left out", replace(way, skip_first=True)
-        yield (
-            "key tile j begins at key j: its index is not multiplied by the tile's size",
-            replace(way, step=True),
-        )
+        yield "the last key tile is left out", Way(skip_last="tile")
+        yield "the first key tile is left out", Way(skip_first=True)
+        step = "key tile j begins at key j: its index is not multiplied by the tile's size"
+        yield step, Way(step=True)
     if p.batch * p.kv_heads > 1:
-        yield "all heads read K and V of the first head", replace(way, one_head="first")
+        yield "all heads read K and V of the first head", Way(one_head="first")
     if p.group > 1:
-        yield (
-            "query head h reads KV head h % kv_heads instead of h // group",
-            replace(way, one_head="modulo"),
-        )
-    yield "the softmax is over the queries, not over the keys", replace(way, axis=0)
+        modulo = "query head h reads KV head h % kv_heads instead of h // group"
+        yield modulo, Way(one_head="modulo")
+    yield "the softmax is over the queries, not over the keys", Way(axis=0)
 
 
 def _backward_mistakes(p: Problem) -> Iterator[tuple[str, Back]]:
-    back = Back()
-    yield "dQ is not multiplied by the scale", replace(back, dq=1 / p.scale)
-    yield "dK is not multiplied by the scale", replace(back, dk=1 / p.scale)
-    yield (
-        "neither dQ nor dK is multiplied by the scale",
-        replace(back, dq=1 / p.scale, dk=1 / p.scale),
-    )
-    yield "delta is not subtracted from dP", replace(back, delta=False)
-    yield "dS lacks its factor P", replace(back, p=False)
-    yield "P is recomputed with exp2 from an LSE in base e", replace(back, base2=True)
-    yield (
-        "dQ has only the last key tile's contribution: each tile overwrites it instead of adding",
-        replace(back, last_tile=True),
-    )
+    more = 1 / p.scale
+    yield "dQ is not multiplied by the scale", Back(dq=more)
+    yield "dK is not multiplied by the scale", Back(dk=more)
+    yield "neither dQ nor dK is multiplied by the scale", Back(dq=more, dk=more)
+    yield "delta is not subtracted from dP", Back(delta=False)
+    yield "dS lacks its factor P", Back(p=False)
+    yield "P is recomputed with exp2 from an LSE in base e", Back(base2=True)
+    last = "each tile overwrites it instead of adding"
+    yield f"dQ has only the last key tile's contribution: {last}", Back(last_tile=True)
     if p.causal:
-        yield "the backward pass has no causal mask", replace(back, mask=None)
-        yield "the backward pass's causal mask is shifted by one", replace(back, mask=-1)
+        yield "the backward pass has no causal mask", Back(mask=None)
+        yield "the backward pass's causal mask is shifted by one", Back(mask=-1)
     if p.group > 1:
-        yield (
-            "dK and dV are those of the group's last query head instead of sums over the group",
-            replace(back, whole_group=False),
-        )
+        group = "those of the group's last query head instead of sums over the group"
+        yield f"dK and dV are {group}", Back(whole_group=False)

@@ -114,6 +114,3 @@ def _tuples(x: Any) -> Any:
 
 def _number(x: Any) -> Any:
     return x.item() if isinstance(x, np.generic) else str(x)
-
-
-__all__ = ["Recorded", "packed", "unpacked"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from flashsim.own_kernels.geometry import Geometry
-from flashsim.schedule.tensors import COL, ROW, TILE
+from flashsim.schedule.tensors import COL, TILE
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,6 +122,3 @@ def _head(
     ok[ok] &= which[last[ok]] == which[ok]
     found = np.where(ok, query[last], alone)
     return np.where(found >= 0, found, first)
-
-
-__all__ = ["COL", "ROW", "TILE", "Visits", "visits_of"]

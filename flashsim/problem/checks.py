@@ -70,10 +70,7 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is an object of this class.
-
-    The error's text says `how` to make one.
-    """
+    """Return `value` if it is an object of this class. The error's text says `how` to make one."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value

@@ -87,13 +87,10 @@ def gradients(
     """Return the gradients of ``sum(out * dout) + sum(lse * dlse)`` by name.
 
     The result's keys are "dq", "dk" and "dv", with a bias also "dbias", with sinks also "dsinks",
-    and "d:<name>" for each captured array of `problem.score_grads`.
-
-    The gradients follow arXiv:2205.14135, appendix B.2:
-    dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale dS K, dK = scale dS^T Q.
-
-    The derivative of the LSE by a score is that score's P, so `dlse`, (batch, heads, n_q), adds
-    P dlse to dS.
+    and "d:<name>" for each captured array of `problem.score_grads`. The gradients follow
+    arXiv:2205.14135, appendix B.2: dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)), dQ = scale
+    dS K, dK = scale dS^T Q. The derivative of the LSE by a score is that score's P, so `dlse`,
+    (batch, heads, n_q), adds P dlse to dS.
     """
     p = problem
     q, k, v, dout, bias, dlse = _checked(p, dtype, bias, dlse, q=q, k=k, v=v, dout=dout)

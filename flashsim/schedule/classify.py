@@ -48,9 +48,7 @@ class Boxes(NamedTuple):
         """Return the fields of `Sums` over all tiles.
 
         The argument `heights` has the numbers of rows of the row tiles, `widths` the numbers of
-        columns of the column tiles.
-
-        The sums are computed box by box, without a list of tiles.
+        columns of the column tiles. The sums are computed box by box, without a list of tiles.
         """
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]

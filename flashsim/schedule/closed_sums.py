@@ -114,12 +114,10 @@ class Strip(NamedTuple):
     def extents(self) -> list[tuple[int, int]]:
         """Return (rows, positions) for the largest outer tiles.
 
-        The positions are those of the largest inner tile that the outer tile visits.
-
-        Of the inner tiles that an outer tile visits, the first is the largest, because only the
-        last inner tile of a sequence is smaller. This first inner tile never moves back from one
-        outer tile to the next. So of all outer tiles, the first that sees any position visits the
-        largest inner tile.
+        The positions are those of the largest inner tile that the outer tile visits. Of the inner
+        tiles that an outer tile visits, the first is the largest, because only the last inner tile
+        of a sequence is smaller. This first inner tile never moves back from one outer tile to the
+        next. So of all outer tiles, the first that sees any position visits the largest inner tile.
         """
         if not self.tiles:
             return []

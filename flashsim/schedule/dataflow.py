@@ -1,6 +1,6 @@
 """The dataflow table: which tensors each stage of each algorithm moves, and when.
 
-An algorithm runs in stages, one kernel each. A stage's entry, its *itinerary*, has three parts: the
+An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three parts: the
 start of an outer step, each visit (one pair of a query tile and a key tile), and the end of the
 outer step. Each part lists its *moves* in order: the tensors that are loaded from HBM, stored to
 HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
@@ -12,7 +12,7 @@ pass saves, and the titles of pictures also follow from the lists. The modules i
 `flashsim.algorithms`, which execute the algorithms, and the closed forms in `counts.forms` do not
 use this module. The tests compare the results of all three.
 
-Five rules keep one itinerary valid for many problems:
+Five rules keep one dataflow valid for many problems:
 
 - A tensor that the problem does not have is left out, and so is a stage that has no other tensor.
   The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
@@ -36,7 +36,7 @@ Outer = Literal["queries", "keys"]
 Per = Literal["head", "group", "bias"]
 
 
-class Itinerary(NamedTuple):
+class StageDataflow(NamedTuple):
     """One stage (one pass over the score matrix) and the tensors that it moves.
 
     Attributes
@@ -91,8 +91,8 @@ class Algorithm(NamedTuple):
     """
 
     title: str
-    forward: tuple[Itinerary, ...]
-    backward: tuple[Itinerary, ...]
+    forward: tuple[StageDataflow, ...]
+    backward: tuple[StageDataflow, ...]
     form: str = ""
 
     def direction(self, name: str) -> str:
@@ -100,16 +100,16 @@ class Algorithm(NamedTuple):
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 
-def _convert(result: str) -> Itinerary:
-    return Itinerary(
+def _convert(result: str) -> StageDataflow:
+    return StageDataflow(
         "convert", "queries", f"load {result}_acc", after=f"store {result}", converts=True
     )
 
 
-_CLEAR_DBIAS = Itinerary(
+_CLEAR_DBIAS = StageDataflow(
     "clear_dbias", "queries", visit="store dBias_acc", per="bias", whole_rows=True
 )
-_CONVERT_DBIAS = Itinerary(
+_CONVERT_DBIAS = StageDataflow(
     *("convert_dbias", "queries"),
     visit="load dBias_acc, store dBias",
     per="bias",
@@ -120,43 +120,43 @@ _CONVERT_DBIAS = Itinerary(
 # -- standard attention: S and P in HBM -----------------------------------------------------------
 
 _STANDARD_FORWARD = (
-    Itinerary(
+    StageDataflow(
         *("scores", "queries", "load Q F_own M_own"),
         "load K, alloc S gate, load bias F M, store S gate",
         dense=True,
     ),
-    Itinerary("softmax", "queries", visit="load S, store P", dense=True, whole_rows=True),
-    Itinerary("output", "queries", "alloc O", "load P V", "store O", dense=True),
+    StageDataflow("softmax", "queries", visit="load S, store P", dense=True, whole_rows=True),
+    StageDataflow("output", "queries", "alloc O", "load P V", "store O", dense=True),
 )
 _STANDARD_BACKWARD = (
-    Itinerary("dv", "keys", "alloc dV", "load P dO", "store dV", "group", dense=True),
-    Itinerary("dp", "queries", "load dO", "load V, alloc dP, store dP", dense=True),
+    StageDataflow("dv", "keys", "alloc dV", "load P dO", "store dV", "group", dense=True),
+    StageDataflow("dp", "queries", "load dO", "load V, alloc dP, store dP", dense=True),
     _CLEAR_DBIAS,
-    Itinerary(
+    StageDataflow(
         *("ds", "queries"),
         visit="load P dP dL, reduce dBias_acc, load gate, store dS",
         dense=True,
         whole_rows=True,
     ),
-    Itinerary("dq", "queries", "alloc dQ", "load dS K", "store dQ", dense=True),
-    Itinerary("dk", "keys", "alloc dK", "load dS Q", "store dK", "group", dense=True),
+    StageDataflow("dq", "queries", "alloc dQ", "load dS K", "store dQ", dense=True),
+    StageDataflow("dk", "keys", "alloc dK", "load dS Q", "store dK", "group", dense=True),
     _CONVERT_DBIAS,
 )
 
 # -- FlashAttention-1: KV-outer, so every visit loads the output from HBM and stores it again ------
 
 _FLASH1_FORWARD = (
-    Itinerary("init", "queries", after="store O_acc l m"),
-    Itinerary(
+    StageDataflow("init", "queries", after="store O_acc l m"),
+    StageDataflow(
         *("forward", "keys", "load K V"),
         "load Q O_acc l m, alloc S, load bias F M, store O_acc l m",
     ),
     _convert("O"),
 )
 _FLASH1_BACKWARD = (
-    Itinerary("init", "queries", after="store dQ_acc"),
+    StageDataflow("init", "queries", after="store dQ_acc"),
     _CLEAR_DBIAS,
-    Itinerary(
+    StageDataflow(
         *("backward", "keys", "load K V, alloc dK dV"),
         "load Q O dO dL dQ_acc l m, alloc S gate S_raw, load bias F M, alloc dP, reduce dF, "
         "store dQ_acc, reduce dBias_acc",
@@ -169,21 +169,21 @@ _FLASH1_BACKWARD = (
 # -- FlashAttention-2 -----------------------------------------------------------------------------
 
 _FLASH2_FORWARD = (
-    Itinerary(
+    StageDataflow(
         *("forward", "queries"),
         *("load Q F_own M_own sink, alloc O l m", "load K V, alloc S, load bias F M", "store O L"),
     ),
 )
-_DELTA = Itinerary(
+_DELTA = StageDataflow(
     *("delta", "queries", "load O dO dL, alloc delta, load sink L/sink"),
     after="store delta, reduce dSink",
 )
-_DKDV = Itinerary(
+_DKDV = StageDataflow(
     *("dkdv", "keys", "load K V, alloc dK dV"),
     "load Q dO L delta, alloc S gate S_raw, load bias F M, alloc dP",
     *("store dK dV", "group"),
 )
-_DQ = Itinerary(
+_DQ = StageDataflow(
     *("dq", "queries", "load Q F_own M_own dO L delta, alloc dQ"),
     "load K V, alloc S gate S_raw, load bias F M, alloc dP, reduce dF dBias_acc",
     "store dQ",
@@ -202,7 +202,7 @@ _FUSED_BACKWARD = (
 # them, and its dQ is complete. No stage before it computes delta, and none after it sums dQ.
 _ONCE_BACKWARD = (
     _CLEAR_DBIAS,
-    Itinerary(
+    StageDataflow(
         *("fused", "keys", "load K V, alloc dK dV"),
         "load Q dO L dL, alloc S gate S_raw, load bias F M, alloc dP delta, reduce dF, "
         "alloc dQ, store dQ, reduce dBias_acc",
@@ -215,12 +215,12 @@ _ONCE_BACKWARD = (
 # -- FlashDecoding: splits the keys of a row tile into parts, then merges the parts ----------------
 
 _DECODE = (
-    Itinerary(
+    StageDataflow(
         *("split", "queries", "load Q, alloc O l m", "load table K V, alloc S, load bias"),
         "store O L O_part L_part",
         parts="walks",
     ),
-    Itinerary(
+    StageDataflow(
         *("combine", "queries", "alloc O L", "load O_part L_part", "store O L"), parts="merges"
     ),
 )

@@ -21,10 +21,8 @@ from flashsim.schedule.tiling import Tiling
 class Grid:
     """The tiles of a `Schedule`, and the span of tiles that each of them visits, without an order.
 
-    The spans exist only if the mask is a band.
-
-    A band is a mask that consists of causality and a window alone, so each row keeps one interval
-    of keys.
+    The spans exist only if the mask is a band. A band is a mask that consists of causality and a
+    window alone, so each row keeps one interval of keys.
     """
 
     problem: Problem

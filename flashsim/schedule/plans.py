@@ -17,7 +17,7 @@ from flashsim.errors import OptionError, UnsupportedError
 from flashsim.problem import checks
 from flashsim.problem.problem import Problem
 from flashsim.schedule import dataflow
-from flashsim.schedule.dataflow import Itinerary, Outer, Per
+from flashsim.schedule.dataflow import Outer, Per, StageDataflow
 from flashsim.schedule.names import OPS, TRANSFERS
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import (
@@ -108,7 +108,7 @@ class Stage:
     Attributes
     ----------
     name, outer, dense, per, whole_rows, converts, parts, once
-        As in `Itinerary`; with packed heads, `per` is "group" instead of "head".
+        As in `StageDataflow`; with packed heads, `per` is "group" instead of "head".
     buffers : tuple of Buffer
         On-chip buffers. Those with ``visit=False`` are live during the whole inner loop.
     before, visit, after : tuple of Move
@@ -192,14 +192,14 @@ def _stages(problem: Problem, algorithm: str, direction: str, packed: bool) -> t
                 "algorithm='flash2'"
             )
     wide = problem.itemsize == problem.compute_itemsize
-    listed: tuple[Itinerary, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
+    listed: tuple[StageDataflow, ...] = getattr(dataflow.ALGORITHMS[algorithm], direction)
     if packed:
         listed = tuple(flow._replace(per="group") for flow in listed)
     stages = (_stage(problem, flow) for flow in listed if not (wide and flow.converts))
     return tuple(stage for stage in stages if stage.moves)
 
 
-def _stage(p: Problem, flow: Itinerary) -> Stage:
+def _stage(p: Problem, flow: StageDataflow) -> Stage:
     parts = flow.before, flow.visit, flow.after
     before, visit, after = (_moves(p, text, flow.outer) for text in parts)
     held = [m.tile for m in before if m.holds]

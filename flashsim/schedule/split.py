@@ -137,13 +137,11 @@ def fill_once(blocks: int, processors: int, visits: int) -> int:
 def fa3(blocks: int, processors: int, visits: int) -> int:
     """Return the number of parts by FlashAttention-3's rule.
 
-    The rule's case for K and V that exceed L2 is left out.
-
-    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention. The
-    rule returns one part if the row tiles alone occupy 0.8 of the SMs, or if there are at most 4
-    key tiles. Otherwise, the rule compares the fraction of SMs that are busy over all waves, for
-    up to 128 parts. It returns the smallest number of parts that reaches 0.85 of the best
-    fraction.
+    The rule's case for K and V that exceed L2 is left out. The rule is `num_splits_heuristic` in
+    hopper/heuristics.h of Dao-AILab/flash-attention. The rule returns one part if the row tiles
+    alone occupy 0.8 of the SMs, or if there are at most 4 key tiles. Otherwise, the rule compares
+    the fraction of SMs that are busy over all waves, for up to 128 parts. It returns the smallest
+    number of parts that reaches 0.85 of the best fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1

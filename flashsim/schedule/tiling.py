@@ -246,10 +246,7 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """Search up to 72 tilings for `Tiling.fit`.
-
-    Results are cached by the arguments.
-    """
+    """Search up to 72 tilings for `Tiling.fit`. Results are cached by the arguments."""
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)

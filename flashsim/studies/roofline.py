@@ -122,8 +122,8 @@ class Point:
         return "L2" if self.count == "requested" else "HBM"
 
 
-@dataclass(frozen=True)
-class Roofline:
+@dataclass(frozen=True, repr=False)
+class Roofline(report.Tabled):
     """The roofline points of one problem on one device; prints as a table."""
 
     problem: Problem
@@ -169,10 +169,6 @@ class Roofline:
                 )
             )
         return table
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
 
 @own_errors

@@ -4,8 +4,8 @@ Code written for the ``flash_attn`` package (FlashAttention-2) runs by changing 
 FlashAttention-3's ``flash_attn_interface`` there is `flashsim.torch.flash_attn_interface`. The
 functions have the names, layouts, defaults and results of that package. Tensors are (batch, n,
 heads, head_dim), or (tokens, heads, head_dim) for packed sequences; the causal mask and the window
-are aligned to the end of the keys. The functions raise UnsupportedError for dropout. They also
-raise it for ALiBi (a bias) on a GPU, with packed sequences, and over a cache.
+are aligned to the end of the keys. The functions raise UnsupportedError for dropout. ALiBi is a
+score function, so no bias matrix is stored.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from flashsim.errors import DTypeError, ShapeError, UnsupportedError
+from flashsim.errors import DTypeError, ShapeError
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn_core import Window
 
@@ -59,7 +59,7 @@ def flash_attn_func(
         Keys to the left and right of the diagonal that a query sees; -1 or None: no limit.
     softcap : float
     alibi_slopes : Tensor of float32, (heads,) or (batch, heads), optional
-        Adds ``-slope * |i + n_k - n_q - j|`` to the score of query i and key j; on the CPU only.
+        Adds ``-slope * |i + n_k - n_q - j|`` to the score of query i and key j.
     deterministic : bool
         Whether the backward pass adds in a fixed order.
     return_attn_probs : bool
@@ -247,7 +247,8 @@ def flash_attn_with_kvcache(
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
     On a GPU, the kernel reads cache lengths and block tables while it runs. So a call of this
-    function does not wait for the GPU, and a CUDA graph can capture it. The docstring of
+    function does not wait for the GPU, and a CUDA graph can capture it. With `alibi_slopes`,
+    lengths are read on the host instead, and the live keys are copied. The docstring of
     `flash_attn_func` explains arguments that are not listed here.
 
     Parameters
@@ -276,11 +277,6 @@ def flash_attn_with_kvcache(
     Tensor, (batch, n_q, heads, head_dim_v)
         With `return_softmax_lse` also the LSE, (batch, heads, n_q) in float32.
     """
-    if alibi_slopes is not None:
-        raise UnsupportedError(
-            "flashsim's decoding does not support alibi_slopes=, because they act as a bias; "
-            "use flash_attn_func, which supports them on the CPU"
-        )
     out, lse = core.with_cache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
         *(cache_leftpad, block_table),
@@ -290,6 +286,7 @@ def flash_attn_with_kvcache(
         causal=causal,
         window=window_size,
         softcap=softcap,
+        slopes=alibi_slopes,
     )
     return (out, lse) if return_softmax_lse else out
 

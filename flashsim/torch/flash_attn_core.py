@@ -1,8 +1,8 @@
-"""Code that `flash_attn` and `flash_attn_interface` share: rotation, caches, packing, chunks, FP8.
+"""Code that the three interfaces of flash-attention share: rotation, caches, packing, chunks, FP8.
 
-The public functions in those two modules only name the arguments as the original packages do. The
-user's tensors are (batch, n, heads, d) or packed (tokens, heads, d); `attention` takes (batch,
-heads, n, d).
+The public functions in `flash_attn`, `flash_attn_interface` and `flash_attn_cute` only name the
+arguments as the original packages do. The user's tensors are (batch, n, heads, d) or packed
+(tokens, heads, d); `attention` takes (batch, heads, n, d).
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError
+from flashsim.functions.mask import MaskFunction
 from flashsim.torch.decoding import decode
-from flashsim.torch.functional import attention
+from flashsim.torch.flex import with_functions
+from flashsim.torch.functional import attention, check_sinks, default_backend, taken
 
 Window = Sequence[int | None]
 Cuts = tuple[tuple[int, ...], tuple[int, ...]]
@@ -124,7 +126,8 @@ def with_cache(
         _append(v_cache, v, lengths, entries, table)
         lengths = lengths + k.shape[1]
     padded_pages = table is not None and starts is not None
-    if qv is not None or options.get("chunk") or q.dtype in _FP8 or padded_pages:
+    alone = qv is not None or options.get("chunk") or options.get("slopes") is not None
+    if alone or q.dtype in _FP8 or padded_pages:
         n = k_cache.shape[1] * (1 if table is None else table.shape[1])
         stops = [n] * batch if lengths is None else torch.as_tensor(lengths).tolist()
         begins = [0] * batch if starts is None else starts.tolist()
@@ -279,12 +282,16 @@ def attend(
     softcap: float,
     chunk: int = 0,
     slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    signed: bool = False,
     deterministic: bool = False,
     cuts: Cuts | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
-    `cuts` divides a batch of 1 into packed sequences.
+    `cuts` divides a batch of 1 into packed sequences. If `signed`, a negative number in `window`
+    moves that side across the diagonal, and only None means no limit; otherwise a negative number
+    means no limit, too.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -296,28 +303,22 @@ def attend(
         n_k = k.shape[2]
         cuts = tuple(range(0, batch * n_q + 1, n_q)), tuple(range(0, batch * n_k + 1, n_k))
         q, k, v = _flat(q), _flat(k), _flat(v)
-    options: dict[str, Any] = {}
-    if slopes is not None:
-        if cuts is not None:
-            raise UnsupportedError(
-                "flashsim does not support alibi_slopes= with packed sequences or chunks, "
-                "because the bias would be a single matrix over all of them; call "
-                "flash_attn_func for each sequence"
-            )
-        options["bias"] = _alibi(slopes, q, k)
     if cuts is not None:
         cuts = _chunked(cuts, chunk) if chunk > 0 else cuts
-        options |= {"cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
-    out, lse = attention(
-        *(q, k, v),
-        causal=causal,
-        window=_window(window),
-        softcap=max(float(softcap), 0.0),
-        scale=scale,
-        deterministic=deterministic,
-        return_lse=True,
-        **options,
-    )
+    options: dict[str, Any] = {
+        **{"causal": causal, "softcap": max(float(softcap), 0.0), "scale": scale},
+        "deterministic": deterministic,
+    }
+    moved = signed and any(side is not None and side < 0 for side in window)
+    if moved or slopes is not None:
+        if not moved:
+            options["window"], window = _window(window), (None, None)
+        out, lse = _by_functions(q, k, v, slopes, window, sinks, cuts, options)
+    else:
+        if cuts is not None:
+            options |= {"cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
+        options |= {"window": _window(window), "sinks": sinks, "return_lse": True}
+        out, lse = attention(q, k, v, **options)
     if packed:
         out = out.reshape(heads, batch, n_q, -1).transpose(0, 1)
         lse = lse.reshape(heads, batch, n_q).transpose(0, 1)
@@ -402,17 +403,74 @@ def _over_cache(
     return out[0].transpose(0, 1), lse[0]
 
 
-def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
-    """Return ALiBi's bias ``-slope * |i + n_k - n_q - j|`` in q's type."""
-    (batch, heads, n_q, _), n_k = q.shape, k.shape[2]
-    if slopes.shape not in ((heads,), (batch, heads)):
+@torch.compiler.disable
+def _by_functions(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    window: Window,
+    sinks: Tensor | None,
+    cuts: Cuts | None,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Compute attention with ALiBi as a score function, and a signed window as a mask function.
+
+    Both functions measure distances from the diagonal, which starts at key ``n_k - n_q``. Sequences
+    for which this number differs, or that have slopes of their own, are computed one by one.
+    """
+    q, k, v = taken(q=q, k=k, v=v)
+    batch, heads = q.shape[:2]
+    sequences = batch if cuts is None else len(cuts[0]) - 1
+    if slopes is not None and slopes.shape not in ((heads,), (sequences, heads)):
         raise ShapeError(
-            f"alibi_slopes must be ({heads},) or ({batch}, {heads}), got {tuple(slopes.shape)}"
+            f"alibi_slopes must be ({heads},) or ({sequences}, {heads}), got {tuple(slopes.shape)}"
         )
-    rows = torch.arange(n_q, device=q.device)[:, None] + n_k - n_q
-    distance = (rows - torch.arange(n_k, device=q.device)).abs()
-    each = slopes.reshape(-1, heads, 1, 1).float()
-    return (-each * distance).to(q.dtype)
+    if sinks is not None:
+        check_sinks(sinks, q)
+    if cuts is None:
+        return _functions_of(q, k, v, slopes, window, sinks, k.shape[2] - q.shape[2], options)
+    spans = [(*of_q, *of_k) for of_q, of_k in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True)]
+    starts = {(d - c) - (b - a) for a, b, c, d in spans}
+    if len(starts) == 1 and (slopes is None or slopes.ndim == 1):
+        options = {**options, "cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
+        return _functions_of(q, k, v, slopes, window, sinks, starts.pop(), options)
+    results = []
+    for n, (a, b, c, d) in enumerate(spans):
+        own = slopes if slopes is None or slopes.ndim == 1 else slopes[n]
+        rows = q[:, :, a:b], k[:, :, c:d], v[:, :, c:d]
+        results.append(_functions_of(*rows, own, window, sinks, (d - c) - (b - a), options))
+    return torch.cat([out for out, _ in results], 2), torch.cat([lse for _, lse in results], 2)
+
+
+def _functions_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    window: Window,
+    sinks: Tensor | None,
+    start: int,
+    options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:
+    """Do what `_by_functions` does for sequences whose diagonal starts at key `start`."""
+    left, right = window
+    values = None if slopes is None else slopes.detach().float()
+
+    def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        assert values is not None
+        slope = values[h] if values.ndim == 1 else values[b, h]
+        return score - slope * abs(i + start - j)
+
+    def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
+        keep = i == i
+        if left is not None:
+            keep = keep & (i + start - j <= left)
+        return keep if right is None else keep & (j - i - start <= right)
+
+    mask = None if left is right is None else MaskFunction.of(seen)
+    given = None if slopes is None else alibi, mask, sinks
+    return with_functions(q, k, v, *given, backend=default_backend(q), **options)
 
 
 def _kept_rows(

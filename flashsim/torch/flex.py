@@ -98,13 +98,33 @@ def uncompiled(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse: `flex_attention` of arguments that were checked."""
-    score = None if score_mod is None else trace_score(score_mod)
     mask = None if block_mask is None else _mask(block_mask, query, key)
+    return with_functions(query, key, value, score_mod, mask, sinks, scale, backend)
+
+
+def with_functions(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Callable[..., Any] | None,
+    mask: MaskFunction | None,
+    sinks: Tensor | None,
+    scale: float | None,
+    backend: str,
+    deterministic: bool | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return out and lse of checked 4-D tensors; `more` holds further keywords of `flashsim.run`.
+
+    There is a gradient for each captured tensor of `score_mod` with ``requires_grad``.
+    """
+    score = None if score_mod is None else trace_score(score_mod)
     wanted = []
     if score is not None:
         pairs = zip(score.graph.arrays, score.arrays, strict=True)
         wanted = [(a.name, x) for a, x in pairs if isinstance(x, Tensor) and x.requires_grad]
-    passes = FlexPasses(score, mask, scale, tuple(n for n, _ in wanted), backend)
+    names = tuple(name for name, _ in wanted)
+    passes = FlexPasses(score, mask, scale, names, backend, tuple(more.items()), deterministic)
     return _Flex.apply(query, key, value, sinks, passes, *(x for _, x in wanted))
 
 

@@ -15,7 +15,8 @@ from flashsim.torch import ops
 class FlexPasses(NamedTuple):
     """A score function, a mask and options of `flex_attention`; its methods run the passes.
 
-    `wanted` names the captured arrays whose gradients the backward pass computes.
+    `wanted` names the captured arrays whose gradients the backward pass computes. `more` holds
+    further keywords of `flashsim.run`, such as ``causal``, and their values.
     """
 
     score: Traced | None
@@ -23,12 +24,15 @@ class FlexPasses(NamedTuple):
     scale: float | None
     wanted: tuple[str, ...]
     backend: str
+    more: tuple[tuple[str, Any], ...] = ()
+    deterministic: bool | None = None
 
     def _keywords(self, sinks: Tensor | None) -> dict[str, Any]:
         """Return the keywords of `flashsim.run`."""
         return {
             **{"score_mod": self.score, "mask_mod": self.mask, "scale": self.scale},
             **{"sinks": None if sinks is None else sinks.detach(), "backend": self.backend},
+            **dict(self.more),
         }
 
     def forward(
@@ -59,6 +63,7 @@ class FlexPasses(NamedTuple):
         found = execution.backward(
             *map(ops.readable, (*inputs, *results, dout)),
             dlse=None if dlse is None else ops.readable(dlse),
+            deterministic=self.deterministic,
             captured=self.wanted,
             **self._keywords(sinks),
         )

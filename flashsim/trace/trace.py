@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from flashsim import report
 from flashsim.counts import questions, traffic
 from flashsim.counts.traffic import Traffic
 from flashsim.counts.work import KINDS, on_chip_bytes, stage_work, total_flops
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @own_errors
-class Trace(Recording):
+class Trace(Recording, questions.Answers):
     """The recorded events of a run, with the same query methods as `Traffic`, its closed form."""
 
     # -- events ---------------------------------------------------------------------------------
@@ -101,33 +100,11 @@ class Trace(Recording):
                 result[label] = result.get(label, 0) + total * stage.repeat
         return result
 
-    def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the requested bytes between HBM and SRAM, over all heads.
-
-        Without arguments, all operations and tensors are summed.
-
-        Parameters
-        ----------
-        op : {"load", "store", "reduce"}, optional
-        tensor : str, optional
-            For example "K"; see `TENSORS`.
-
-        Raises
-        ------
-        OptionError
-            If no operation or tensor has this name.
-        """
-        return questions.select(self.transfers, op, tensor, self.tensors)
-
     def compulsory(self) -> int:
         """Return the bytes that any algorithm must move: each input and each output once."""
         if self.own is not None:
             return self.own.compulsory
         return traffic.compulsory(self.problem, self.direction)
-
-    def by_tensor(self) -> dict[str, dict[str, int]]:
-        """Return the requested bytes over all heads and stages, as ``{tensor: {op: bytes}}``."""
-        return questions.by_tensor(self.transfers)
 
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
         """Return the requested bytes of each score tile over all heads, int64 (T_r, T_c).
@@ -199,21 +176,6 @@ class Trace(Recording):
                     for key, value in part.items():
                         total[key] = total.get(key, 0) + value * stage.repeat
         return flops, chip
-
-    def flops(self, kind: str | None = None) -> int:
-        """Return the FLOPs executed over all heads: of one kind (see `work.KINDS`) or of all."""
-        return questions.select_kind(self._work[0], kind)
-
-    def on_chip(self, op: str | None = None) -> int:
-        """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
-
-        Without `op`, both are summed.
-        """
-        return questions.select_chip(self._work[1], op)
-
-    def intensity(self) -> float:
-        """Return the arithmetic intensity: FLOPs per requested byte of HBM."""
-        return self.flops() / self.bytes()
 
     # -- SRAM -----------------------------------------------------------------------------------
 
@@ -399,10 +361,6 @@ class Trace(Recording):
 
     # -- for people -----------------------------------------------------------------------------
 
-    def table(self) -> report.Table:
-        """Return a table of bytes by tensor and direction, FLOPs, intensity and peak SRAM."""
-        return questions.summary(self)
-
     def __iter__(self) -> Iterator[np.void]:
         return iter(self.events)
 
@@ -414,6 +372,3 @@ class Trace(Recording):
             f"<Trace {self.algorithm} {self.direction} on {self.backend}: {self.n_events:,} events,"
             f" {self.bytes():,} B requested>"
         )
-
-    __str__ = report.text
-    _repr_html_ = report.tabled

@@ -43,21 +43,16 @@ _TYPES = {
 
 
 @dataclass(eq=False)
-class Pointer:
-    """The address of an array argument, which the interpreter passes to the kernel.
+class ArrayLayout:
+    """The memory layout of an array argument.
 
     Attributes
     ----------
-    code : int
-        The tensor's code in the record.
+    shape, strides : tuple of int
     dtype : str
         The element type, as `Problem` names types.
-    element : object
-        Triton's element type.
     itemsize : int
         Bytes per element.
-    address : int
-        The simulated address that the kernel gets.
     memory, size : int
         The allocation's real address, and its size in bytes.
     start : int
@@ -66,15 +61,33 @@ class Pointer:
         The user's array, or a copy of it if it cannot be written to.
     """
 
-    code: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: str
-    element: Any
     itemsize: int
-    address: int
     memory: int
     size: int
     start: int
     array: Any = field(repr=False)
+
+
+@dataclass(eq=False)
+class Pointer(ArrayLayout):
+    """The address of an array argument, which the interpreter passes to the kernel.
+
+    Attributes
+    ----------
+    code : int
+        The tensor's code in the record.
+    element : object
+        Triton's element type.
+    address : int
+        The simulated address that the kernel gets.
+    """
+
+    code: int
+    element: Any
+    address: int
 
 
 class Arguments:
@@ -113,7 +126,7 @@ class Arguments:
         return self._point(name, given, inner, inner.dtype, taken)
 
     def _point(
-        self, name: str, given: Any, inner: _Layout, dtype: str, taken: dict[str, int]
+        self, name: str, given: Any, inner: ArrayLayout, dtype: str, taken: dict[str, int]
     ) -> Pointer:
         tl = installed().tl
         code = self._recorder.tensor(
@@ -130,16 +143,10 @@ class Arguments:
         for one in self.pointers:
             if one.code == code:
                 return one
+        inner.dtype = dtype
+        address = START + code * REGION + REGION // 2 + inner.start
         made = Pointer(
-            code,
-            dtype,
-            getattr(tl, _TYPES[dtype]),
-            inner.itemsize,
-            START + code * REGION + REGION // 2 + inner.start,
-            inner.memory,
-            inner.size,
-            inner.start,
-            inner.array,
+            **vars(inner), code=code, element=getattr(tl, _TYPES[dtype]), address=address
         )
         if inner.start >= REGION // 4 or inner.size >= REGION // 4:
             raise UnsupportedError(
@@ -159,18 +166,6 @@ class Descriptor:
     base: Any
 
 
-@dataclass(frozen=True)
-class _Layout:
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    dtype: str
-    itemsize: int
-    memory: int
-    size: int
-    start: int
-    array: Any
-
-
 def _dtype_name(name: str, dtype: Any) -> str:
     tl = installed().tl
     word = str(dtype).removeprefix("torch.")
@@ -184,7 +179,7 @@ def _dtype_name(name: str, dtype: Any) -> str:
     )
 
 
-def _array(name: str, given: Any) -> _Layout:
+def _array(name: str, given: Any) -> ArrayLayout:
     """Return the memory layout of a NumPy, torch or JAX array."""
     if isinstance(given, np.ndarray):
         return _of_numpy(name, given)
@@ -199,7 +194,7 @@ def _array(name: str, given: Any) -> _Layout:
     )
 
 
-def _of_numpy(name: str, array: np.ndarray) -> _Layout:
+def _of_numpy(name: str, array: np.ndarray) -> ArrayLayout:
     root = array
     while isinstance(root.base, np.ndarray):
         root = root.base
@@ -211,7 +206,7 @@ def _of_numpy(name: str, array: np.ndarray) -> _Layout:
                 f"of the element size; pass numpy.ascontiguousarray({name})"
             )
     low, high = np.lib.array_utils.byte_bounds(root)
-    return _Layout(
+    return ArrayLayout(
         array.shape,
         tuple(step // array.itemsize for step in array.strides),
         dtype,
@@ -223,13 +218,13 @@ def _of_numpy(name: str, array: np.ndarray) -> _Layout:
     )
 
 
-def _of_torch(name: str, tensor: Any) -> _Layout:
+def _of_torch(name: str, tensor: Any) -> ArrayLayout:
     if str(tensor.device) != "cpu":
         raise DTypeError(
             f"{name} is on {tensor.device}, but kernels are traced on the CPU; pass {name}.cpu()"
         )
     storage = tensor.untyped_storage()
-    return _Layout(
+    return ArrayLayout(
         tuple(tensor.shape),
         tuple(tensor.stride()),
         _dtype_name(name, tensor.dtype),

@@ -1,8 +1,8 @@
 """Replacements for operations of the Triton interpreter's builder, used while kernels are traced.
 
-Each function takes the `machine.Interpreter` and the original operation, and returns its
-replacement. The replaced loads, stores and atomic operations record their accesses. Replaced
-arithmetic of bfloat16 and FP8 is computed in float32 and rounded once.
+Each function takes the `machine.Interpreter`, the original operation and its arguments. The
+replaced loads, stores and atomic operations record their accesses. Replaced arithmetic of bfloat16
+and FP8 is computed in float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -19,36 +19,32 @@ from flashsim.triton import narrow_floats as floats
 Interpreter = Any  # `machine.Interpreter`, whose module imports this one
 
 
-def _load(m: Interpreter, plain: Any) -> Any:
-    def load(ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any) -> Any:
-        at = m.at.interpreter
-        mask = _as_handle(m, mask)
-        reached = m.reach(LOAD, ptrs, mask)
-        kind = at._get_np_dtype(ptrs.get_element_ty())
-        if other is None:
-            fill = np.zeros(reached.addresses.shape, kind)
-        else:
-            fill = np.broadcast_to(other.data, reached.addresses.shape).astype(kind)
-        if reached.lost.any():  # outside of every allocation: NaN, so that its use is visible
-            fill = fill.copy()
-            fill[reached.lost] = _junk(ptrs.get_element_ty(), kind)
-        found = at._interpreter.load(reached.addresses, reached.real, fill, kind)
-        return m.loaded(at.TensorHandle(found, ptrs.get_element_ty()))
+def _load(
+    m: Interpreter, plain: Any, ptrs: Any, mask: Any, other: Any, *rest: Any, **more: Any
+) -> Any:
+    at = m.at.interpreter
+    mask = _as_handle(m, mask)
+    reached = m.reach(LOAD, ptrs, mask)
+    kind = at._get_np_dtype(ptrs.get_element_ty())
+    if other is None:
+        fill = np.zeros(reached.addresses.shape, kind)
+    else:
+        fill = np.broadcast_to(other.data, reached.addresses.shape).astype(kind)
+    if reached.lost.any():  # outside of every allocation: NaN, so that its use is visible
+        fill = fill.copy()
+        fill[reached.lost] = _junk(ptrs.get_element_ty(), kind)
+    found = at._interpreter.load(reached.addresses, reached.real, fill, kind)
+    return m.loaded(at.TensorHandle(found, ptrs.get_element_ty()))
 
-    return load
 
-
-def _store(m: Interpreter, plain: Any) -> Any:
-    def store(ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any) -> Any:
-        mask = _as_handle(m, mask)
-        reached = m.reach(STORE, ptrs, mask)
-        kind = m.at.interpreter._get_np_dtype(ptrs.get_element_ty())
-        data = np.broadcast_to(value.data, reached.addresses.shape).astype(kind, copy=False)
-        m.at.interpreter._interpreter.store(
-            reached.addresses, np.ascontiguousarray(data), reached.real
-        )
-
-    return store
+def _store(
+    m: Interpreter, plain: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **more: Any
+) -> Any:
+    mask = _as_handle(m, mask)
+    reached = m.reach(STORE, ptrs, mask)
+    kind = m.at.interpreter._get_np_dtype(ptrs.get_element_ty())
+    data = np.broadcast_to(value.data, reached.addresses.shape).astype(kind, copy=False)
+    m.at.interpreter._interpreter.store(reached.addresses, np.ascontiguousarray(data), reached.real)
 
 
 def _as_handle(m: Interpreter, mask: Any) -> Any:
@@ -66,159 +62,123 @@ def _junk(element: Any, kind: np.dtype) -> Any:
     return 0
 
 
-def _rmw(m: Interpreter, plain: Any) -> Any:
-    def rmw(op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
-        if floats.is_narrow(val.dtype):
-            raise floats.refuse("an atomic operation")
-        reached = m.reach(ATOMIC, ptr, mask)
-        at = m.at.interpreter
-        shape = reached.addresses.shape
-        value = at.TensorHandle(np.ascontiguousarray(np.broadcast_to(val.data, shape)), val.dtype)
-        where = at.TensorHandle(reached.addresses, ptr.dtype)
-        return plain(op, where, value, at.TensorHandle(reached.real, m.at.tl.int1), *rest)
-
-    return rmw
+def _rmw(m: Interpreter, plain: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
+    if floats.is_narrow(val.dtype):
+        raise floats.refuse("an atomic operation")
+    reached = m.reach(ATOMIC, ptr, mask)
+    at = m.at.interpreter
+    shape = reached.addresses.shape
+    value = at.TensorHandle(np.ascontiguousarray(np.broadcast_to(val.data, shape)), val.dtype)
+    where = at.TensorHandle(reached.addresses, ptr.dtype)
+    return plain(op, where, value, at.TensorHandle(reached.real, m.at.tl.int1), *rest)
 
 
-def _cas(m: Interpreter, plain: Any) -> Any:
-    def cas(ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
-        reached = m.reach(ATOMIC, ptr, None)
-        if reached.lost.any():
-            raise MemoryModelError(
-                "an atomic compare-and-swap accesses memory outside of its tensor; check the "
-                "index, and compare it with the tensor's shape",
-                "outside",
-            )
-        at = m.at.interpreter
-        shape = reached.addresses.shape
-        wide = [
-            at.TensorHandle(np.ascontiguousarray(np.broadcast_to(x.data, shape)), x.dtype)
-            for x in (cmp, val)
-        ]
-        return plain(at.TensorHandle(reached.addresses, ptr.dtype), *wide, *rest)
-
-    return cas
+def _cas(m: Interpreter, plain: Any, ptr: Any, cmp: Any, val: Any, *rest: Any) -> Any:
+    reached = m.reach(ATOMIC, ptr, None)
+    if reached.lost.any():
+        raise MemoryModelError(
+            "an atomic compare-and-swap accesses memory outside of its tensor; check the "
+            "index, and compare it with the tensor's shape",
+            "outside",
+        )
+    at = m.at.interpreter
+    shape = reached.addresses.shape
+    wide = [
+        at.TensorHandle(np.ascontiguousarray(np.broadcast_to(x.data, shape)), x.dtype)
+        for x in (cmp, val)
+    ]
+    return plain(at.TensorHandle(reached.addresses, ptr.dtype), *wide, *rest)
 
 
-def _as_atomic(m: Interpreter, plain: Any) -> Any:
-    def atomic(*args: Any) -> Any:
-        m.atomic = True
-        try:
-            return plain(*args)
-        finally:
-            m.atomic = False
-
-    return atomic
+def _as_atomic(m: Interpreter, plain: Any, *args: Any) -> Any:
+    m.atomic = True
+    try:
+        return plain(*args)
+    finally:
+        m.atomic = False
 
 
-def _poll(m: Interpreter, plain: Any) -> Any:
-    def poll(ptr: Any, expected: Any, *rest: Any) -> Any:
-        m.atomic = True
-        try:
-            builder = m.at.interpreter.interpreter_builder
-            mask = m.at.interpreter.TensorHandle(np.ones(ptr.data.shape, bool), m.at.tl.int1)
-            now = builder.create_masked_load(ptr, mask, None, None, True).data == expected.data
-        finally:
-            m.atomic = False
-        if not now.all():
-            raise UnsupportedError(
-                "this program waits for a value that another program writes. The simulation "
-                "runs programs one after another, in the order of the grid, so it would wait "
-                "forever; split the kernel into two launches"
-            )
-        return m.at.interpreter.TensorHandle(now, m.at.tl.int1)
-
-    return poll
+def _poll(m: Interpreter, plain: Any, ptr: Any, expected: Any, *rest: Any) -> Any:
+    m.atomic = True
+    try:
+        builder = m.at.interpreter.interpreter_builder
+        mask = m.at.interpreter.TensorHandle(np.ones(ptr.data.shape, bool), m.at.tl.int1)
+        now = builder.create_masked_load(ptr, mask, None, None, True).data == expected.data
+    finally:
+        m.atomic = False
+    if not now.all():
+        raise UnsupportedError(
+            "this program waits for a value that another program writes. The simulation "
+            "runs programs one after another, in the order of the grid, so it would wait "
+            "forever; split the kernel into two launches"
+        )
+    return m.at.interpreter.TensorHandle(now, m.at.tl.int1)
 
 
-def _dot(m: Interpreter, plain: Any) -> Any:
-    def dot(a: Any, b: Any, d: Any, *rest: Any) -> Any:
-        m.dot(a, b)
-        if not any(floats.is_narrow(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
-            return plain(a, b, d, *rest)
-        # float16 is widened too: this is exact, and NumPy's float32 product is many times as fast.
-        sums = np.matmul(floats.widen(a), floats.widen(b), dtype=np.float32) + floats.widen(d)
-        if floats.is_narrow(d.dtype):
-            sums = floats.narrow(sums, d.dtype)
-        return floats.handle(sums.astype(d.data.dtype, copy=False), d.dtype.scalar)
-
-    return dot
+def _dot(m: Interpreter, plain: Any, a: Any, b: Any, d: Any, *rest: Any) -> Any:
+    m.dot(a, b)
+    if not any(floats.is_narrow(x.dtype) or x.data.dtype == np.float16 for x in (a, b)):
+        return plain(a, b, d, *rest)
+    # float16 is widened too: this is exact, and NumPy's float32 product is many times as fast.
+    sums = np.matmul(floats.widen(a), floats.widen(b), dtype=np.float32) + floats.widen(d)
+    if floats.is_narrow(d.dtype):
+        sums = floats.narrow(sums, d.dtype)
+    return floats.handle(sums.astype(d.data.dtype, copy=False), d.dtype.scalar)
 
 
-def _binary(m: Interpreter, plain: Any) -> Any:
-    def binary(lhs: Any, rhs: Any, op: Any) -> Any:
-        if floats.is_narrow(lhs.dtype) or floats.is_narrow(rhs.dtype):
-            return floats.arithmetic(op, lhs, rhs)
-        return plain(lhs, rhs, op)
-
-    return binary
+def _binary(m: Interpreter, plain: Any, lhs: Any, rhs: Any, op: Any) -> Any:
+    if floats.is_narrow(lhs.dtype) or floats.is_narrow(rhs.dtype):
+        return floats.arithmetic(op, lhs, rhs)
+    return plain(lhs, rhs, op)
 
 
-def _unary(m: Interpreter, plain: Any) -> Any:
-    def unary(arg: Any, op: Any) -> Any:
-        if op in _EXPONENTIALS:
-            m.work("exp", arg.data.size)
-        if op in (np.exp, np.exp2):
-            m.exponent(arg)
-        return floats.arithmetic(op, arg) if floats.is_narrow(arg.dtype) else plain(arg, op)
-
-    return unary
+def _unary(m: Interpreter, plain: Any, arg: Any, op: Any) -> Any:
+    if op in _EXPONENTIALS:
+        m.work("exp", arg.data.size)
+    if op in (np.exp, np.exp2):
+        m.exponent(arg)
+    return floats.arithmetic(op, arg) if floats.is_narrow(arg.dtype) else plain(arg, op)
 
 
-def _ternary(m: Interpreter, plain: Any) -> Any:
-    def ternary(lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
-        if op is not np.where and floats.is_narrow(lhs.dtype):
-            return floats.arithmetic(op, lhs, rhs, other)
-        return plain(lhs, rhs, other, op)
-
-    return ternary
+def _ternary(m: Interpreter, plain: Any, lhs: Any, rhs: Any, other: Any, op: Any) -> Any:
+    if op is not np.where and floats.is_narrow(lhs.dtype):
+        return floats.arithmetic(op, lhs, rhs, other)
+    return plain(lhs, rhs, other, op)
 
 
-def _fma(m: Interpreter, plain: Any) -> Any:
-    def fma(x: Any, y: Any, z: Any) -> Any:
-        if not floats.is_narrow(z.dtype):
-            return plain(x, y, z)
-        wide = [floats.widen(one).astype(np.float64) for one in (x, y, z)]
-        return floats.handle(floats.narrow(wide[0] * wide[1] + wide[2], z.dtype), z.dtype.scalar)
-
-    return fma
+def _fma(m: Interpreter, plain: Any, x: Any, y: Any, z: Any) -> Any:
+    if not floats.is_narrow(z.dtype):
+        return plain(x, y, z)
+    wide = [floats.widen(one).astype(np.float64) for one in (x, y, z)]
+    return floats.handle(floats.narrow(wide[0] * wide[1] + wide[2], z.dtype), z.dtype.scalar)
 
 
-def _cast(m: Interpreter, plain: Any) -> Any:
-    def cast(src: Any, dst: Any) -> Any:
-        if floats.is_narrow(src.dtype) or floats.is_narrow(dst):
-            return floats.cast(src, dst)
-        return plain(src, dst)
-
-    return cast
-
-
-def _convert_float(m: Interpreter, plain: Any) -> Any:
-    def convert(src: Any, dst: Any, rounding: Any) -> Any:
-        if not (floats.is_narrow(src.dtype) or floats.is_narrow(dst)):
-            return plain(src, dst, rounding)
-        modes = m.at.interpreter._ir.ROUNDING_MODE
-        narrower = dst.scalar.primitive_bitwidth < src.dtype.scalar.primitive_bitwidth
-        if rounding is not None and rounding != modes.RTNE and narrower:
-            raise UnsupportedError(
-                f"a conversion to {dst.scalar} that rounds to zero is not supported; leave out "
-                "fp_downcast_rounding=, so that it rounds to nearest even"
-            )
+def _cast(m: Interpreter, plain: Any, src: Any, dst: Any) -> Any:
+    if floats.is_narrow(src.dtype) or floats.is_narrow(dst):
         return floats.cast(src, dst)
+    return plain(src, dst)
 
-    return convert
+
+def _convert_float(m: Interpreter, plain: Any, src: Any, dst: Any, rounding: Any) -> Any:
+    if not (floats.is_narrow(src.dtype) or floats.is_narrow(dst)):
+        return plain(src, dst, rounding)
+    modes = m.at.interpreter._ir.ROUNDING_MODE
+    narrower = dst.scalar.primitive_bitwidth < src.dtype.scalar.primitive_bitwidth
+    if rounding is not None and rounding != modes.RTNE and narrower:
+        raise UnsupportedError(
+            f"a conversion to {dst.scalar} that rounds to zero is not supported; leave out "
+            "fp_downcast_rounding=, so that it rounds to nearest even"
+        )
+    return floats.cast(src, dst)
 
 
-def _refused(what: str) -> Callable[[Interpreter, Any], Any]:
-    def hook(m: Interpreter, plain: Any) -> Any:
-        def checked(arg: Any, *rest: Any) -> Any:
-            if floats.is_narrow(arg.dtype):
-                raise floats.refuse(what)
-            return plain(arg, *rest)
+def _refused(what: str) -> Callable[..., Any]:
+    def checked(m: Interpreter, plain: Any, arg: Any, *rest: Any) -> Any:
+        if floats.is_narrow(arg.dtype):
+            raise floats.refuse(what)
+        return plain(arg, *rest)
 
-        return checked
-
-    return hook
+    return checked
 
 
 def checking(plain: Any) -> Any:
@@ -249,7 +209,7 @@ def remembering(plain: Any) -> Any:
 
 
 _EXPONENTIALS = (np.exp, np.exp2, np.log, np.log2, np.sqrt, np.sin, np.cos)
-HOOKED: dict[str, Callable[[Interpreter, Any], Any]] = {
+HOOKED: dict[str, Callable[..., Any]] = {
     "create_masked_load": _load,
     "create_masked_store": _store,
     "create_atomic_rmw": _rmw,

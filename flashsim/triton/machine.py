@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
-from flashsim.errors import (
-    OptionError,
-    shown,
-)
+from flashsim.errors import OptionError, shown
 from flashsim.own_kernels import ATOMIC, Recorder
 from flashsim.own_kernels.names import paper_name
 from flashsim.triton import block_pointers
@@ -28,7 +27,6 @@ from flashsim.triton.memory import Memory, Reached, dtype_of
 _HELD_PROGRAMS = 2
 #: Exponents up to here are rounding.
 POSITIVE = 1e-3
-_MISSING = object()
 
 
 @dataclass(eq=False)
@@ -86,7 +84,6 @@ class Interpreter:
         self.config = config
         self._programs = None if programs is None else [tuple(one) for one in programs]
         self._keep = keep
-        self._changed: list[tuple[Any, str, Any]] = []
         self._loaded: dict[int, Any] = {}
         self._started = 0
         self.tuned = False  # whether a kernel had configurations to choose from
@@ -107,22 +104,23 @@ class Interpreter:
         self._scopes: dict[int, tuple[dict[str, Any], set[str]]] = {}
         saved = [(obj, dict(vars(obj))) for obj in self._language()]
         try:
-            self._put(at.interpreter.GridExecutor, "__call__", _launching(self))
-            self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
-            self._put(at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype))
-            self._put(run, "rewrite", self._rewriting(run.rewrite))
-            self._put(jit, "run", lambda kernel, *a, **k: self._interpreted(kernel).run(*a, **k))
-            self._put(jit, "__call__", lambda kernel, *a, **k: self._interpreted(kernel)(*a, **k))
-            self._put(tuner, "run", self._tuning(tuner.run))
-            self._hook_builder()
-            yield
+            with ExitStack() as self._hooks:
+                self._put(at.interpreter.GridExecutor, "__call__", _launching(self))
+                self._put(at.interpreter, "_patch_lang", self._patching(at.interpreter._patch_lang))
+                self._put(
+                    at.interpreter, "_get_np_dtype", remembering(at.interpreter._get_np_dtype)
+                )
+                self._put(run, "rewrite", self._rewriting(run.rewrite))
+                self._put(
+                    jit, "run", lambda kernel, *a, **k: self._interpreted(kernel).run(*a, **k)
+                )
+                self._put(
+                    jit, "__call__", lambda kernel, *a, **k: self._interpreted(kernel)(*a, **k)
+                )
+                self._put(tuner, "run", self._tuning(tuner.run))
+                self._hook_builder()
+                yield
         finally:
-            while self._changed:
-                obj, name, before = self._changed.pop()
-                if before is _MISSING:
-                    delattr(obj, name)
-                else:
-                    setattr(obj, name, before)
             for obj, before in saved:
                 _restore(obj, before)
             run.rewritten_fn.clear()
@@ -139,8 +137,8 @@ class Interpreter:
         return [*found, tl.core.tensor_descriptor_base]
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
-        self._changed.append((obj, name, vars(obj).get(name, _MISSING)))
-        setattr(obj, name, value)
+        """Replace an attribute until `entered` ends."""
+        self._hooks.enter_context(mock.patch.object(obj, name, value, create=True))
 
     def _interpreted(self, kernel: Any) -> Any:
         """Return an interpreted version of a kernel that was decorated with `@triton.jit`."""
@@ -250,7 +248,7 @@ class Interpreter:
         put("load_extras", extras)
         for name, make in HOOKED.items():
             if name in plain:
-                put(name, make(self, plain[name]))
+                put(name, partial(make, self, plain[name]))
         if not hasattr(builder, "get_bf16"):
             tl = self.at.tl
             put("get_bf16", lambda value: floats.cast(builder.get_fp32(value), tl.bfloat16))
@@ -349,7 +347,10 @@ class Interpreter:
         }
         grid = self._grid(executor, name, bound)
         code = getattr(fn, "__code__", None)
-        constants = {k: v for k, v in bound.items() if k not in taken and _is_constant(v)}
+        plain = {
+            k: v for k, v in bound.items() if isinstance(v, (bool, int, float, str, np.generic))
+        }
+        constants = {k: v for k, v in plain.items() if k not in taken}
         number = self.recorder.launch(
             name,
             grid,
@@ -496,10 +497,6 @@ def fit_int(place: Sequence[Any]) -> bool:
 
 def _run_program(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     function(**arguments)
-
-
-def _is_constant(value: Any) -> bool:
-    return isinstance(value, (bool, int, float, str, np.generic))
 
 
 def _restore(obj: Any, before: Mapping[str, Any]) -> None:

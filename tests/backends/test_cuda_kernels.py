@@ -15,7 +15,6 @@ from gpus import GPUS, H200, KIB, ODD
 
 import flashsim
 from flashsim import Problem, Tiling
-from flashsim.backends.launch import kernel as launch
 from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch_policy.portable import PORTABLE, TF32
 from flashsim.engines.protocol import Job
@@ -206,15 +205,6 @@ def test_a_wrong_size_does_not_compile():
         log, cubin = compiled(one.kernel, (*options, "-arch=sm_90"))
         assert not cubin
         assert "must agree" in log
-
-
-def test_arguments_pack_as_the_struct_lies():
-    assert launch.ARGS_FORMAT.size == launch.ARGS.itemsize
-    values = list(range(1, len(launch.ARGS_FORMAT.unpack(bytes(launch.ARGS.itemsize))) + 1))
-    record = np.frombuffer(launch.ARGS_FORMAT.pack(*values), launch.ARGS)[0]
-    assert [int(x) for name in launch.TENSORS for x in record[name]] == values[:32]
-    names = (*launch.POINTERS, *launch.INTEGERS, "scale", "softcap")
-    assert [int(record[name]) for name in names] == values[32:]
 
 
 def test_shared_memory_is_the_tiles_that_lie_there():

@@ -112,6 +112,20 @@ def test_forward_of_scores_that_are_all_below_0():
     compare_forward("64", "below")
 
 
+@pytest.mark.parametrize("causal", [False, True], ids=["one key", "causal"])
+def test_a_rows_only_key_has_probability_1(causal):
+    """A softcap bounds the scores; the output is still that key's value, bit for bit."""
+    n = 150 if causal else 1
+    p = Problem(150, n, 64, heads=2, dtype="bfloat16", causal=causal, softcap=15.0)
+    x = make(p)
+    passes = HOPPER.forward_passes(p, None, GPU, "ascending", "")
+    arrays, _ = emulator.run_forward(test_emulated.HOPPER, passes, p, x)
+    rows = slice(0, 1) if causal else slice(None)
+    out = arrays["o"][..., : p.head_dim_v].astype(np.float32)[0, :, rows]
+    expected = np.broadcast_to(x["v"][0, :, :1].astype(np.float32), out.shape)
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.fixture
 def choose(monkeypatch):
     """Sets what a method of `Hopper` answers; `_passes` has none of it after."""

@@ -180,7 +180,9 @@ def test_one_visit_with_a_gradient_of_the_lse_compiles(d, report):
         assert [x.kernel for x in others] == [x.kernel for x in without]
 
 
-@pytest.mark.parametrize("name", some((), ("64 causal",), ("128", "64 causal", "192")))
+@pytest.mark.parametrize(
+    "name", some((), ("64 causal",), ("128", "64 causal", "96 window", "192", "256"))
+)
 def test_tilings_that_are_no_default_compile(name):
     problem = PROBLEMS[name]
     plain = kernels(problem)

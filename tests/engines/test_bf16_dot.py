@@ -62,7 +62,7 @@ def instructions(text, pattern):
 @pytest.mark.parametrize("mode", ["set", "add"])
 def test_sums_stay_in_tiles_over_the_loop(mode):
     text = assembly(Amx, codegen.build_any_product, "sapphirerapids", mode=mode)
-    step = text[text.index(f"\nflashsim_tiles_{mode}_2x2") :].partition("retq")[0]
+    step = text[text.index(f"\nflashsim_tiles_{mode}_2_2") :].partition("retq")[0]
     before, loop, after = re.split(r"^\.L\w+:.*$", step, flags=re.M)
     # Four tiles of C against two of A and two of B, each fetched once.
     dots = [operands.replace(" ", "").split(",") for _, operands in instructions(loop, "tdpbf16ps")]
@@ -656,6 +656,6 @@ def test_delta_needs_no_pairs(monkeypatch):
     assert walks.pairs
     no_dlse = np.zeros(0, np.float32)
     numbers = (engine._as_floats(x) for x in walks.operands(out, dout))
-    walks.walk("delta", *numbers, no_dlse, delta)
+    walks.run("delta", *numbers, no_dlse, delta)
     expected = (out.astype(np.float64) * dout.astype(np.float64)).sum(-1).reshape(-1)
     np.testing.assert_allclose(delta, expected, rtol=0, atol=1e-5)

@@ -170,4 +170,4 @@ def test_a_users_own_group_may_write(folder):
 
 
 def test_every_walk_is_kept():
-    assert all(map(cache.kept, threads._WALKS.values()))
+    assert all(map(cache.kept, threads._KERNELS.values()))

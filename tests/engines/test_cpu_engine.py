@@ -455,7 +455,7 @@ def test_long_compilation_is_announced_on_a_terminal(terminal, patience, told, m
     def walk(x, counter):
         return x
 
-    monkeypatch.setitem(threads._WALKS, "forward", walk)
+    monkeypatch.setitem(threads._KERNELS, "forward", walk)
     monkeypatch.setattr(threads, "PATIENCE", patience)
     monkeypatch.setattr(sys.stderr, "isatty", lambda: bool(terminal))
     counter = np.zeros(3, np.int64)
@@ -470,11 +470,11 @@ def test_no_option_compiles_a_walk_anew(algorithm):
     """Compiling takes seconds: what a walk is handed has the same types, whatever is asked for."""
     run = lambda case: both(tensors(113, 203, 16, **case[0]), algorithm, **case[1])  # noqa: E731
     run(OPTION_CASES["causal"])
-    compiled = {name: list(walk.signatures) for name, walk in threads._WALKS.items()}
+    compiled = {name: list(walk.signatures) for name, walk in threads._KERNELS.items()}
     for name in OPTION_CASES:
         if "block-mask-of-tiles" not in name:  # a grid of tiles that are not asked for here
             run(OPTION_CASES[name])
-    assert {name: list(walk.signatures) for name, walk in threads._WALKS.items()} == compiled
+    assert {name: list(walk.signatures) for name, walk in threads._KERNELS.items()} == compiled
 
 
 def test_the_cache_is_keyed_by_every_source():

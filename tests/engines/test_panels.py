@@ -339,7 +339,7 @@ def assembly(kind, triple, cpu, features, itemsize=4):
     """A product of `ROWS` rows, compiled for another CPU."""
     module = ir.Module()
     module.triple = triple
-    function = codegen.build_product(module, BLOCKING[kind], itemsize, "add")
+    function = codegen.build_product(module, BLOCKING[kind], itemsize, mode="add")
     function.linkage = ""
     llvm.initialize_all_targets()
     llvm.initialize_all_asmprinters()

@@ -61,7 +61,7 @@ def _huge(cpu, counter):
 def walks(monkeypatch):
     """Walks that compute nothing."""
     for name, walk in {"meet": _meet, "slow": _slow, "huge": _huge}.items():
-        monkeypatch.setitem(threads._WALKS, name, threads._entry(name, walk, SOURCES))
+        monkeypatch.setitem(threads._KERNELS, name, threads._entry(name, walk, SOURCES))
         counter = np.zeros(3, np.int64)
         threads.run(name, 1, 0, counter, counter=counter)  # compiled
 

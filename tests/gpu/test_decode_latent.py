@@ -149,9 +149,11 @@ def test_a_trace_is_the_simulators(page, splits):
 
 
 def test_what_is_refused():
-    with pytest.raises(UnsupportedError, match="has no timeline"):
+    with pytest.raises(
+        UnsupportedError, match=r"trace='timeline' does not support .* latent attention"
+    ):
         run(mla(1, 64), mla(1, 64).make(), trace="timeline")
-    with pytest.raises(UnsupportedError, match="no shared_prefix"):
+    with pytest.raises(UnsupportedError, match="latent attention does not support shared_prefix="):
         run(mla(1, 64, d=192, dv=128), mla(1, 64, d=192, dv=128).make(), shared_prefix=16)
     with pytest.raises(UnsupportedError, match="head_dim_v that is a multiple of 128"):
         check(mla(1, 64, dv=96))

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from cupy_checks import CAPTURE, MARKS  # noqa: E402
 
 import flashsim.torch  # noqa: E402
-from flashsim.torch import attention, decode, direct, flash_attn  # noqa: E402
+from flashsim.torch import attention, decode, direct, flash_attn, flash_attn_cute  # noqa: E402
 
 _OF_COMPILERS = ("TensorFloat32 tensor cores", "`torch.jit", "The CUDA Graph is empty")
 pytestmark = [
@@ -278,6 +278,40 @@ def test_packed_sequences_by_flash_attentions_interface():
         wanted, _ = plain(*(x.double() for x in one), [slice(None)], causal=True)
         error = (out[a:b].transpose(0, 1)[None].double() - wanted).abs().max()
         assert error <= 0.02
+
+
+@pytest.mark.parametrize("of_k", [[0, 70, 200], [0, 90, 230]], ids=["one diagonal", "two"])
+def test_alibi_by_flash_attentions_interface(of_k):
+    """Values and gradients on the GPU, beside the CPU's in float32."""
+    n_k = of_k[-1]
+    inputs = tensors((200, 4, 64), (n_k, 2, 64), (n_k, 2, 64), (200, 4, 64))
+    slopes = torch.rand(4, device="cuda")
+    found = []
+    for device, dtype in (("cuda", HALF), ("cpu", torch.float32)):
+        *given, dout = (x.detach().to(device, dtype).requires_grad_() for x in inputs)
+        cuts = [torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 70, 200], of_k)]
+        how = {"causal": True, "window_size": (50, 0), "alibi_slopes": slopes.to(device)}
+        out = flash_attn.flash_attn_varlen_func(*given, *cuts, 130, 140, **how)
+        found.append([out, *torch.autograd.grad(out, given, dout)])
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x.float().cpu(), y, rtol=0.03, atol=0.03)
+
+
+@pytest.mark.parametrize("window", [(None, None), (60, -3), (-2, None)], ids=str)
+def test_sinks_and_windows_by_the_cute_interface(window):
+    """Values and gradients on the GPU, beside the CPU's in float32."""
+    inputs = tensors((2, 150, 4, 64), (2, 200, 2, 64), (2, 200, 2, 64), (4,), (2, 150, 4, 64))
+    found = []
+    for device, dtype in (("cuda", HALF), ("cpu", torch.float32)):
+        *given, dout = (x.detach().to(device, dtype).requires_grad_() for x in inputs)
+        *qkv, sinks = given
+        how = {"window_size": window, "learnable_sink": sinks, "deterministic": True}
+        out, lse = flash_attn_cute.flash_attn_func(*qkv, **how)
+        found.append([out, lse, *torch.autograd.grad(out, given, dout)])
+    for x, y in zip(*found, strict=True):
+        error = (x.float().cpu() - y)[y.isfinite()].abs().max()
+        assert error <= 0.02 * max(1.0, y[y.isfinite()].abs().max())
+        assert torch.equal(x.isfinite().cpu(), y.isfinite())
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The itinerary against its witnesses: what the algorithms' pages do, and what is saved by hand."""
+"""The dataflow against its witnesses: what the algorithms' pages do, and what is saved by hand."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ PROBLEMS = {
 
 @pytest.mark.parametrize("case", PROBLEMS)
 @pytest.mark.parametrize("algorithm", [*ALGORITHMS, "flash2-once"])
-def test_the_pages_move_what_the_itinerary_says_in_its_order(algorithm, case):
+def test_the_pages_move_what_the_dataflow_says_in_its_order(algorithm, case):
     shape, options = PROBLEMS[case]
     once = algorithm == "flash2-once"
     tiling, device = (Tiling(32, 90), Device.get("H100")) if once else (TILING, SMALL)
@@ -91,7 +91,7 @@ def test_what_cannot_be_counted_event_by_event_says_why():
 
 
 @pytest.mark.parametrize("pack_gqa", [False, True])
-def test_decoding_moves_what_its_itinerary_says_in_its_order(pack_gqa):
+def test_decoding_moves_what_its_dataflow_says_in_its_order(pack_gqa):
     """A step for each part: before, visits, and of what is stored what the number of parts asks."""
     x = tensors(3, 90, 8, heads=4, kv_heads=2, dtype="float16", bias=(1, 4))
     trace = flashsim.run(

@@ -743,7 +743,7 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
     stand_in(tmp_path, f"print({text!r})")
     monkeypatch.setenv("PATH", str(tmp_path))
     counted = [[Counted("flash2", "forward", Tiling(64, 64), {}).to_dict()]]
-    real = measure._run
+    real = measure.output_of
 
     def run(arguments):
         """What counts runs on a GPU, of which there is none here."""
@@ -752,7 +752,7 @@ def test_it_is_predicted_for_the_gpu_that_is_measured(tmp_path, monkeypatch):
         Path(arguments[-1]).write_text(json.dumps(counted))
         return ""
 
-    monkeypatch.setattr(measure, "_run", run)
+    monkeypatch.setattr(measure, "output_of", run)
     unnamed = Case(PROBLEM)
     for gpu in ("H100", "H200"):
         monkeypatch.setattr(cases, "here", lambda gpu=gpu: gpu)

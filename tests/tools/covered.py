@@ -3,15 +3,20 @@
 It uses SlipCover, which removes its probes once they are hit: a tracer would double the time.
 """
 
+import ast
 import functools
+import hashlib
 import json
+import marshal
+import os
 import shutil
 import sys
 from pathlib import Path
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, SimpleNamespace
 
 import pytest
 import slipcover
+from slipcover import importer
 
 SOURCE = "flashsim", "backends", "viz"
 OMIT = (
@@ -51,6 +56,13 @@ EXCLUDE = (
     r"class .*\bProtocol\):",
 )
 
+#: How a process names what a file's tests took and what they did not.
+KINDS = "executed", "missing"
+#: Where code with probes is kept. Tests change the working folder.
+KEPT = Path("build/covered").absolute()
+#: Stand for a probe and for the function that hits it, in code that is kept.
+PROBE, HIT = "__slipcover probe__", "__slipcover hit__"
+
 
 class Covered:
     """The coverage of one test process; the first process adds up what the others measured."""
@@ -58,35 +70,42 @@ class Covered:
     def __init__(self, config, least):
         self.config, self.least = config, least
         one_of_many = hasattr(config, "workerinput")
-        # report files that no process imports only once
-        folders = None if one_of_many else list(SOURCE)
+        # The first process reports files that no process imports, and leaves out excluded lines.
         self.probes = slipcover.Slipcover(
-            branch=True, source=folders, omit=OMIT, exclude_also=EXCLUDE
+            branch=True,
+            source=None if one_of_many else list(SOURCE),
+            omit=OMIT,
+            exclude_lines=[] if one_of_many else None,
+            exclude_also=[] if one_of_many else EXCLUDE,
         )
-        self.seen = []
+        self.seen = None
         if one_of_many or not config.getoption("numprocesses", None):
             files = slipcover.FileMatcher(sources=SOURCE, omit=OMIT)
             slipcover.ImportManager(self.probes, files).__enter__()
+            if sys.version_info < (3, 12):  # later versions of Python need no probes in the code
+                importer.SlipcoverLoader.exec_module = _load_with_probes
             _give_plain_code_to_numba()
             slipcover.Slipcover.find_functions = staticmethod(_find_functions)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
-        if covered := getattr(node, "workeroutput", {}).get("covered"):
-            self.seen.append(json.loads(covered))
+        covered = getattr(node, "workeroutput", {}).get("covered", "{}")
+        for file, one in json.loads(covered).items():
+            name = str(Path(file).absolute())
+            branches = {kind: {tuple(b) for b in one[f"{kind}_branches"]} for kind in KINDS}
+            self.probes.all_seen[name] |= branches["executed"].union(one["executed_lines"])
+            self.probes.code_branches[name] |= branches["executed"] | branches["missing"]
+            for kind in KINDS:
+                self.probes.code_lines[name].update(one[f"{kind}_lines"])
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtestloop(self, session):
         result = yield
-        for one in self.seen:  # avoids another read of these files
-            for file in one["files"]:
-                self.probes.code_lines.setdefault(str(Path(file).absolute()), set())
-        ours = self.probes.get_coverage()
+        self.seen = self.probes.get_coverage()
         if hasattr(self.config, "workeroutput"):
-            self.config.workeroutput["covered"] = json.dumps(ours)
-            return result
-        self.seen = functools.reduce(slipcover.merge_coverage, self.seen, ours)
-        session.testsfailed += self.percent < self.least
+            self.config.workeroutput["covered"] = json.dumps(self.seen["files"])
+        else:
+            session.testsfailed += self.percent < self.least
         return result
 
     @property
@@ -95,7 +114,7 @@ class Covered:
 
     def pytest_terminal_summary(self, terminalreporter):
         # or the run was aborted
-        if hasattr(self.config, "workeroutput") or isinstance(self.seen, list):
+        if hasattr(self.config, "workeroutput") or self.seen is None:
             return
         terminalreporter.section("covered")
         slipcover.print_coverage(self.seen, outfile=terminalreporter, skip_covered=True)
@@ -108,6 +127,74 @@ class Covered:
             f"{self.percent:.2f} % of lines and branches, at least {self.least:g} % asked for",
             **{"green" if good else "red": True},
         )
+
+
+def _load_with_probes(self, module):
+    """Replace `SlipcoverLoader.exec_module`, and keep code with probes on disk.
+
+    Inserting the probes takes 9 s for all modules, which each test process would take again.
+    """
+    file = str(self.origin)
+    code, lines, branches, index = _with_probes(self.origin)
+    self.sci.register_module(module)
+    self.sci.code_lines[file] |= lines
+    self.sci.code_branches[file] |= branches
+    code = _revive(code, self.sci, iter(index))
+    self.sci.instrumented[file].add(code)
+    exec(code, module.__dict__)
+
+
+def _with_probes(path):
+    """Return a file's code, its lines, its branches, and the probes of each code object in it."""
+    source = path.read_bytes()
+    versions = f"{sys.version} {slipcover.__version__} {path} "
+    key = hashlib.sha256(versions.encode() + source).hexdigest()
+    kept = KEPT / hashlib.sha256(os.fsencode(path)).hexdigest()[:20]
+    try:
+        found, *parts = marshal.loads(kept.read_bytes())
+        if found == key:
+            return parts
+    except (OSError, ValueError, EOFError, TypeError):
+        pass  # it is not there, or cut short
+    ours = slipcover.slipcover
+    actual, ours.probe = ours.probe, SimpleNamespace(signal=HIT, new=lambda *at: (PROBE, at[2]))
+    try:
+        probes = slipcover.Slipcover(branch=True)
+        tree = slipcover.branch.preinstrument(ast.parse(source))
+        code = probes.instrument(compile(tree, str(path), "exec"))
+    finally:
+        ours.probe = actual
+    index = [probes.code2index[one] for one in _nested(code)]
+    parts = [code, probes.code_lines[str(path)], probes.code_branches[str(path)], index]
+    KEPT.mkdir(parents=True, exist_ok=True)
+    unfinished = kept.with_suffix(f".{os.getpid()}")
+    unfinished.write_bytes(marshal.dumps([key, *parts]))
+    unfinished.replace(kept)
+    return parts
+
+
+def _nested(code):
+    """Yield the code objects in a code object, and it, in the order of `_revive`."""
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _nested(one)
+    yield code
+
+
+def _revive(code, probes, index):
+    """Return the code with true probes, which `probes` knows."""
+    probe, consts = slipcover.slipcover.probe, []
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            one = _revive(one, probes, index)
+        elif type(one) is tuple and one[:1] == (PROBE,):
+            one = probe.new(probes, code.co_filename, one[1], probes.d_miss_threshold)
+        elif type(one) is str and one == HIT:
+            one = probe.signal
+        consts.append(one)
+    code = code.replace(co_consts=tuple(consts))
+    probes.code2index[code] = next(index)
+    return code
 
 
 def _give_plain_code_to_numba():

@@ -46,6 +46,7 @@ inline float __fdividef(float x, float y) { return x / y; }
 #define __logf logf  // glibc has one of this name of its own
 inline int min(int a, int b) { return a < b ? a : b; }
 inline int max(int a, int b) { return a > b ? a : b; }
+inline float max(float a, float b) { return fmaxf(a, b); }
 inline u32 atomicInc(u32* to, u32 last) {
     const u32 old = *to;
     *to = old >= last ? 0 : old + 1;

@@ -132,7 +132,7 @@ def expected(s):
     full = (
         (spans[:, 2] - spans[:, 1]).sum() if spans is not None else (walk.row_csr[2] == FULL).sum()
     )
-    first, (flops, chip) = counted.stages[0], counted._work()
+    first, (flops, chip) = counted.stages[0], counted._work
     return {
         "tile": [counted.tiling.block_q, counted.tiling.block_k],
         "moved": {" ".join(key): size for key, size in counted.transfers.items()},

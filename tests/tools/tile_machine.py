@@ -23,7 +23,7 @@ from llvmlite import ir
 from numba.core import config
 
 from flashsim.engines.cpu.bf16_dot import amx_tiles, codegen
-from flashsim.engines.cpu.micro_kernels import decode_gemv_amx, pair_writer, registers
+from flashsim.engines.cpu.micro_kernels import kv_stream, pair_writer, registers
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
 from flashsim.engines.cpu.micro_kernels.writer import INT, VOID
 from flashsim.l2 import compiled
@@ -214,7 +214,7 @@ def _external(module: ir.Module, name: str, kinds: list) -> ir.Function:
     return found or ir.Function(module, ir.FunctionType(VOID, kinds), name)
 
 
-def _lower(module, block: Blocking, mode: str, rows: int, columns: int):
+def _lower(module, block: Blocking, itemsize: int, mode: str, rows: int, columns: int):
     address = ir.FloatType().as_pointer()
     kinds = [address, INT, address, INT, address, INT, INT]
     return _external(module, f"flashsim_machine_{mode}_{rows}x{columns}", kinds)
@@ -273,7 +273,7 @@ def emulate(monkeypatch) -> None:
     }
     monkeypatch.setitem(pair_writer.WRITERS, "fmas", TwoFmas)
     monkeypatch.setitem(pair_writer.WRITERS, "machine", pair_writer.PairCode)
-    monkeypatch.setitem(decode_gemv_amx.TILED, "machine", _lower)
+    monkeypatch.setitem(kv_stream.TILED, "machine", _lower)
     for pairs, build in products.items():
         monkeypatch.setitem(codegen.PRODUCTS, pairs, build)
     monkeypatch.setitem(codegen.TILES, "machine", (_once("configure"), _once("release")))

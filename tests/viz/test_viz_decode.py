@@ -11,7 +11,7 @@ from flashsim import Tiling, viz
 from flashsim.errors import UnsupportedError
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
-from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
+from flashsim.viz.data.diagram import page_edges, part_edges, part_numbers
 from flashsim.viz.film.animation import Film
 
 pytestmark = pytest.mark.promise("pictures show the counts")

@@ -57,14 +57,23 @@ def one_trace(data: Any) -> Trace:
     return trace
 
 
-def made_by(how: str, data: Any, has: str) -> None:
-    """Raise `DTypeError` unless `data` is the result of the function named `how`.
+def made_by(how: str, data: Any, has: str) -> Any:
+    """Return `data`, which must be the result of the function named `how`.
 
     The result is recognised by its attribute `has`, because its class belongs to a higher layer,
     which this module may not import.
     """
     if not hasattr(data, has):
         raise DTypeError(f"expected the result of {how}, got {shown(data)}")
+    return data
+
+
+def all_made_by(how: str, data: Any, has: str) -> list[Any]:
+    """Return one or more results of the function named `how` as a list, which is not empty."""
+    results = list(data) if isinstance(data, (list, tuple)) else [data]
+    if not results:
+        raise OptionError(f"nothing to draw: pass one or more results of {how}, got none")
+    return [made_by(how, one, has) for one in results]
 
 
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
@@ -295,30 +304,14 @@ def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
 
 def _row(s: Trace | Traffic) -> dict[str, Any]:
     p, own = s.problem, getattr(s, "own", None)
-    shape = {name: getattr(p, name) for name in ("n_q", "n_kv", "head_dim", "head_dim_v")}
+    shape = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
+    once = traffic.once(p, s.algorithm, s.direction) if own is None else own.compulsory
     return {
-        "algorithm": s.algorithm,
-        "direction": s.direction,
-        "dtype": p.dtype,
-        "causal": p.causal,
+        **{name: getattr(s, name) for name in ("algorithm", "direction")},
+        **{name: getattr(p, name) for name in (*shape, "dtype", "causal")},
         "window": p.window and f"{p.window[0]},{p.window[1]}",
-        "batch": p.batch,
-        "heads": p.heads,
-        "kv_heads": p.kv_heads,
-        **shape,
-        "device": s.device.name,
-        "sram_bytes": s.device.sram_bytes,
-        "block_q": s.tiling.block_q,
-        "block_k": s.tiling.block_k,
-        "requested_bytes": s.bytes(),
-        "compulsory_bytes": s.compulsory(),
-        "once_bytes": (
-            traffic.once(p, s.algorithm, s.direction) if own is None else own.compulsory
-        ),
-        "flops": s.flops(),
-        "matmul_flops": s.flops("matmul"),
-        "saved_bytes": traffic.saved(p, s.algorithm) if own is None else None,
-        "workspace_bytes": (
-            traffic.workspace(p, s.algorithm, s.direction) if own is None else own.workspace
-        ),
+        **{"device": s.device.name, "sram_bytes": s.device.sram_bytes},
+        **{"block_q": s.tiling.block_q, "block_k": s.tiling.block_k},
+        **traffic.figures(s),
+        "once_bytes": once,
     }

@@ -9,7 +9,6 @@ import numpy as np
 from flashsim import report
 from flashsim.errors import DTypeError, OptionError, ShapeError, UnsupportedError, own_errors, shown
 from flashsim.problem import checks
-from flashsim.schedule.schedule import Schedule
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 
@@ -110,15 +109,12 @@ def row_statistics(
     keys = _rows("k", k, p.batch * p.kv_heads, p.n_kv, p.head_dim)[head // p.group]
     walk, middle = Steps(trace), schedule.t_r // 2
     if row is not None:
-        return _followed(walk, queries, keys, _tile_of(schedule, row), head, row)
+        tile = int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
+        return _followed(walk, queries, keys, tile, head, row)
     tiles = range(schedule.t_r) if p.n_q * p.n_kv <= _MOST_SCORES else [middle]
     followed = {tile: _followed(walk, queries, keys, tile, head, None) for tile in tiles}
     others = tuple(s for tile, s in followed.items() if tile != middle and len(s.steps))
     return replace(followed[middle], others=others)
-
-
-def _tile_of(schedule: Schedule, row: int) -> int:
-    return int(np.searchsorted(schedule.rows[:, 1], row, side="right"))
 
 
 def _followed(

@@ -13,7 +13,6 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from flashsim.viz.data import sources
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.film.panels import Counters, Moves, StatisticsPanel
 from flashsim.viz.film.scene import Scene
-from flashsim.viz.player.page import embedded, embedded_json, policy
+from flashsim.viz.player.page import assembled, embedded
 from flashsim.viz.style import rc
 
 FORMATS = (".gif", ".mp4", ".html")
@@ -127,11 +126,29 @@ def check_fps(fps: float) -> None:
         raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
 
-def written(film: Any, path: Path, fps: float) -> Animation:
-    """Write all frames of a film to a file, then close the film's figure.
+class Frames:
+    """Base of films: a Matplotlib figure, whose frames are drawn one after another.
 
-    A film is any object with the methods and attributes `frames`, `shades`, `theme` and `title`.
+    A film also has `len`, the method `shades`, and the attributes `theme` and `title`.
     """
+
+    figure: Figure
+
+    def frame(self, number: int) -> np.ndarray:
+        """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
+        raise NotImplementedError
+
+    def frames(self) -> Iterator[np.ndarray]:
+        """Yield all frames in order."""
+        return (self.frame(number) for number in range(len(self)))  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        """Close the film's Matplotlib figure."""
+        self.figure.clear()
+
+
+def written(film: Any, path: Path, fps: float) -> Animation:
+    """Write all frames of a film (see `Frames`) to a file, then close the film's figure."""
     write = {".gif": _write_gif, ".mp4": _write_mp4, ".html": _write_html}[path.suffix]
     try:
         with whole(path) as part:
@@ -154,7 +171,7 @@ class Animation(type(Path())):  # type: ignore[misc]
         return f'<video src="data:video/mp4;base64,{data}" title="{name}" controls loop></video>'
 
 
-class Film:
+class Film(Frames):
     """The Matplotlib figure of an animation, and the frames drawn from it.
 
     Attributes
@@ -243,14 +260,6 @@ class Film:
     def shades(self) -> np.ndarray:
         """Return the colours that the film uses besides those of the theme, uint8 (n, 3)."""
         return np.concatenate([scene.shades() for scene in self.scenes])
-
-    def frames(self) -> Iterator[np.ndarray]:
-        """Yield all frames in order."""
-        return (self.frame(number) for number in range(len(self)))
-
-    def close(self) -> None:
-        """Close the film's Matplotlib figure."""
-        self.figure.clear()
 
 
 def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
@@ -349,17 +358,9 @@ def _write_html(film: Film, path: Path, fps: float) -> None:
         buffer = io.BytesIO()
         _picture(indices, colors).save(buffer, "PNG", optimize=True)
         encoded.append(base64.b64encode(buffer.getvalue()).decode("ascii"))
-    template = files("flashsim.viz.film").joinpath("film.html").read_text(encoding="utf-8")
-    look = {"BACKGROUND": film.theme.background, "SCHEME": film.theme.name}
-    for name, value in look.items():
-        template = template.replace(f"@@{name}@@", value)
-    style = template.partition("<style>")[2].partition("</style>")[0]
-    script = template.partition("<script>")[2].partition("</script>")[0]
-    parts = {
-        "POLICY": policy(script, style),
-        "TITLE": html.escape(f"flashsim: {film.title}"),
-        "DATA": embedded_json({"frames": encoded, "delay": round(1000 / fps)}),
+    data = {
+        **{"frames": encoded, "delay": round(1000 / fps)},
+        **{"background": film.theme.background, "scheme": film.theme.name},
     }
-    pieces = template.split("@@")
-    text = "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
+    text = assembled("flashsim.viz.film", "film", ("film.js",), data, f"flashsim: {film.title}")
     path.write_text(text, encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from flashsim.errors import OptionError, own_errors, shown
 from flashsim.problem import checks
 from flashsim.viz import palette
 from flashsim.viz.data import sources
-from flashsim.viz.film.animation import Animation, check_format, check_fps, written
+from flashsim.viz.film.animation import Animation, Frames, check_format, check_fps, written
 from flashsim.viz.style import human, ink_on, ramp, rc
 
 _SIZE = (9.6, 5.4)  # inches, at 100 pixels per inch
@@ -100,7 +99,7 @@ def lit(group: Any, block: Any, cells: int) -> np.ndarray:
     return there
 
 
-class RanksFilm:
+class RanksFilm(Frames):
     """The Matplotlib figure of an animation of ranks, and the frames drawn from it."""
 
     def __init__(self, account: Any, cells: int, frames_a_step: int, theme: str) -> None:
@@ -194,10 +193,6 @@ class RanksFilm:
     def __len__(self) -> int:
         return self.steps * self.each
 
-    def frames(self) -> Iterator[np.ndarray]:
-        """Yield all frames in order."""
-        return (self.frame(number) for number in range(len(self)))
-
     def frame(self, number: int) -> np.ndarray:
         """Return the RGB pixels of one frame, uint8 (height, width, 3)."""
         step, within = divmod(number, self.each)
@@ -256,7 +251,3 @@ class RanksFilm:
         colors = 255 * np.array(self.shade)
         ground = palette.rgb(self.theme.background)
         return np.concatenate([colors, (colors + ground) / 2])
-
-    def close(self) -> None:
-        """Close the film's Matplotlib figure."""
-        self.figure.clear()

@@ -169,7 +169,7 @@ def _pass(
     whole = Symbols(dtype, (pairs, 1))
     moved = dict.fromkeys(m.tensor for stage in counted.stages for m in stage.moves if m.transfers)
     (dense,) = {stage.dense for stage in counted.stages}  # one schedule: one set of sums
-    flops, chip = counted._work()
+    flops, chip = counted._work
 
     def put(value: Any) -> int:
         return polynomials.setdefault(Polynomial.of(value), len(polynomials))

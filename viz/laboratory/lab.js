@@ -1,7 +1,6 @@
 "use strict";
 // The page: controls change the settings, their bytes are counted, and figures show the result.
 
-const by = (id) => document.getElementById(id);
 const lab = {
   states: { A: { ...DEFAULTS }, B: { ...DEFAULTS } }, found: {}, two: false, side: "A",
   predicting: false, ask: "bytes", guess: "", revealed: false, theme: "light", picked: false,

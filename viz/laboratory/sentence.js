@@ -1,19 +1,6 @@
 "use strict";
 // Numbers as text, and sentences that explain a count.
 
-function human(value, unit = "B") {
-  let n = Number(value);
-  if (n < 0) return "−" + human(-n, unit);
-  for (const [prefix, size] of [["E", 1e18], ["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6],
-    ["k", 1e3]]) {
-    if (n >= 0.9995 * size) {
-      n = Math.max(n / size, 1);
-      return `${n.toFixed(n < 9.995 ? 2 : n < 99.95 ? 1 : 0)} ${prefix}${unit}`;
-    }
-  }
-  return `${Number(n.toPrecision(3))} ${unit}`.trim();
-}
-
 const digits = (n) => group_digits(typeof n === "bigint" ? n : Math.round(n));
 const percent = (x) => `${x > 0.995 && x < 1 ? "99" : (100 * x).toFixed(x < 0.1 && x > 0 ? 1 : 0)} %`;
 const ratio_text = (x) => `${x >= 100 ? digits(x) : Number(x.toPrecision(x < 1 ? 2 : 3))}×`;

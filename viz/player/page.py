@@ -27,8 +27,16 @@ from flashsim.schedule.names import OPS
 from flashsim.trace.steps import Steps
 from flashsim.trace.trace import Trace
 from flashsim.viz.data import sources
-from flashsim.viz.data.diagram import SYMBOLS, key_side, matrices, one_grid, sides, tile_kinds
-from flashsim.viz.data.parts import page_edges, part_edges
+from flashsim.viz.data.diagram import (
+    SYMBOLS,
+    key_side,
+    matrices,
+    one_grid,
+    page_edges,
+    part_edges,
+    sides,
+    tile_kinds,
+)
 from flashsim.viz.data.statistics import RowStatistics
 from flashsim.viz.palette import THEMES, tint
 
@@ -246,18 +254,19 @@ def assembled(
 
     `program` is JavaScript that precedes the scripts.
     """
-    room = files(package)
-    read = lambda file: room.joinpath(file).read_text(encoding="utf-8")  # noqa: E731
-    script = "\n".join([program] * bool(program) + [read(file) for file in scripts])
+    read = lambda file, room=package: files(room).joinpath(file).read_text("utf-8")  # noqa: E731
+    programs = [read("common.js", __package__), program, *map(read, scripts)]
+    script = "\n".join(filter(None, programs))
     style = read(f"{name}.css")
     parts = {
         "POLICY": policy(script, style),
         "TITLE": html.escape(title),
         "STYLE": style,
+        "BODY": read(f"{name}.html"),
         "SCRIPT": script,
         "DATA": embedded_json(data),
     }
-    pieces = read(f"{name}.html").split("@@")  # text, name, text, name, ...
+    pieces = read("frame.html", __package__).split("@@")  # text, name, text, name, ...
     return "".join(parts[piece] if n % 2 else piece for n, piece in enumerate(pieces))
 
 

@@ -1,8 +1,7 @@
 "use strict";
 // The player: controls, keyboard, counters. Text reaches the page through textContent only.
 
-const page = JSON.parse(document.getElementById("data").textContent);
-const by = (id) => document.getElementById(id);
+const page = JSON.parse(by("data").textContent);
 const OPS = page.ops;
 
 function element(tag, parent, options = {}) {
@@ -12,12 +11,6 @@ function element(tag, parent, options = {}) {
   return made;
 }
 
-function human(value, unit = "B") {
-  for (const [prefix, size] of [["P", 1e15], ["T", 1e12], ["G", 1e9], ["M", 1e6], ["k", 1e3]]) {
-    if (value >= 0.9995 * size) return `${Math.max(value / size, 1).toPrecision(3)} ${prefix}${unit}`;
-  }
-  return `${value} ${unit}`;
-}
 const exact = (value) => value.toLocaleString("en");
 
 class Pane {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,13 +36,7 @@ def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     OptionError
         If there is no access, or one spans more than 72 rows of 128 bytes.
     """
-    requests: Sequence[Any] = list(data) if isinstance(data, (list, tuple)) else [data]
-    for request in requests:
-        sources.made_by("flashsim.banks.access", request, "fronts")
-    if not requests:
-        raise OptionError(
-            "nothing to draw: pass one or more results of flashsim.banks.access, got none"
-        )
+    requests = sources.all_made_by("flashsim.banks.access", data, "fronts")
     words_of = [np.unique(request.fronts()[:, [0, 2]], axis=0) for request in requests]
     rows = 1 + max(int(words[:, 0].max()) // _BANKS for words in words_of)
     if rows > _MOST_ROWS:

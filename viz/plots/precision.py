@@ -47,6 +47,7 @@ def precision(
     errors = np.array([[finding.errors[name] for name in _RESULTS] for finding in findings])
     finite = errors[np.isfinite(errors) & (errors > 0)]
     low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4
+    behind = {"facecolor": theme.panel, "edgecolor": "none", "pad": 1, "alpha": 0.8}
     for column, name in enumerate(_RESULTS):
         at = np.arange(len(findings)) + 0.21 * (column - 1.5)
         value = np.clip(
@@ -57,7 +58,7 @@ def precision(
         ax.plot(at, value, label=name, zorder=3, **style)
         ax.annotate(  # once, above the marks of the first place
             name, (at[0], value[0]), (0, 7), textcoords="offset points", rotation=90, ha="center",
-            va="bottom", fontsize=11, color=theme.text, bbox=_behind(theme),
+            va="bottom", fontsize=11, color=theme.text, bbox=behind,
         )  # fmt: skip
     for position in range(0, len(findings), 2):
         ax.axvspan(position - 0.5, position + 0.5, color=theme.panel, lw=0, zorder=0)
@@ -77,7 +78,3 @@ def precision(
     title = f"Rounding {findings[worst].point} to {data.dtype} causes the largest error"
     heading(ax, theme, title if len(findings) > 1 else f"The error of {data.dtype}", about)
     ax.margins(x=0.01)
-
-
-def _behind(theme: Theme) -> dict[str, Any]:
-    return {"facecolor": theme.panel, "edgecolor": "none", "pad": 1, "alpha": 0.8}

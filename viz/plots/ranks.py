@@ -35,13 +35,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     OptionError
         If `accounts` is an empty list.
     """
-    shown = list(accounts) if isinstance(accounts, (list, tuple)) else [accounts]
-    if not shown:
-        raise OptionError(
-            "nothing to draw: pass one or more results of flashsim.distributed.count, got none"
-        )
-    for account in shown:
-        sources.made_by("flashsim.distributed.count", account, "idle_share")
+    shown = sources.all_made_by("flashsim.distributed.count", accounts, "idle_share")
     unit = max(int(a.flops.max(axis=0).sum()) for a in shown)
     level, ticks, labels = 0.0, [], []
     for account in shown:

@@ -20,8 +20,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.tiling import Tiling
 from flashsim.trace.steps import Steps
 from flashsim.viz.data import sources
-from flashsim.viz.data.diagram import CUT, corners, tile_kinds
-from flashsim.viz.data.parts import page_edges, part_edges, part_numbers
+from flashsim.viz.data.diagram import CUT, corners, page_edges, part_edges, part_numbers, tile_kinds
 from flashsim.viz.palette import Theme
 from flashsim.viz.style import HATCH, heading, human, ink_on, ramp, themed, unit_axis
 
@@ -68,9 +67,7 @@ def tile_map(
         grid = tile_values(walk, schedule, number, color)
     ax.set_facecolor(theme.panel)
     t_r, t_c = grid.shape
-    skipped: dict[str, Any] = {
-        "facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0,
-    }  # fmt: skip
+    skipped = _skipped(theme)
     ax.add_patch(Rectangle((-0.5, -0.5), t_c, t_r, zorder=1, **skipped))  # behind all tiles
     low = 0.0 if color != "order" else None
     image = ax.imshow(
@@ -121,10 +118,7 @@ def tile_map(
     outer = {"queries": "Q-outer", "keys": "KV-outer"}[schedule.outer]
     title = f"{sources.title(trace.algorithm)} {trace.direction}, {outer} loops"
     heading(ax, theme, title, sources.common([trace]))
-    for axis in (ax.xaxis, ax.yaxis):
-        axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for side in ("left", "bottom"):
-        ax.spines[side].set_visible(False)
+    _bare(ax)
 
 
 @themed
@@ -182,9 +176,7 @@ def mask(
     picture = ramp(theme)(shades)
     picture[scores == _WASTED] = faint
     picture[scores == _SKIPPED] = 0
-    skipped: dict[str, Any] = {
-        "facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0,
-    }  # fmt: skip
+    skipped = _skipped(theme)
     box = (-0.5, shape[1] - 0.5, shape[0] - 0.5, -0.5)
     ax.add_patch(Rectangle((-0.5, -0.5), shape[1], shape[0], zorder=1, **skipped))
     ax.imshow(picture, interpolation="nearest", extent=box, zorder=2)
@@ -203,10 +195,19 @@ def mask(
     title = f"{_mask_name(problem)}: {kept / (shape[0] * shape[1]):.0%} of the scores are kept"
     about = f"tiles of {schedule.tiling.block_q} x {schedule.tiling.block_k}"
     heading(ax, theme, title, about)
+    _bare(ax)
+
+
+def _skipped(theme: Theme) -> dict[str, Any]:
+    """Return the look of tiles that are not computed."""
+    return {"facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0}
+
+
+def _bare(ax: Axes) -> None:
+    """Number tiles or scores by integers, without lines along the axes."""
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-    for side in ("left", "bottom"):
-        ax.spines[side].set_visible(False)
+    ax.spines[["left", "bottom"]].set_visible(False)
 
 
 def _mask_name(p: Problem) -> str:

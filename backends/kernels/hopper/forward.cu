@@ -348,7 +348,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         const i64 first = i64(it.walk) * a.n_visits + it.visits.first;
         stamp_item(a, it.walk, it.outer, false);
 #if FS_BOUNDED  // scores that the mask keeps lie between -bound and bound
-        BoundedSoftmax softmax(FS_SCORE_MOD ? FLASH_BOUND : a.softcap, to_log2);
+        BoundedSoftmax softmax(FS_SCORE_MOD ? FLASH_BOUND : a.softcap);
 #else
         Softmax<BLOCK_K> softmax;
 #endif

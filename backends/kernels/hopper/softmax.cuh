@@ -34,6 +34,12 @@ __device__ __forceinline__ void mask_scores(float (&S)[N], const Args& a, const 
     }
 }
 
+// The maximum over the four threads that share a row.
+template <class T> __device__ __forceinline__ T quad_max(T x) {
+    x = max(x, __shfl_xor_sync(~0u, x, 1));
+    return max(x, __shfl_xor_sync(~0u, x, 2));
+}
+
 // The softmax of this thread's two rows. l is this thread's share; the four threads of a row add
 // theirs at the end. If each visit may have its own factor (VARIES), m is kept in units of log 2,
 // times that factor.
@@ -79,12 +85,6 @@ struct Softmax {
         return max(chain[0], chain[1]);
     }
 
-    // The maximum over the four threads that share a row.
-    template <class T> static __device__ __forceinline__ T quad_max(T x) {
-        x = max(x, __shfl_xor_sync(~0u, x, 1));
-        return max(x, __shfl_xor_sync(~0u, x, 2));
-    }
-
     // Exponentials take longest, so they should start early and never wait. ptxas schedules the
     // longest dependency chain first: so row 0's sum is two chains, and row 1's is one.
     template <int R>
@@ -110,24 +110,40 @@ struct Softmax {
 };
 
 // The softmax of scores between -bound and bound. It needs no running maximum and never rescales O.
-// It subtracts one constant from all exponents, so that no exponential is below e^-60, and none
-// exceeds 1 unless the bound exceeds 30.
+// A row's m is its maximum in the first tile where the mask keeps a key of it, so P of a row's only
+// key is exactly 1. Limits of m keep every exponential above e^-60, and below e^30 or, if the bound
+// exceeds 45, e^(2 bound - 60).
 struct BoundedSoftmax {
-    float m[2], l[2] = {0.0f, 0.0f};
+    float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
+    const float bound;  // a natural logarithm
 
-    // `bound` is a natural logarithm.
-    __device__ __forceinline__ BoundedSoftmax(float bound, float to_log2) {
-        m[0] = m[1] = fminf(bound, 60.0f - bound) * LOG2E / to_log2;
-    }
+    __device__ __forceinline__ explicit BoundedSoftmax(float bound) : bound(bound) {}
     // P = exp2(c (S - m)) replaces S; l = l + rowsum P. O keeps its scale.
     template <int N>
     __device__ __forceinline__ void operator()(float (&S)[N], float (&alpha)[2], float to_log2) {
-        const float start = m[0] * to_log2;
+        if (__any_sync(~0u, m[0] == NEG_INF || m[1] == NEG_INF)) begin(S, to_log2);
+        float start[2];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) start[r] = m[r] == NEG_INF ? 0.0f : m[r] * to_log2;
         alpha[0] = alpha[1] = 1.0f;
 #pragma unroll
         for (int e = 0; e < N; ++e) {
-            S[e] = exp2_approx(S[e] * to_log2 - start);
+            S[e] = exp2_approx(S[e] * to_log2 - start[e / 2 % 2]);
             l[e / 2 % 2] += S[e];
+        }
+    }
+    // Sets m of rows that have seen no key so far.
+    template <int N>
+    __device__ __forceinline__ void begin(const float (&S)[N], float to_log2) {
+        const float least = (bound - 30.0f) * LOG2E / to_log2;
+        const float most = (60.0f - bound) * LOG2E / to_log2;
+        float top[2] = {NEG_INF, NEG_INF};
+#pragma unroll
+        for (int e = 0; e < N; ++e) top[e / 2 % 2] = fmaxf(top[e / 2 % 2], S[e]);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            top[r] = quad_max(top[r]);
+            if (m[r] == NEG_INF && top[r] != NEG_INF) m[r] = fminf(fmaxf(top[r], least), most);
         }
     }
 };

@@ -385,9 +385,8 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 def lay_down(n: int, apart: int) -> Any:
     """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
 
-    The function returned by `add_from` reads these sums.
-
-    Consecutive sums of a thread lie `apart` bytes apart.
+    The function returned by `add_from` reads these sums. Consecutive sums of a thread lie `apart`
+    bytes apart.
     """
 
     @emitted(None, int32, floats(n // 2))

@@ -362,9 +362,8 @@ def wgmma(
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups of products except the last `pending` ("wgmma.wait_group").
 
-    The returned accumulators `c` are then complete.
-
-    The instruction takes and returns the registers, so that no code can read them before the wait.
+    The returned accumulators `c` are then complete. The instruction takes and returns the
+    registers, so that no code can read them before the wait.
     """
     count = len(c)
     complete = asm(

@@ -23,7 +23,6 @@ from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
 
 int32, int64 = types.int32, types.int64
-BARRIER = 8  # bytes
 
 
 # -- thread indices -------------------------------------------------------------------------------

@@ -194,9 +194,8 @@ def delta_kernel(shape: TeachingShape) -> Any:
 def dkdv_kernel(shape: TeachingShape) -> Any:
     """Return the kernel for dK and dV.
 
-    Block (j, KV head) computes column tile j, and thread c its key c.
-
-    With `fused` the kernel also adds dS K to a float32 dQ in HBM, atomically.
+    Block (j, KV head) computes column tile j, and thread c its key c. With `fused` the kernel also
+    adds dS K to a float32 dQ in HBM, atomically.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts

@@ -30,7 +30,16 @@ from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, FLOAT16
 from flashsim.engines.cpu.micro_kernels.writer import LINE
 from flashsim.engines.cpu.notes import stage_trace
 from flashsim.engines.cpu.scores import Rules
-from flashsim.engines.cpu.tables import NOTE, ODD, PLACES, Grads, Notes, Shape, Tiles, WalkInputs
+from flashsim.engines.cpu.tables import (
+    NOTE,
+    ODD,
+    PLACES,
+    BackwardInputs,
+    Grads,
+    Notes,
+    Shape,
+    Tiles,
+)
 from flashsim.engines.protocol import Job, Outcome
 from flashsim.errors import UnsupportedError
 from flashsim.problem.problem import Problem, numpy_dtype
@@ -41,7 +50,7 @@ from flashsim.trace.events import StageTrace
 OPTIONS = frozenset({"threads", "micro_kernel"})
 ALGORITHMS = ("flash2", "flash2-fused")
 #: The kernel that runs each stage.
-WALKS = {
+KERNELS = {
     "forward": "forward",
     "delta": "delta",
     "dq": "grad_queries",
@@ -81,8 +90,8 @@ def backward(
     lse = threads.frozen(finite(saved["L"]))
     delta = np.empty(p.batch * p.heads * p.n_q, real)
     (less,) = engine.wide(np.zeros(0) if dlse is None else dlse)
-    engine.walk("delta", _as_floats(out), _as_floats(dout), less, delta)
-    inputs = WalkInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
+    engine.run("delta", _as_floats(out), _as_floats(dout), less, delta)
+    inputs = BackwardInputs(q, k, v, dout, lse, threads.frozen(delta), *engine.along())
 
     dk = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim), engine.result)
     dv = np.empty((p.batch, p.kv_heads, p.n_kv, p.head_dim_v), engine.result)
@@ -93,7 +102,7 @@ def backward(
     grads = Grads._make([*(engine.flat(x) for x in (dq, dk, dv, dbias)), width])
     engine.note("clear_dbias")
     for stage in ("fused",) if fused else ("dkdv", "dq"):
-        engine.walk(stage, inputs, grads)
+        engine.run(stage, inputs, grads)
     engine.note("convert")
     engine.note("convert_dbias")
     arrays = {"dq": dq[..., : p.head_dim], "dk": dk, "dv": dv}
@@ -132,7 +141,7 @@ class _Stage(NamedTuple):
     """
 
     schedule: Schedule
-    walks: int
+    loops: int
     tiles: int
     visits: int
     long: bool
@@ -265,19 +274,18 @@ class _CpuPass:
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
         arrays = *self.operands(job.q, job.k, job.v), self.flat(out), lse.reshape(-1)
         if self.narrow is None:
-            self.walk("forward", *arrays)
+            self.run("forward", *arrays)
         else:
-            self.walk("forward", self.narrow, *arrays, self._parts(), decode=True)
+            self.run("forward", self.narrow, *arrays, self._parts(), decode=True)
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
         """Return Q and the factor of scores as the decode kernel (`kernels_decode`) uses them.
 
-        If that kernel did not run the forward pass, the returned Q is empty.
-
-        With the returned Q, the backward pass sums scores in the same order as the forward pass.
-        Kernels for pairs of bfloat16 do not need this: rounding dS to bfloat16 costs far more
-        precision than a different order of summation.
+        If that kernel did not run the forward pass, the returned Q is empty. With the returned Q,
+        the backward pass sums scores in the same order as the forward pass. Kernels for pairs of
+        bfloat16 do not need this: rounding dS to bfloat16 costs far more precision than a different
+        order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -290,27 +298,27 @@ class _CpuPass:
 
     def _parts(self) -> tuple[np.ndarray, ...]:
         """Allocate the partial results of `kernels_decode.decode` for each part of the keys."""
-        p, walks = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
-        parts = kernels_decode.parts_of(walks, self._stage("forward", True).visits)
+        p, loops = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
+        parts = kernels_decode.parts_of(loops, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
         sums, top, total = (np.empty(heads * n, p.compute_dtype) for n in (p.head_dim_v, 1, 1))
-        return sums, top, total, np.zeros(walks, np.int64)
+        return sums, top, total, np.zeros(loops, np.int64)
 
     def schedule(self, stage: plans.Stage) -> Schedule:
         """Return the schedule of a stage: its tiles and their order."""
         p, order = self.job.problem, self.job.key_order
         return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
-    def walk(self, name: str, *arrays: Any, decode: bool = False) -> None:
+    def run(self, name: str, *arrays: Any, decode: bool = False) -> None:
         """Run a stage on all threads, and record its trace if one is requested."""
         p, fused = self.job.problem, name == "fused"
         stage = self._stage(name, decode)
         notes = _NO_NOTES
         if self.job.trace:
             seen = np.zeros((p.batch * p.heads, stage.visits), np.int64)
-            notes = Notes(np.zeros((stage.walks, stage.tiles), np.int64), seen)
+            notes = Notes(np.zeros((stage.loops, stage.tiles), np.int64), seen)
         turns = work_tiles.first_turns(stage.schedule) if fused else _NO_TURNS
-        walk = "decode" if decode else WALKS[name]
+        kernel = "decode" if decode else KERNELS[name]
         odd = p.dtype in ROUNDING and not decode and not (self.pairs and name == "forward")
         parts = stage.parts or self._tables(stage.schedule, name, decode)
         # One thread sums, so that the order is fixed.
@@ -322,14 +330,14 @@ class _CpuPass:
         for tiles in parts:
             counter = np.zeros(PLACES, np.int64)
             args = [*arrays, self.shape, tiles, self.rules, notes, counter]
-            if WALKS[name] == "grad_keys":
+            if KERNELS[name] == "grad_keys":
                 args += [fused, turns]
-            threads.run(walk, count, self.cpu, *args, counter=counter, long=stage.long)
+            threads.run(kernel, count, self.cpu, *args, counter=counter, long=stage.long)
             odd = odd or bool(counter[ODD])
         if not odd:
             self.finite.update(LOOKED_AT.get(name, ()))
         if self.job.trace:
-            shape = stage.walks, p.batch * p.heads // stage.walks, stage.visits
+            shape = stage.loops, p.batch * p.heads // stage.loops, stage.visits
             visits = notes.visits.reshape(shape)
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
@@ -341,9 +349,9 @@ class _CpuPass:
         stage, p = self._plan[name], self.job.problem
         schedule, by_row = self.schedule(stage), stage.outer == "queries"
         ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
-        walks = p.batch * (p.heads if by_row else p.kv_heads)
+        loops = p.batch * (p.heads if by_row else p.kv_heads)
         long = self._work(schedule, len(inner)) > threads.LONG
-        numbers = _Stage(schedule, walks, len(ptr) - 1, len(inner), long)
+        numbers = _Stage(schedule, loops, len(ptr) - 1, len(inner), long)
         if p.banded:
             parts = tuple(self._tables(schedule, name, decode))
             self._stages[key] = numbers = numbers._replace(parts=parts)
@@ -359,10 +367,7 @@ class _CpuPass:
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """If the pass has stage `name`, record its trace.
-
-        NumPy runs this stage on whole arrays.
-        """
+        """If the pass has stage `name`, record its trace. NumPy runs this stage on whole arrays."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -403,10 +408,9 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """View 16-bit numbers as float32 over the same memory (see `float16`).
 
-    Arrays of other types are returned unchanged.
-
-    If the number of 16-bit elements is odd, the last element lies past the end of the view. Kernels
-    can still read that element, because they do not check bounds.
+    Arrays of other types are returned unchanged. If the number of 16-bit elements is odd, the last
+    element lies past the end of the view. Kernels can still read that element, because they do not
+    check bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat

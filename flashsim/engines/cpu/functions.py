@@ -10,17 +10,14 @@ import math
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-import numba.extending
 import numpy as np
 from llvmlite import ir
 from numba import cfunc, types
 
+from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 from flashsim.functions.emit_numba import PANEL, numba_source
 from flashsim.functions.graph import Graph
 from flashsim.problem.problem import Problem
-
-#: The type stub declares the compiler's context as an argument, which callers do not pass.
-intrinsic: Any = numba.extending.intrinsic
 
 #: Indices into `Rules.calls`: the function, its derivative, and the derivative that also adds to
 #: the gradients of captured arrays.
@@ -90,7 +87,6 @@ def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any,
 @intrinsic
 def as_pointer(context, address, kind):
     """Convert an address (an integer) to a pointer to numbers of a type."""
-    del context
 
     def codegen(context, builder, signature, args):
         return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
@@ -123,7 +119,6 @@ def call_panel(
 
     The panel of `raw` that starts at `raw0` contains the scores before the score function.
     """
-    del context
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 
     def codegen(context, builder, signature, args):

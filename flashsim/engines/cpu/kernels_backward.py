@@ -7,7 +7,7 @@ import numpy as np
 from flashsim.engines.cpu.bf16_dot.operations import begin_tiles, end_tiles
 from flashsim.engines.cpu.functions import SCORE
 from flashsim.engines.cpu.kernels_decode import padded as whole_lines
-from flashsim.engines.cpu.kernels_forward import next_inner, next_item, stopped
+from flashsim.engines.cpu.kernels_forward import next_inner, next_work_tile, stopped
 from flashsim.engines.cpu.micro_kernels.plain import (
     dots,
     grad_scores_by_lane,
@@ -107,7 +107,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     at = panel_array(most, np.int64)  # the next visit of each column tile
     begin_tiles(cpu, S)
     while True:
-        begin, end, first_head, last_head = next_item(tiles, counter)
+        begin, end, first_head, last_head = next_work_tile(tiles, counter)
         if begin == end:
             break
         for at_head in range(first_head, last_head):
@@ -273,9 +273,8 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     """Compute dQ and the bias's gradient; each lane of a panel holds one query.
 
-    Each thread owns one row tile at a time.
-
-    For each visit (tile pair), the thread computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
+    Each thread owns one row tile at a time. For each visit (tile pair), the thread computes S^T = K
+    Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q) * w
@@ -298,7 +297,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     scores = panel_array(whole_lines(shape.block_k) if inputs.along.size > 0 else 0, dtype)
     begin_tiles(cpu, S)
     while True:
-        i, end, first_head, last_head = next_item(tiles, counter)  # runs of one
+        i, end, first_head, last_head = next_work_tile(tiles, counter)  # runs of one
         if i == end:
             break
         q0, rows = tiles.own[i, 0], tiles.own[i, 1] - tiles.own[i, 0]
@@ -383,7 +382,7 @@ def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter)
         room_for(size, delta.dtype, rules.rounding),
     )
     while True:
-        begin, end, first_head, last_head = next_item(tiles, counter)
+        begin, end, first_head, last_head = next_work_tile(tiles, counter)
         if begin == end:
             break
         for at_head in range(first_head, last_head):

@@ -37,12 +37,12 @@ from flashsim.engines.cpu.tables import NOTE
 from flashsim.schedule.schedule import MASKED
 
 #: The fewest visits per part, and the number of work tiles to aim for, if there are enough keys.
-VISITS, ITEMS = 4, 64
+VISITS, WORK_TILES = 4, 64
 
 
-def parts_of(walks: int, visits: int) -> int:
-    """Return into how many parts to split each of `walks` loops over `visits` key tiles."""
-    return max(1, min(visits // VISITS, -(-ITEMS // walks)))
+def parts_of(loops: int, visits: int) -> int:
+    """Return into how many parts to split each of `loops` loops over `visits` key tiles."""
+    return max(1, min(visits // VISITS, -(-WORK_TILES // loops)))
 
 
 @part
@@ -51,8 +51,8 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
     Before flattening, out has shape (heads, dv) and lse (heads,). `parts` contains four flat
     arrays: O (parts, heads, dv), m and l (parts, heads) of every part, and the number of finished
-    parts per loop (walks,), initially 0. All query heads that share a key head share one loop over
-    the key tiles, called a "walk" in the code.
+    parts per loop (loops,), initially 0. All query heads that share a key head share one loop over
+    the key tiles.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w
@@ -82,11 +82,11 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
     begin, visits = tiles.ptr[0], tiles.ptr[1] - tiles.ptr[0]
     begin_tiles(cpu, Q)
     while True:
-        item = fetch_add(counter)
-        if item >= arrived.size * n or stopped(counter):
+        work_tile = fetch_add(counter)
+        if work_tile >= arrived.size * n or stopped(counter):
             break
-        walk, number = item // n, item % n
-        h0 = tiles.sets[tiles.set_ptr[walk]]
+        loop, number = work_tile // n, work_tile % n
+        h0 = tiles.sets[tiles.set_ptr[loop]]
         head0 = h0 // group * shape.n_kv
         of_q, q0 = widened(cpu, floats, q, h0 * d, group * d, rules.rounding)
         copy_rows(Q, padded(d), of_q, q0, group, d, real(math.ldexp(1.0, power)))
@@ -109,7 +109,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
                 sums[np.uint64(row * dv + x)] = O[np.uint64(c * lo + x)]
             if notes.steps.size > 0:
                 notes.steps[h0 + c, 0] = 1
-        if arrive(arrived, walk) < n - 1:
+        if arrive(arrived, loop) < n - 1:
             continue
         to, first = (out, h0 * dv) if rules.rounding is None else (floats, 0)
         put_together(to, first, lse, sums, tops, totals, n, heads, h0, group, dv)

@@ -55,11 +55,10 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
     All arrays are flat; the function writes out and lse. Each thread keeps Q^T, O^T, m, l and alpha
     of its row tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs, each thread
-    also keeps K and V of one or several (`slots_of`) column tiles, converted to operands.
-
-    A thread processes a run of neighbouring row tiles together. The thread reads K and V of a
-    column tile from memory once for all row tiles of the run that visit it. Each row tile visits
-    only its own column tiles, in the order of the schedule.
+    also keeps K and V of one or several (`slots_of`) column tiles, converted to operands. A thread
+    processes a run of neighbouring row tiles together. The thread reads K and V of a column tile
+    from memory once for all row tiles of the run that visit it. Each row tile visits only its own
+    column tiles, in the order of the schedule.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -88,7 +87,7 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     near = panel_array(slots, np.int64)  # the column tile in each slot
     begin_tiles(cpu, S)
     while True:
-        begin, end, first_head, last_head = next_item(tiles, counter)
+        begin, end, first_head, last_head = next_work_tile(tiles, counter)
         if begin == end:
             break
         for at_head in range(first_head, last_head):
@@ -195,17 +194,16 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 
 @part
-def next_item(tiles, counter):
+def next_work_tile(tiles, counter):
     """Return the next work tile: the first and last + 1 of its outer tiles, and of its heads.
 
-    The heads are positions in `tiles.sets`.
-
-    If the run of outer tiles is empty, no work is left or the call was stopped.
+    The heads are positions in `tiles.sets`. If the run of outer tiles is empty, no work is left or
+    the call was stopped.
     """
-    n_sets, item = tiles.set_ptr.size - 1, fetch_add(counter)
-    if item >= len(tiles.runs) * n_sets or stopped(counter):
+    n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
+    if number >= len(tiles.runs) * n_sets or stopped(counter):
         return 0, 0, 0, 0
-    run, s = item // n_sets, item % n_sets
+    run, s = number // n_sets, number % n_sets
     return tiles.runs[run, 0], tiles.runs[run, 1], tiles.set_ptr[s], tiles.set_ptr[s + 1]
 
 
@@ -219,9 +217,8 @@ def stopped(counter):
 def next_tiles(tiles, at, then, begin, end, near):
     """Write the run's next column tiles into `near`, and return how many they are.
 
-    `at` has the position of each row tile's next visit.
-
-    `then` receives each row tile's position after these column tiles.
+    `at` has the position of each row tile's next visit. `then` receives each row tile's position
+    after these column tiles.
     """
     for i in range(end - begin):
         then[i] = at[i]
@@ -243,9 +240,8 @@ def next_tiles(tiles, at, then, begin, end, near):
 def next_inner(tiles, at, begin, end, descending):
     """Return the next inner tile that any outer tile of a run visits, or -1 if none is left.
 
-    `at` has the position of each outer tile's next visit.
-
-    The argument `descending` says whether inner tiles are processed in descending order.
+    `at` has the position of each outer tile's next visit. The argument `descending` says whether
+    inner tiles are processed in descending order.
     """
     best = -1
     for i in range(begin, end):

@@ -21,9 +21,9 @@ def stage_trace(
 
     Parameters
     ----------
-    steps : int64 (walks, T)
+    steps : int64 (loops, T)
         Rows of each outer tile (columns if the loop is KV-outer), from each loop's notes.
-    visits : int64 (walks, members, n)
+    visits : int64 (loops, members, n)
         Rows times `NOTE` plus columns of each visit (tile pair); 0 if it was not executed.
 
     Raises

@@ -239,9 +239,8 @@ def scale_scores(cpu, S, s0, ld, rows, scale):
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
     """Return a panel of P or dS, rounded to the inputs' type, as a right operand.
 
-    The operand is for sums over the panel's rows.
-
-    The function returns the operand's array, offset and stride. Pairs are stored in the array `P`.
+    The operand is for sums over the panel's rows. The function returns the operand's array, offset
+    and stride. Pairs are stored in the array `P`.
     """
     round_panel(cpu, X, x0, ld, rows, rounding)
     return X, x0, ld
@@ -264,12 +263,10 @@ def scaled(cpu, S, rows, plain, scales):
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
-    V's rows for this panel start at `key`.
-
-    For pairs, P stays in memory until `weigh` multiplies it by V. `waiting` contains the begin and
-    end of the pairs of keys whose P is not yet multiplied by V; the function returns it updated. If
-    a maximum has changed, or keys in between were skipped, the function multiplies these pairs by V
-    itself.
+    V's rows for this panel start at `key`. For pairs, P stays in memory until `weigh` multiplies it
+    by V. `waiting` contains the begin and end of the pairs of keys whose P is not yet multiplied by
+    V; the function returns it updated. If a maximum has changed, or keys in between were skipped,
+    the function multiplies these pairs by V itself.
     """
     O, m, l, alpha = sums
     w = cpu.width

@@ -118,11 +118,9 @@ def kept_rows(tiles, position, rows):
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
     """Return the first and last + 1 row of a panel in which the mask keeps a score.
 
-    The panel belongs to the tile of visit v.
-
-    The first row is rounded down to a row at which an operand can begin; the mask hides all scores
-    of the rows that this adds. If the mask keeps no score, the second returned row is at most the
-    first. The arguments are explained in `place_of`.
+    The panel belongs to the tile of visit v. The first row is rounded down to a row at which an
+    operand can begin; the mask hides all scores of the rows that this adds. If the mask keeps no
+    score, the second returned row is at most the first. The arguments are explained in `place_of`.
     """
     first, last = 0, rows
     if tiles.kind[v] == MASKED:

@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
     turn : int32 (visits,)
         Minus the number of remaining visits of the same row tile, including this visit. It fixes
         the order in which dQ is summed.
-    runs : int64 (items, 2)
+    runs : int64 (n, 2)
         Runs of neighbouring outer tiles, (first, last + 1), in the order in which threads take
         them. One thread processes a run as one work tile.
     set_ptr, sets : int64
@@ -88,14 +88,12 @@ class Notes(NamedTuple):
     visits: np.ndarray
 
 
-class WalkInputs(NamedTuple):
+class BackwardInputs(NamedTuple):
     """The flat arrays that the kernels of a backward pass read.
 
-    LSE is 0 for rows that saw no key.
-
-    With one query per head, the decode kernel (`kernels_decode`) runs the forward pass. Then
-    `along` and `factor` are Q and the factor of scores as that kernel uses them; otherwise `along`
-    is empty.
+    LSE is 0 for rows that saw no key. With one query per head, the decode kernel (`kernels_decode`)
+    runs the forward pass. Then `along` and `factor` are Q and the factor of scores as that kernel
+    uses them; otherwise `along` is empty.
     """
 
     q: np.ndarray
@@ -111,10 +109,9 @@ class WalkInputs(NamedTuple):
 class Grads(NamedTuple):
     """The flat arrays that the kernels of a backward pass write.
 
-    The array `dbias` is empty without a bias.
-
-    `dq_stride` is the length of one row of `dq`. In the fused backward pass, which sums dQ in
-    memory, that length is head_dim plus padding to whole panels.
+    The array `dbias` is empty without a bias. `dq_stride` is the length of one row of `dq`. In the
+    fused backward pass, which sums dQ in memory, that length is head_dim plus padding to whole
+    panels.
     """
 
     dq: np.ndarray

@@ -87,10 +87,7 @@ class Worker:
 
 
 class Pool:
-    """A pool of threads.
-
-    A caller takes free threads, and the pool grows if there are too few.
-    """
+    """A pool of threads. A caller takes free threads, and the pool grows if there are too few."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -100,10 +97,8 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads: the caller and others or, with `wait`, others.
 
-        Without `wait`, the caller takes part.
-
-        With `wait`, an interrupt (Ctrl-C) can end the caller's wait; the other threads then
-        continue until their call ends.
+        Without `wait`, the caller takes part. With `wait`, an interrupt (Ctrl-C) can end the
+        caller's wait; the other threads then continue until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []

@@ -46,8 +46,8 @@ _ALL: dict[str, Callable] = {
 }
 
 
-def _entry(name: str, walk: Callable, sources: str) -> Any:
-    """Return a kernel's function `walk`, compiled and cached on disk.
+def _entry(name: str, kernel: Callable, sources: str) -> Any:
+    """Return a kernel's function, compiled and cached on disk.
 
     Numba notices edits of the file that contains a cached function, but not of files that contain
     functions it calls. So the compiled function has a free variable, `sources`, which is a digest
@@ -57,7 +57,7 @@ def _entry(name: str, walk: Callable, sources: str) -> Any:
 
     def entry(cpu, *args):
         sources  # noqa: B018
-        call_with_lent(walk, cpu, args)
+        call_with_lent(kernel, cpu, args)
 
     entry.__name__ = entry.__qualname__ = name
     return keep(njit(nogil=True, error_model="numpy", **_LESS)(entry))
@@ -70,18 +70,18 @@ def _digest() -> str:
 
 
 _SOURCES = _digest()
-_WALKS = {name: _entry(name, walk, _SOURCES) for name, walk in _ALL.items()}
+_KERNELS = {name: _entry(name, kernel, _SOURCES) for name, kernel in _ALL.items()}
 
 
 def folder() -> Path | None:
     """Return the folder in which compiled kernels are cached; None if no folder is writable."""
-    walk = _WALKS["forward"]
-    return Path(walk._cache.cache_path) if kept(walk) else None
+    kernel = _KERNELS["forward"]
+    return Path(kernel._cache.cache_path) if kept(kernel) else None
 
 
 def compiled() -> dict[str, int]:
     """Return how often this process compiled each kernel, because the disk cache lacked it."""
-    return {name: sum(walk.stats.cache_misses.values()) for name, walk in _WALKS.items()}
+    return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
 def available() -> int:
@@ -105,7 +105,7 @@ def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = F
     (`kernels_forward.stopped`) through the kernel's argument `counter`. At the end, the calling
     thread does not wait for threads that have not begun when no work tiles are left.
     """
-    call = partial(_call, _WALKS[name])
+    call = partial(_call, _KERNELS[name])
     if threads == 1 and not long:
         call(*args)
         return
@@ -157,16 +157,14 @@ def frozen(array: np.ndarray) -> np.ndarray:
 class _Notice(threading.local, Listener):
     """Prints that a kernel is being compiled, if that takes longer than `PATIENCE` seconds.
 
-    The message appears only on a terminal.
-
-    During compilation, the class also pauses Python's garbage collection. Numba's objects live
-    until compilation ends, so collections would free nothing and would take a tenth of the time to
-    compile.
+    The message appears only on a terminal. During compilation, the class also pauses Python's
+    garbage collection. Numba's objects live until compilation ends, so collections would free
+    nothing and would take a tenth of the time to compile.
     """
 
     def on_start(self, event: Event) -> None:
         """Pause collection and start the timer: Numba calls this at the start of a compilation."""
-        if event.data["dispatcher"] not in _WALKS.values():
+        if event.data["dispatcher"] not in _KERNELS.values():
             return
         self.collects = gc.isenabled()
         gc.disable()
@@ -177,7 +175,7 @@ class _Notice(threading.local, Listener):
 
     def on_end(self, event: Event) -> None:
         """Resume collection and stop the timer: Numba calls this at the end of a compilation."""
-        if event.data["dispatcher"] not in _WALKS.values():
+        if event.data["dispatcher"] not in _KERNELS.values():
             return
         if self.collects:
             gc.enable()

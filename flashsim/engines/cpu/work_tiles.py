@@ -18,7 +18,7 @@ from flashsim.schedule.schedule import MASKED, Schedule
 
 #: The bytes of outer tiles that a thread keeps in its L2 cache, so that each inner tile is loaded
 #: once for all of them; and the fewest work tiles per thread.
-TOGETHER, ITEMS = 400 << 10, 4
+TOGETHER, WORK_TILES = 400 << 10, 4
 
 #: The most mask bits (one byte each) to evaluate before a kernel call; limits an arbitrary mask's
 #: memory.
@@ -30,12 +30,10 @@ def tiles(
 ) -> Iterator[Tiles]:
     """Yield a stage's tables.
 
-    There is one `Tiles` or, with a mask function, several, each with its mask bits.
-
-    The argument `lanes` is the width of a panel. With `one_query` per head, all query heads that
-    share a key head form one work tile. Tables are cached between calls if only the problem's
-    fields determine them. The tables of a mask function are not cached, because the function's
-    results may change.
+    There is one `Tiles` or, with a mask function, several, each with its mask bits. The argument
+    `lanes` is the width of a panel. With `one_query` per head, all query heads that share a key
+    head form one work tile. Tables are cached between calls if only the problem's fields determine
+    them. The tables of a mask function are not cached, because the function's results may change.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -109,7 +107,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
     if name not in elements:
         return 1
     fit = TOGETHER // (elements[name] * np.dtype(p.compute_dtype).itemsize)
-    return max(1, min(fit, n // (ITEMS * threads)))
+    return max(1, min(fit, n // (WORK_TILES * threads)))
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
@@ -155,10 +153,8 @@ def runs(
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
     """Return each visit's turn to add to its row tile's dQ.
 
-    The turn is minus the number of visits of this row tile that are left.
-
-    The number of visits left includes this visit. Column tiles take turns in the order of the
-    outer loop.
+    The turn is minus the number of visits of this row tile that are left. The number of visits left
+    includes this visit. Column tiles take turns in the order of the outer loop.
     """
     row = csr[1]
     order = np.argsort(row, kind="stable")

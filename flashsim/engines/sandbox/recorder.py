@@ -30,11 +30,10 @@ WORDS = 2000
 class Handed:
     """The result of running a student's solution.
 
-    If the solution cannot be graded, `kind` and `words` say why.
-
-    The field `program` contains the instructions for `program.replay`. The field `answers` is None
-    unless the file has a dict ANSWERS; in it, a value that is no integer is replaced by its text.
-    The field `name` is the name of the student's function.
+    If the solution cannot be graded, `kind` and `words` say why. The field `program` contains the
+    instructions for `program.replay`. The field `answers` is None unless the file has a dict
+    ANSWERS; in it, a value that is no integer is replaced by its text. The field `name` is the name
+    of the student's function.
     """
 
     program: Iterable[str | bytes] = ()

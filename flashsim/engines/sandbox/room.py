@@ -33,10 +33,8 @@ class Room:
 class Lease:
     """A reference to a `Room`, which the tile and all its views hold.
 
-    The bytes of a temporary are freed when the tile and all its views are gone.
-
-    The attribute `tape` is the `Tape` on which the tiles are numbered, and `numbers` are the tiles'
-    numbers.
+    The bytes of a temporary are freed when the tile and all its views are gone. The attribute
+    `tape` is the `Tape` on which the tiles are numbered, and `numbers` are the tiles' numbers.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -116,9 +116,8 @@ class OpenSram(Scopes):
     def positions(self, rows: slice) -> SramTile:
         """Return the positions of queries or keys as a tile.
 
-        With them, write ``S[rows > cols[:, None]] = 0`` and the like.
-
-        The positions are computed, not loaded, but the tile takes memory on chip.
+        With them, write ``S[rows > cols[:, None]] = 0`` and the like. The positions are computed,
+        not loaded, but the tile takes memory on chip.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)

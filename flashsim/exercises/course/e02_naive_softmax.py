@@ -8,9 +8,8 @@ formula as it is. Load S once, store P once.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import softmax, softmax_slips
+from flashsim.exercises.references import moves, softmax, softmax_slips
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
@@ -26,11 +25,6 @@ def reference(machine):
                 S /= S.sum(axis=1)[:, None]
                 # END
                 sram.store(hbm.P, rows, S)
-
-
-def budget(task):
-    """Return the bytes for full marks: S is loaded once, and P is stored once."""
-    return whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
 
 
 def weights(arrays, p, dtype):
@@ -49,7 +43,7 @@ EXERCISE = Exercise(
         "S.sum(axis=1) is a tile with one number per row; [:, None] turns it into a column.",
         "np.exp(S, out=S), then S /= S.sum(axis=1)[:, None].",
     ),
-    budget=budget,
+    budget=moves("S", "P"),
     mistakes={
         "the exponentials were not divided by the sum of their row": weights,
         **softmax_slips(8, stable=False),

@@ -7,9 +7,8 @@ Complete rows fit on chip, so again load S once and store P once.
 
 import numpy as np
 
-from flashsim.exercises.course.e02_naive_softmax import budget
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import softmax, softmax_slips
+from flashsim.exercises.references import moves, softmax, softmax_slips
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -46,7 +45,7 @@ EXERCISE = Exercise(
         "With m the row's maximum, no exponent is above 0.",
         "S -= S.max(axis=1)[:, None] before the exponential.",
     ),
-    budget=budget,
+    budget=moves("S", "P"),
     mistakes={
         "the exponentials were not divided by the sum of their row": weights,
         **softmax_slips(8, stable=True),

@@ -9,9 +9,8 @@ enough; the second pass computes P. Load S twice, store P once.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import softmax
+from flashsim.exercises.references import moves, softmax
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
@@ -46,11 +45,6 @@ def reference(machine):
                 # END
 
 
-def budget(task):
-    """Return the bytes for full marks: S is loaded twice, and P is stored once."""
-    return 2 * whole_bytes(task.problem, "S") + whole_bytes(task.problem, "P")
-
-
 EXERCISE = Exercise(
     name="online-softmax",
     statement=__doc__,
@@ -64,5 +58,5 @@ EXERCISE = Exercise(
         "Tiles made inside a visit are freed at its end: write into m and l (m[:] = m_new) "
         "instead of rebinding them.",
     ),
-    budget=budget,
+    budget=moves("S", "S", "P"),
 )

@@ -8,9 +8,8 @@ well as l. Load each score of S only once.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import loop_slips, output_terms, softmax_product
+from flashsim.exercises.references import loop_slips, moves, output_terms, softmax_product
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
@@ -22,11 +21,14 @@ def reference(machine):
             with sram.step(rows):
                 n = rows.stop - rows.start
                 O = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
+                # TODO: m and l
                 m = sram.alloc("m", n, fill=-np.inf)
                 l = sram.alloc("l", n, fill=0.0)
+                # END
                 for cols in machine.key_tiles():
                     with sram.visit(rows, cols):
-                        S = sram.load(hbm.S, rows, cols)
+                        S, V = sram.load(hbm.S, rows, cols), sram.load(hbm.V, cols)
+                        # TODO: the online softmax, with O rescaled too
                         m_new = np.maximum(m, S.max(axis=1))
                         alpha = np.exp(m - m_new)
                         S -= m_new[:, None]
@@ -34,37 +36,13 @@ def reference(machine):
                         l *= alpha
                         l += S.sum(axis=1)
                         O *= alpha[:, None]
-                        sram.accumulate(O, S, sram.load(hbm.V, cols))
+                        sram.accumulate(O, S, V)
                         m[:] = m_new
-                O /= l[:, None]
-                sram.store(hbm.O, rows, O)
-
-
-SKELETON = """
-import numpy as np
-
-
-def solution(machine):
-    hbm, p = machine.hbm, machine.problem
-    with machine.stage("fused") as sram:
-        for rows in machine.row_tiles():
-            with sram.step(rows):
-                n = rows.stop - rows.start
-                O = sram.alloc("O", (n, p.head_dim_v), fill=0.0)
-                # TODO: m and l
-                for cols in machine.key_tiles():
-                    with sram.visit(rows, cols):
-                        S, V = sram.load(hbm.S, rows, cols), sram.load(hbm.V, cols)
-                        # TODO: the online softmax, with O rescaled too
+                        # END
                 # TODO: divide
+                O /= l[:, None]
+                # END
                 sram.store(hbm.O, rows, O)
-"""
-
-
-def budget(task):
-    """Return the bytes for full marks: S once, V once per tile of rows, O once."""
-    p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
-    return whole_bytes(p, "S") + t_r * whole_bytes(p, "V") + whole_bytes(p, "O")
 
 
 def undivided(arrays, p, dtype):
@@ -79,7 +57,6 @@ EXERCISE = Exercise(
     task=Task(Problem(32, n_kv=48, head_dim=12), Tiling(8, 16), 3072, ("S",)),
     reference=reference,
     truth=softmax_product,
-    skeleton=SKELETON,
     terms=output_terms,
     hints=(
         "O is a sum over keys, like l: rescale it by the same factor exp(m - m_new).",
@@ -87,7 +64,7 @@ EXERCISE = Exercise(
         "overwrite S.",
         "Divide once at the end: O /= l[:, None].",
     ),
-    budget=budget,
+    budget=moves("S", "O", per_row_tile="V"),
     mistakes={
         "the sum over the keys is right, but was not divided by l": undivided,
         **loop_slips(8, 16),

@@ -6,9 +6,8 @@ delta.
 """
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import delta, scaled
+from flashsim.exercises.references import delta, moves, scaled
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
@@ -25,11 +24,6 @@ def reference(machine):
                 # END
 
 
-def budget(task):
-    """Return the bytes for full marks: O and dO are loaded once, and delta is stored once."""
-    return sum(whole_bytes(task.problem, name) for name in ("O", "dO", "delta"))
-
-
 EXERCISE = Exercise(
     name="delta",
     statement=__doc__,
@@ -41,7 +35,7 @@ EXERCISE = Exercise(
         "O *= dO works in place, and needs no third tile.",
         "delta does not depend on the scale of the scores.",
     ),
-    budget=budget,
+    budget=moves("O", "dO", "delta"),
     mistakes={
         "delta must not contain the scale": scaled(delta, "delta", lambda p: p.scale),
         "delta is the sum itself, not its mean": scaled(delta, "delta", lambda p: 1 / p.head_dim_v),

@@ -10,9 +10,14 @@ A step owns a tile of keys, keeps dK and dV on chip, and loads Q, dO, L and delt
 
 import numpy as np
 
-from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import BACKWARD_SLIPS, gradient_terms, gradients, scaled
+from flashsim.exercises.references import (
+    BACKWARD_SLIPS,
+    gradient_terms,
+    gradients,
+    scaled,
+    stage_bytes,
+)
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -47,12 +52,6 @@ def reference(machine):
                 sram.store(hbm.dV, cols, dV)
 
 
-def budget(task):
-    """Return the bytes for full marks: those of FlashAttention-2's kernel, in closed form."""
-    counted = count(task.problem, direction="backward", tiling=task.tiling)
-    return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dkdv")
-
-
 EXERCISE = Exercise(
     name="dk-dv",
     statement=__doc__,
@@ -71,7 +70,7 @@ EXERCISE = Exercise(
         "once, at the end.",
     ),
     terms=gradient_terms,
-    budget=budget,
+    budget=stage_bytes("dkdv"),
     mistakes={
         "dK must contain the scale exactly once": scaled(gradients, "dK", lambda p: 1 / p.scale),
         **BACKWARD_SLIPS,

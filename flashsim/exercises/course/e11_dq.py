@@ -9,9 +9,14 @@ and delta.
 
 import numpy as np
 
-from flashsim.api.counting import count
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import BACKWARD_SLIPS, gradient_terms, gradients, scaled
+from flashsim.exercises.references import (
+    BACKWARD_SLIPS,
+    gradient_terms,
+    gradients,
+    scaled,
+    stage_bytes,
+)
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
 
@@ -42,12 +47,6 @@ def reference(machine):
                 # END
 
 
-def budget(task):
-    """Bytes of that stage of FlashAttention-2's backward pass, in closed form."""
-    counted = count(task.problem, direction="backward", tiling=task.tiling)
-    return sum(nbytes for (stage, _, _), nbytes in counted.transfers.items() if stage == "dq")
-
-
 EXERCISE = Exercise(
     name="dq",
     statement=__doc__,
@@ -64,7 +63,7 @@ EXERCISE = Exercise(
         "Use sram.accumulate(dQ, dS, K), and apply the scale once, at the end.",
     ),
     terms=gradient_terms,
-    budget=budget,
+    budget=stage_bytes("dq"),
     mistakes={
         "dQ must contain the scale exactly once": scaled(gradients, "dQ", lambda p: 1 / p.scale),
         **BACKWARD_SLIPS,

@@ -11,9 +11,8 @@ Store O; load K and V once for each tile of rows, not once for each head.
 import numpy as np
 
 from flashsim.exercises.exercise import Exercise, Task
-from flashsim.exercises.references import SLIPS, attention, loop_slips, output_terms
+from flashsim.exercises.references import SLIPS, attention, loop_slips, moves, output_terms
 from flashsim.problem.problem import Problem
-from flashsim.schedule.tensors import whole_bytes
 from flashsim.schedule.tiling import Tiling
 
 
@@ -57,13 +56,6 @@ def reference(machine):
                 # END
 
 
-def budget(task):
-    """Return the bytes for full marks: Q and O once per head; K and V once per tile of rows."""
-    p, t_r = task.problem, -(-task.problem.n_q // task.tiling.block_q)
-    keys = whole_bytes(p, "K") + whole_bytes(p, "V")
-    return whole_bytes(p, "Q") + t_r * keys + whole_bytes(p, "O")
-
-
 EXERCISE = Exercise(
     name="grouped-queries",
     statement=__doc__,
@@ -77,6 +69,6 @@ EXERCISE = Exercise(
         "at a time.",
         "K and V are loaded in the visit, before the loop over the heads.",
     ),
-    budget=budget,
+    budget=moves("Q", "O", per_row_tile="KV"),
     mistakes={**SLIPS, **loop_slips(8, 16)},
 )

@@ -5,11 +5,9 @@ nor compute key tiles that lie entirely above the diagonal: the loop ends at the
 the mask keeps. In tiles on the diagonal, mask element by element.
 """
 
-from flashsim.exercises.exercise import Task
-from flashsim.exercises.kernel_exercise import KernelExercise
+from dataclasses import replace
+
 from flashsim.exercises.kernels import k02_forward
-from flashsim.problem.problem import Problem
-from flashsim.schedule.tiling import Tiling
 
 _CAUSAL = """    # TODO: if causal, end at the last key that the tile's rows see
     end = tl.minimum((i + 1) * BLOCK_Q, n) if causal else n
@@ -25,19 +23,14 @@ _FORWARD = k02_forward.EXERCISE.solution_source
 REFERENCE = _FORWARD.replace("    end = n\n", _CAUSAL).replace(
     "        keep = cols[None, :] < n\n", _MASK
 )
-_PROBLEMS = (
-    Problem(128, head_dim=32, causal=True),
-    Problem(72, head_dim=32, heads=2, causal=True),
-)
+_TASKS = k02_forward.EXERCISE.tasks
 
-EXERCISE = KernelExercise(
+EXERCISE = replace(
+    k02_forward.EXERCISE,
     name="kernel-causal",
     statement=__doc__,
-    tasks=tuple(Task(p, Tiling(32, 32), 49_152, outputs=("O", "L")) for p in _PROBLEMS),
+    tasks=tuple(replace(one, problem=replace(one.problem, causal=True)) for one in _TASKS),
     reference=REFERENCE,
-    calls=("forward", "FlashAttentionTriton"),
-    given=("Q", "K", "V"),
-    path="flash_attention/flash_attention.py",
     hints=(
         "The end of the loop depends on the program: which key is the last that its rows see?",
         "Rows i * BLOCK_Q to (i + 1) * BLOCK_Q - 1 see keys before (i + 1) * BLOCK_Q.",

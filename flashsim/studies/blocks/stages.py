@@ -56,8 +56,8 @@ class TiledStage:
 
 
 @own_errors
-@dataclass(frozen=True, eq=False)
-class BlockSizes:
+@dataclass(frozen=True, eq=False, repr=False)
+class BlockSizes(report.Tabled):
     """The costs of all stages with all tile sizes; prints as a table."""
 
     problem: Problem
@@ -100,10 +100,6 @@ class BlockSizes:
         ]
         best = ", ".join(f"{stage} {self.best(stage).tiling}" for stage in fitting)
         return f"best: {best}" if best else "no tile fits"
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
 
 @own_errors

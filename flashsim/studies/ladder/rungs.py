@@ -149,8 +149,8 @@ class Step:
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
 
-@dataclass(frozen=True, eq=False)
-class Climb:
+@dataclass(frozen=True, eq=False, repr=False)
+class Climb(report.Tabled):
     """The results of all rungs on the same inputs; prints as one table."""
 
     problem: Problem
@@ -182,10 +182,6 @@ class Climb:
                 )
             )
         return table
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
     def _loops(self) -> str:
         """Return a table's note on the tensors that FlashAttention-1 and -2 load more than once."""
@@ -352,11 +348,4 @@ def _simulate(
     algorithm: str, x: _Inputs, tiling: Tiling, device: Device
 ) -> tuple[np.ndarray, Moves, int]:
     result = run(x.q, x.k, x.v, algorithm=algorithm, tiling=tiling, device=device, trace=True)
-    trace = result.trace
-    moved = {
-        (op, tensor): nbytes
-        for tensor, row in trace.by_tensor().items()
-        for op, nbytes in row.items()
-        if nbytes
-    }
-    return result.out[0, 0], moved, trace.peak_sram()
+    return result.out[0, 0], by_operation(result.trace.transfers), result.trace.peak_sram()

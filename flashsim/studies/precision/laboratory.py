@@ -61,8 +61,8 @@ class LoweredPoint:
 
 
 @own_errors
-@dataclass(frozen=True)
-class Laboratory:
+@dataclass(frozen=True, repr=False)
+class Laboratory(report.Tabled):
     """All findings of the laboratory; prints as tables.
 
     Attributes
@@ -132,9 +132,6 @@ class Laboratory:
         table = report.Table(f"{whole.title}: {what}", _COLUMNS, note=whole.note)
         table.rows += [f.row() for f in kept]
         return table
-
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
     def __str__(self) -> str:
         return "\n".join(table.text() for table in self.tables())

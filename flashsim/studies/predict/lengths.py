@@ -162,13 +162,7 @@ def _figures(
         tile = found.traffic.tiling
     else:
         tile = PRODUCT if name == "standard" else Tiling.fit(p, device, algorithm, direction)
-    counted = _counted(p, tile, algorithm, direction, device)
+    # On a chip that is large enough for its tiles.
+    counted = traffic.Traffic(p, tile, algorithm, direction, device)
     predicted = None if found is None else 1e3 * found.seconds
     return counted.bytes(), 1e3 * least(counted).seconds, predicted
-
-
-def _counted(
-    p: Problem, tile: Tiling, algorithm: str, direction: str, device: Device
-) -> traffic.Traffic:
-    """Return one algorithm's counts, on a chip that is large enough for its tiles."""
-    return traffic.Traffic(p, tile, algorithm, direction, device, "ascending")

@@ -50,8 +50,8 @@ class StageTime:
         return max(self.units, key=lambda unit: self.units[unit])
 
 
-@dataclass(frozen=True)
-class Prediction:
+@dataclass(frozen=True, repr=False)
+class Prediction(report.Tabled):
     """The predicted time of a pass; prints as a table."""
 
     traffic: Traffic
@@ -106,12 +106,6 @@ class Prediction:
             row = s.name, 1e3 * s.seconds, s.bound, *busy, s.waves, s.tail, s.joules
             table.rows.append(row)
         return table
-
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 def untested(device: Device) -> str:

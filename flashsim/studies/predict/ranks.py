@@ -24,8 +24,8 @@ from flashsim.studies.predict.model import made_for, predict
 HOST = 8
 
 
-@dataclass(frozen=True, eq=False)
-class SpreadTime:
+@dataclass(frozen=True, eq=False, repr=False)
+class SpreadTime(report.Tabled):
     """The predicted time of a pass over several ranks (GPUs); prints as a table.
 
     Attributes
@@ -106,12 +106,6 @@ class SpreadTime:
                 )
             )
         return table
-
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
-
-    def __str__(self) -> str:
-        return self.table().text()
 
 
 @own_errors

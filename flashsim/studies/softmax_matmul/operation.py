@@ -27,8 +27,8 @@ Moves = Mapping[tuple[str, str], int]
 
 
 @own_errors
-@dataclass(frozen=True, eq=False)
-class SoftmaxProduct:
+@dataclass(frozen=True, eq=False, repr=False)
+class SoftmaxProduct(report.Tabled):
     """The product softmax(X) V, and the bytes that were moved for it; prints as a table.
 
     Attributes
@@ -77,10 +77,6 @@ class SoftmaxProduct:
             result.rows.append((name, self.bytes("load", name), self.bytes("store", name)))
         result.rows.append(("all", self.bytes("load"), self.bytes("store")))
         return result
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
 
 @own_errors

@@ -8,7 +8,7 @@ from statistics import fmean
 from typing import Any
 
 from flashsim import report
-from flashsim.backends.launch.device_tables import Lowered, lower
+from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch.kernel import Gpu, row_elements
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.counts.traffic import Traffic
@@ -43,8 +43,8 @@ class Row:
 
 
 @own_errors
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(report.Tabled):
     """All rows of the comparison for one run; prints as a table."""
 
     title: str
@@ -64,9 +64,6 @@ class Verification:
         if not known:
             raise TraceError(f"no kernel has both a predicted and a measured value of {quantity!r}")
         return max(known)
-
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
     def table(self) -> Table:
         """Return a table with one row for each quantity of each kernel."""
@@ -238,12 +235,9 @@ def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
     Kernels of other families follow the L2 model's rule. The Hopper kernels written in Python never
     co-schedule heads, but the prediction for the C++ kernels is used for them too.
     """
-    how = HOPPER.hand_out(stage, _lowered(traffic, stage), Gpu.like(traffic.device))
+    tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
+    how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))
     return how.clump, how.in_step
-
-
-def _lowered(traffic: Traffic, stage: plans.Stage) -> Lowered:
-    return lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
 
 
 def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,10 +11,10 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import BackendUnavailable, TraceError, own_errors
+from flashsim.errors import TraceError, own_errors
 from flashsim.report import beside
 from flashsim.studies.verify.cases import Case, Counted, MeasuredPass
-from flashsim.studies.verify.ncu import MeasuredLaunch, command, parse, stage_of
+from flashsim.studies.verify.ncu import MeasuredLaunch, command, output_of, parse, stage_of
 
 
 @own_errors
@@ -96,9 +95,9 @@ def record(cases: Sequence[Case]) -> Record:
     profiled = command(program)
     with TemporaryDirectory() as folder:
         kept = Path(folder) / "counted.json"
-        _run([*program, str(kept)])
+        output_of([*program, str(kept)])
         counted = _counted(json.loads(kept.read_text()))
-    return Record(tuple(cases), _run(profiled), counted)
+    return Record(tuple(cases), output_of(profiled), counted)
 
 
 def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
@@ -211,13 +210,3 @@ def _pass(
         in_turns=deterministic is True,
         python=case.backend == "numba_cuda",
     )
-
-
-def _run(arguments: Sequence[str]) -> str:
-    done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-        raise BackendUnavailable(
-            f"{Path(arguments[0]).name} ended with exit code {done.returncode}: {last}"
-        )
-    return done.stdout

@@ -6,8 +6,10 @@ import csv
 import math
 import re
 import shutil
+import subprocess
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from flashsim.errors import BackendUnavailable, TraceError, own_errors
 
@@ -241,15 +243,25 @@ def command(
             "PATH; install it, or measure on another machine and read the result with --from "
             "FILE (see docs/guides/truth.md)"
         )
-    options = [
-        "--csv",
-        "--clock-control",
-        "none",
-        "--cache-control",
-        "all",
-        "--print-units",
-        "base",
-    ]
+    options = ["--csv", *("--clock-control", "none"), *("--cache-control", "all")]
+    options += ["--print-units", "base"]
     chosen = ["--metrics", ",".join(metrics)]
     chosen += [] if kernels is None else ["--kernel-name", f"regex:{kernels}"]
     return [found, *options, *chosen, *program]
+
+
+def output_of(words: Sequence[str]) -> str:
+    """Run a command and return what it prints on stdout.
+
+    Raises
+    ------
+    BackendUnavailable
+        If it fails; the message ends with its last output.
+    """
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
+        raise BackendUnavailable(
+            f"{Path(words[0]).name} ended with exit code {done.returncode}: {last}"
+        )
+    return done.stdout

@@ -35,21 +35,10 @@ def main(arguments: list[str]) -> None:
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
     """Run a case's forward pass and its backward passes; if `counting`, return their counts."""
     q, k, v, dout = _inputs(case)
-    options: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
-    result = run(
-        q,
-        k,
-        v,
-        algorithm=case.algorithm,
-        backend=case.backend,
-        causal=case.problem.causal,
-        window=case.problem.window,
-        softcap=case.problem.softcap,
-        tiling=case.tilings[0],
-        device=case.device,
-        trace=counting,
-        **options,
-    )
+    how: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
+    how |= {name: getattr(case.problem, name) for name in ("causal", "window", "softcap")}
+    how |= {name: getattr(case, name) for name in ("algorithm", "backend", "device")}
+    result = run(q, k, v, tiling=case.tilings[0], trace=counting, **how)
     passes: list[Result | Gradients] = [result]
     for deterministic in case.backward:
         grads = result.backward(dout, tiling=case.tilings[1], deterministic=deterministic)
@@ -62,13 +51,9 @@ def _inputs(case: Case) -> list[np.ndarray]:
     p = case.problem
     drawn = np.random.default_rng(0).standard_normal(DRAWN).astype(numpy_dtype(p.dtype))
     queries, keys = (p.batch, p.heads, p.n_q), (p.batch, p.kv_heads, p.n_kv)
-    shapes = (
-        (queries, p.head_dim),
-        (keys, p.head_dim),
-        (keys, p.head_dim_v),
-        (queries, p.head_dim_v),
-    )
-    return [np.resize(drawn, (*lead, width)) for lead, width in shapes]
+    leads = queries, keys, keys, queries
+    widths = p.head_dim, p.head_dim, p.head_dim_v, p.head_dim_v
+    return [np.resize(drawn, (*lead, d)) for lead, d in zip(leads, widths, strict=True)]
 
 
 if __name__ == "__main__":

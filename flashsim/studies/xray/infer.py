@@ -305,7 +305,7 @@ def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) 
     launched = [fit for fit in agreeing if seen.blocks and fit.blocks == seen.blocks]
     fits = sorted(
         launched or agreeing,
-        key=lambda fit: (_beyond(fit, seen), fit.boxes, fit.dense, fit.packed),
+        key=lambda fit: (round(abs(seen.read / fit.read - 1), 7), fit.boxes, fit.dense, fit.packed),
     )
     apart = []
     for name in ("block_q", "block_k"):
@@ -356,10 +356,6 @@ def spilled(fit: Fit, seen: LaunchCounters) -> float:
     """Return the bytes stored in addition to a fit's results; partial sectors do not count."""
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
-
-
-def _beyond(fit: Fit, seen: LaunchCounters) -> float:
-    return round(abs(seen.read / fit.read - 1), 7)
 
 
 def _distance(fit: Fit, seen: LaunchCounters) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -12,12 +11,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from flashsim.errors import BackendUnavailable, OptionError, TraceError, own_errors
+from flashsim.errors import OptionError, TraceError, own_errors
 from flashsim.problem.hardware import Device, reported
 from flashsim.problem.problem import Problem
 from flashsim.report import beside
 from flashsim.studies.verify.cases import here
-from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, parse
+from flashsim.studies.verify.ncu import METRICS, MeasuredLaunch, command, output_of, parse
 from flashsim.studies.xray.infer import LaunchCounters
 
 #: The counters that an X-ray measures, by flashsim's names.
@@ -250,11 +249,7 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
     chosen = ["--launch-count", str(launches)]
     chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
     asked = command([*chosen, *words], metrics=[METRICS[x] for x in ASKED], kernels=kernel or None)
-    done = subprocess.run(asked, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
-        raise BackendUnavailable(f"the program ended with exit code {done.returncode}: {last}")
-    return done.stdout
+    return output_of(asked)
 
 
 @own_errors

@@ -151,7 +151,7 @@ def _advice(p: Problem, name: str) -> str:
 
 
 @own_errors
-class XRay:
+class XRay(report.Tabled):
     """The attention kernels of a program, from hardware counters. The report prints as a table.
 
     Parameters
@@ -368,10 +368,6 @@ class XRay:
         )
         with report.beside(path) as part:
             part.write_text(text)
-
-    __str__ = report.text
-    __repr__ = report.titled
-    _repr_html_ = report.tabled
 
 
 def _whole(value: float | None) -> int | None:

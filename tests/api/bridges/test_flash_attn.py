@@ -16,7 +16,13 @@ from flashsim.errors import (  # noqa: E402
     ShapeError,
     UnsupportedError,
 )
-from flashsim.torch import decode, decoding, flash_attn, flash_attn_interface  # noqa: E402
+from flashsim.torch import (  # noqa: E402
+    decode,
+    decoding,
+    flash_attn,
+    flash_attn_cute,
+    flash_attn_interface,
+)
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -28,24 +34,24 @@ def tensors(*shapes, dtype=torch.float32, seed=0):
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def kept(n_q, n_k, causal=False, window=(-1, -1), chunk=0):
-    """Which keys each query sees: (n_q, n_k)."""
+def kept(n_q, n_k, causal=False, window=(-1, -1), chunk=0, signed=False):
+    """Which keys each query sees: (n_q, n_k). If not `signed`, -1 means no limit."""
     rows = torch.arange(n_q)[:, None] + n_k - n_q
     columns = torch.arange(n_k)[None]
     left, right = window
     see = torch.ones(n_q, n_k, dtype=torch.bool)
     if causal:
         see &= columns <= rows
-    if left >= 0:
+    if left is not None and (left >= 0 or signed):
         see &= columns >= rows - left
-    if right >= 0:
+    if right is not None and (right >= 0 or signed):
         see &= columns <= rows + right
     if chunk:
         see &= columns.div(chunk, rounding_mode="floor") == rows.div(chunk, rounding_mode="floor")
     return see
 
 
-def oracle(q, k, v, *, scale=None, softcap=0.0, slopes=None, qv=None, **mask):
+def oracle(q, k, v, *, scale=None, softcap=0.0, slopes=None, qv=None, sinks=None, **mask):
     """out (n, heads, d) and LSE (heads, n) of one sequence, by token, in float64."""
     q, k, v = (x.double().transpose(0, 1) for x in (q, k, v))
     k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
@@ -62,6 +68,8 @@ def oracle(q, k, v, *, scale=None, softcap=0.0, slopes=None, qv=None, **mask):
         scores = scores - slopes.double()[:, None, None] * (rows - torch.arange(n_k)).abs()
     scores = scores.masked_fill(~kept(n_q, n_k, **mask), -math.inf)
     lse = scores.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[:, None])
     p = torch.exp(scores - lse[..., None]).nan_to_num(0.0)
     return (p @ v).transpose(0, 1), lse
 
@@ -114,14 +122,122 @@ def test_packed_arguments_are_the_same_call():
         torch.testing.assert_close(other.unflatten(0, (2, 9)), whole, rtol=1e-6, atol=1e-6)
 
 
-def test_alibi_on_the_cpu():
-    q, k, v = tensors((2, 5, 4, 16), (2, 8, 4, 16), (2, 8, 4, 16))
-    slopes = torch.rand(2, 4)
-    out = flash_attn.flash_attn_func(q, k, v, causal=True, alibi_slopes=slopes)
-    for b in range(2):
-        close(out[b], oracle(q[b], k[b], v[b], causal=True, slopes=slopes[b])[0])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_alibi(window):
+    q, k, v = tensors((2, 5, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16))
+    slopes, told = torch.rand(2, 4), {"causal": True, "softcap": 3.0}
+    given = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = flash_attn.flash_attn_func(*given, alibi_slopes=slopes, window_size=window, **told)
+    exact = [x.double().requires_grad_() for x in (q, k, v)]
+    wanted = torch.stack([
+        oracle(*(x[b] for x in exact), slopes=slopes[b], window=window, **told)[0]
+        for b in range(2)
+    ])  # fmt: skip
+    close(out, wanted)
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, dout)
+    for x, y in zip(found, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
+        close(x, y, 1e-4)
     shared = flash_attn.flash_attn_func(q, k, v, alibi_slopes=slopes[0])
     close(shared[1], oracle(q[1], k[1], v[1], slopes=slopes[0])[0])
+
+
+@pytest.mark.parametrize("of_k", [[0, 4, 4, 9], [0, 7, 10, 21]], ids=["one diagonal", "three"])
+@pytest.mark.parametrize("own", [False, True], ids=["shared slopes", "own slopes"])
+def test_alibi_of_packed_sequences(own, of_k):
+    of_q = [0, 4, 4, 9]
+    q, k, v = tensors((9, 4, 16), (of_k[-1], 2, 16), (of_k[-1], 2, 16))
+    slopes = torch.rand(3, 4) if own else torch.rand(4)
+    cuts = [torch.tensor(x, dtype=torch.int32) for x in (of_q, of_k)]
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        q, k, v, *cuts, 5, 11, causal=True, alibi_slopes=slopes, return_attn_probs=True
+    )
+    for n, ((a, b), (c, d)) in enumerate(zip(pairwise(of_q), pairwise(of_k), strict=True)):
+        each = slopes[n] if own else slopes
+        wanted = oracle(q[a:b], k[c:d], v[c:d], causal=True, slopes=each)
+        close(out[a:b], wanted[0])
+        close(lse[:, a:b], wanted[1])
+
+
+def test_alibi_over_a_cache():
+    q, k, v = tensors((2, 2, 4, 16), (2, 12, 2, 16), (2, 12, 2, 16))
+    slopes, lengths = torch.rand(4), torch.tensor([9, 5], dtype=torch.int32)
+    out = flash_attn.flash_attn_with_kvcache(
+        q, k, v, cache_seqlens=lengths, causal=True, alibi_slopes=slopes
+    )
+    for b, n in enumerate((9, 5)):
+        close(out[b], oracle(q[b], k[b, :n], v[b, :n], causal=True, slopes=slopes)[0])
+
+
+# -- flash_attn.cute -------------------------------------------------------------------------------
+
+SIGNED = [(None, None), (3, None), (5, 0), (None, -2), (-1, 4), (-3, None)]
+
+
+@pytest.mark.parametrize("window", SIGNED, ids=str)
+def test_windows_across_the_diagonal_and_sinks(window):
+    q, k, v = tensors((2, 7, 4, 16), (2, 11, 2, 16), (2, 11, 2, 24))
+    given = [x.clone().requires_grad_() for x in (q, k, v, torch.randn(4))]
+    *inputs, sinks = given
+    out, lse = flash_attn_cute.flash_attn_func(
+        *inputs, window_size=window, learnable_sink=sinks, softcap=4.0, softmax_scale=0.3
+    )
+    exact = [x.detach().double().requires_grad_() for x in given]
+    told = {"window": window, "signed": True, "softcap": 4.0, "scale": 0.3, "sinks": exact[3]}
+    parts = [oracle(*(x[b] for x in exact[:3]), **told) for b in range(2)]
+    wanted = torch.stack([x for x, _ in parts])
+    close(out, wanted)
+    close(lse, torch.stack([x for _, x in parts]))
+    dout = torch.randn_like(out)
+    found = torch.autograd.grad(out, given, dout)
+    for x, y in zip(found, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
+        close(x, y, 1e-4)
+
+
+@pytest.mark.parametrize("window", [(None, None), (2, 0), (None, -1)], ids=str)
+@pytest.mark.parametrize("kind", ["packed", "padded", "pages"])
+def test_lengths_packed_padded_and_in_pages(kind, window):
+    used_q, used_k = [4, 0, 5], [7, 3, 11]
+    q, k, v = tensors((3, 6, 4, 16), (3, 12, 2, 16), (3, 12, 2, 16))
+    told = {"window_size": window, "causal": True, "return_lse": True}
+    lengths = {f"seqused_{x}": torch.tensor(n) for x, n in (("q", used_q), ("k", used_k))}
+    if kind == "packed":
+        given = [
+            torch.cat([x[b, :n] for b, n in enumerate(of)])
+            for x, of in ((q, used_q), (k, used_k), (v, used_k))
+        ]
+        cuts = [torch.tensor([0, *of]).cumsum(0).int() for of in (used_q, used_k)]
+        lengths = {"cu_seqlens_q": cuts[0], "cu_seqlens_k": cuts[1]}
+    elif kind == "padded":
+        given = [q, k, v]
+    else:
+        table = torch.tensor([[5, 1, 8], [2, 0, 3], [4, 7, 6]], dtype=torch.int32)
+        pools = [torch.empty(9, 4, 2, 16) for _ in "kv"]
+        for pool, x in zip(pools, (k, v), strict=True):
+            pool[table.flatten().long()] = x.reshape(9, 4, 2, 16)
+        given, lengths = [q, *pools], {**lengths, "page_table": table}
+    out, lse = flash_attn_cute.flash_attn_varlen_func(*given, **lengths, **told)
+    start = 0
+    for b, (n, m) in enumerate(zip(used_q, used_k, strict=True)):
+        told = {"causal": True, "window": window, "signed": True}
+        wanted = oracle(q[b, :n], k[b, :m], v[b, :m], **told)
+        if kind == "packed":
+            close(out[start : start + n], wanted[0])
+            close(lse[:, start : start + n], wanted[1])
+        else:
+            close(out[b, :n], wanted[0])
+            close(lse[b, :, :n], wanted[1])
+            assert not out[b, n:].any()
+        start += n
+
+
+def test_qv_puts_heads_last_in_the_lse():
+    q, k, v, qv = tensors((2, 5, 4, 16), (2, 8, 1, 16), (2, 8, 1, 32), (2, 5, 4, 32))
+    out, lse = flash_attn_cute.flash_attn_func(q, k, v, qv, causal=True)
+    for b in range(2):
+        wanted = oracle(q[b], k[b], v[b], causal=True, qv=qv[b])
+        close(out[b], wanted[0])
+        close(lse[b].T, wanted[1])
 
 
 @pytest.mark.parametrize("paged", [False, True])
@@ -320,8 +436,12 @@ def test_what_is_refused_says_so():
         (ShapeError, "q must be a tensor", lambda: flash_attn.flash_attn_func(q[0], k, v)),
         (ShapeError, "alibi_slopes must be", lambda: flash_attn.flash_attn_func(
             q, k, v, alibi_slopes=torch.rand(3))),
-        (UnsupportedError, "alibi_slopes= with packed", lambda: flash_attn.flash_attn_varlen_func(
-            q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2))),
+        (ShapeError, r"must be \(2,\) or \(1, 2\)", lambda: flash_attn.flash_attn_varlen_func(
+            q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2, 2))),
+        (UnsupportedError, "score_mod=; write the function for flashsim.torch.flex_attention",
+         lambda: flash_attn_cute.flash_attn_func(q, k, v, score_mod=max)),
+        (ShapeError, r"k must be \(batch, n", lambda: flash_attn_cute.flash_attn_varlen_func(
+            q, k[0], v[0])),
         (ShapeError, "same number of sequences", lambda: flash_attn.flash_attn_varlen_func(
             q[0], k[0], v[0], cuts[0], torch.tensor([0, 4, 8]), 5, 8)),
         (ShapeError, "must begin at 0", lambda: flash_attn.flash_attn_varlen_func(
@@ -331,8 +451,6 @@ def test_what_is_refused_says_so():
         (ShapeError, "qkv must be", lambda: flash_attn.flash_attn_qkvpacked_func(q)),
         (ShapeError, "heads_k", lambda: flash_attn_interface.flash_attn_qkvpacked_func(
             q, num_heads_q=1)),
-        (UnsupportedError, "alibi_slopes", lambda: flash_attn.flash_attn_with_kvcache(
-            q, k, v, alibi_slopes=torch.rand(2))),
         (OptionError, "need cache_seqlens", lambda: flash_attn.flash_attn_with_kvcache(
             q, k, v, k, v)),
         (OptionError, "only one of them was passed; pass both",
@@ -351,7 +469,7 @@ def test_what_is_refused_says_so():
 
 
 def test_public_names_are_documented():
-    for module in (flash_attn, flash_attn_interface):
+    for module in (flash_attn, flash_attn_interface, flash_attn_cute):
         for name in module.__all__:
             assert inspect.getdoc(getattr(module, name)), name
 

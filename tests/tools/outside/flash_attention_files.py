@@ -1,13 +1,15 @@
 """Fetch flash-attention's own test files, and run them on flashsim's interfaces, on CUDA.
 
-FlashAttention-2's test_flash_attn.py runs on `flashsim.torch.flash_attn`, and FlashAttention-3's on
-`flashsim.torch.flash_attn_interface`. The files are kept in build/outside/, or FLASH_ATTENTION
-names the folder of a clone. They need einops.
+FlashAttention-2's test_flash_attn.py runs on `flashsim.torch.flash_attn`, FlashAttention-3's on
+`flashsim.torch.flash_attn_interface`, and the five files of the CuTe kernels on
+`flashsim.torch.flash_attn_cute`. The files are kept in build/outside/, or FLASH_ATTENTION names the
+folder of a clone. They need einops.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import itertools
 import os
 import sys
@@ -22,23 +24,36 @@ import pytest
 import torch
 
 from flashsim.errors import UnsupportedError
-from flashsim.torch import flash_attn, flash_attn_interface
+from flashsim.torch import flash_attn, flash_attn_cute, flash_attn_interface
 from outside.cases import NotApplicable, Point, Test, one_of_each
 
 TITLE = "flash-attention's own files"
 COMMIT = "0251105a2fb19d2957484b7f023cd8c115286ced"
 URL = "https://raw.githubusercontent.com/Dao-AILab/flash-attention"
 FA2, FA3 = (f"{room}/test_flash_attn.py" for room in ("tests", "hopper"))
-FILES = (*(FA2, FA3, "flash_attn/bert_padding.py", "hopper/padding.py", "hopper/test_util.py"),)
+#: The group of each file of the CuTe kernels.
+CUTE = {
+    "tests/cute/test_flash_attn.py": "CuTe",
+    "tests/cute/test_flash_attn_fast.py": "CuTe fast",
+    "tests/cute/test_flash_attn_race_condition.py": "CuTe race",
+    "tests/cute/test_flash_attn_varlen.py": "CuTe varlen",
+    "tests/cute/test_flash_attn_combine.py": "CuTe combine",
+}
+TESTING = "flash_attn/cute/testing.py"
+FILES = (
+    *(FA2, FA3, "flash_attn/bert_padding.py", "hopper/padding.py", "hopper/test_util.py"),
+    *(*CUTE, TESTING),
+)
 #: Tests of the packages' internals: arguments of private functions, generators, wheels.
 INSIDE = {
     "test_flash_attn_varlen_paged_kv_num_splits": "it calls a private function of flash_attn",
     "test_flash_attn_generator_arg_must_be_none": "it calls flash_attn's extension itself",
     "test_flash_attn_kvcache_paged_block_table_bounds": "it calls flash_attn's extension itself",
     "test_flash3_bw_compatibility": "it compares schemas of flash_attn_3's extension",
+    "test_flash_attn_bwd_preallocated_outputs": "it calls private functions of flash_attn.cute",
 }
 #: Names of values that distinguish kinds of a test's points: one point of each kind is run.
-TELLING = ("seqlen_q", "seqlen_k", "seqlen"), ("d",)
+TELLING = ("seqlen_q", "seqlen_k", "seqlen"), ("d", "D", "head_dim", "sink_dtype")
 
 
 def folder() -> Path:
@@ -62,11 +77,12 @@ def tests(device: str, whole: bool) -> list[Test]:
 
 
 def tests_of(root: Path, whole: bool, edit: Callable[[str], str]) -> list[Test]:
-    """Return the tests of both files; `edit` may change their text before it is run."""
+    """Return the tests of all files; `edit` may change their text before it is run."""
     made = []
-    for file, modules in ((FA2, _flash_attn(root)), (FA3, _flash_attn_interface(root))):
+    rooms = [("FA2", FA2, _flash_attn(root)), ("FA3", FA3, _flash_attn_interface(root))]
+    rooms += [(group, file, _cute(root)) for file, group in CUTE.items()]
+    for group, file, modules in rooms:
         module = _loaded(root, file, modules, edit)
-        group = "FA2" if file == FA2 else "FA3"
         for name, function in vars(module).items():
             if name.startswith("test_") and callable(function):
                 made.append(_test(f"{group} {name.removeprefix('test_')}", function, whole))
@@ -91,7 +107,18 @@ def _test(name: str, function: Any, whole: bool) -> Test:
         some = [point for names in told if names for point in one_of_each(*names)(fit)]
         return some or fit[:1]
 
-    return Test(name, partial(_run, function), points, partial(_unfit, function.__name__), choose)
+    unfit = partial(_unfit, function.__name__, _outside_points(function, present))
+    return Test(name, partial(_run, function), points, unfit, choose)
+
+
+def _outside_points(function: Any, present: Point) -> str:
+    """Return why no point of a test applies; "" if points do."""
+    for mark in getattr(function, "pytestmark", []):
+        if mark.name == "skipif" and mark.args[0]:
+            return f"the test skips this GPU: {mark.kwargs['reason']}"
+    if fixtures := {*inspect.signature(function).parameters} - {*present}:
+        return f"it replaces parts of the package itself ({', '.join(sorted(fixtures))})"
+    return ""
 
 
 def _run(function: Any, **point: Any) -> None:
@@ -99,6 +126,10 @@ def _run(function: Any, **point: Any) -> None:
         function(**point)
     except pytest.skip.Exception as skipped:
         raise NotApplicable(f"the test skips it{f': {skipped}' if str(skipped) else ''}") from None
+    except pytest.xfail.Exception as expected:
+        raise NotApplicable(f"the test expects a failure: {expected}") from None
+    except pytest.fail.Exception as failed:  # pytest's class cannot be pickled
+        raise AssertionError(str(failed)) from None
     except UnsupportedError as error:
         if "up to 256" in str(error):
             raise NotApplicable("flashsim's GPU kernels take a head_dim of up to 256") from None
@@ -109,16 +140,12 @@ def _run(function: Any, **point: Any) -> None:
         torch.cuda.empty_cache()
 
 
-def _unfit(name: str, point: Point) -> str:
-    if name in INSIDE:
-        return INSIDE[name]
-    if point.get("dropout_p"):
-        return "flashsim has no dropout"
-    if point.get("alibi"):
-        return "ALiBi is a bias, and the GPU kernels take none"
-    if point.get("has_learnable_sink"):
-        return "flashsim has no learnable sink"
-    return ""
+def _unfit(name: str, always: str, point: Point) -> str:
+    if name in INSIDE or always:
+        return INSIDE.get(name, always)
+    if point.get("local_enum") and point.get("causal"):
+        return "the test skips a causal mask with a window"
+    return "flashsim has no dropout" if point.get("dropout_p") else ""
 
 
 def _loaded(
@@ -172,6 +199,26 @@ def _flash_attn_interface(root: Path) -> dict[str, ModuleType]:
         "flash_attn": ModuleType("flash_attn"),
         **_rotary(),
     }
+
+
+def _cute(root: Path) -> dict[str, ModuleType]:
+    """Return modules that replace flash_attn.cute."""
+    names = ("", ".cute", ".cute.interface", ".cute.cache_utils")
+    modules = {f"flash_attn{name}": ModuleType(f"flash_attn{name}") for name in names}
+    package, interface = modules["flash_attn.cute"], modules["flash_attn.cute.interface"]
+    for name in flash_attn_cute.__all__:
+        setattr(package, name, getattr(flash_attn_cute, name))
+        setattr(interface, name, getattr(flash_attn_cute, name))
+    package.interface = interface
+    for name in ("fwd", "bwd", "bwd_sparse_mla", "fwd_combine"):
+        setattr(interface, f"_flash_attn_{name}", _private)
+    modules["flash_attn.cute.cache_utils"].JITCache = dict
+    testing = _file(root / TESTING, "flash_attn.cute.testing")
+    return {**modules, "flash_attn.cute.testing": testing, **_rotary()}
+
+
+def _private(*_: Any, **__: Any) -> None:
+    raise NotApplicable("it calls a private function of flash_attn.cute")
 
 
 def _file(path: Path, name: str) -> ModuleType:

@@ -6,9 +6,10 @@ c the dot products of 16 pairs of bfloat16. A row of tile a contains 16 pairs of
 the sum; the rows of tile b contain the matching pairs, one per lane.
 
 The function `program` returns the instructions for a block of the product C, as data. The function
-`lower` translates these instructions to LLVM's intrinsics; a small interpreter in the tests runs
-them in NumPy. Instructions name tile registers by number, so LLVM neither spills nor moves them.
-Before its first product, a thread must configure the shape of the tiles on its CPU (`CONFIG`).
+`build_tiles` translates these instructions to LLVM's intrinsics; a small interpreter in the tests
+runs them in NumPy. Instructions name tile registers by number, so LLVM neither spills nor moves
+them. Before its first product, a thread must configure the shape of the tiles on its CPU
+(`CONFIG`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import VOID, Code
+from flashsim.engines.cpu.micro_kernels.writer import VOID, Code, builder
 
 #: Rows of a tile, and its 32-bit columns: float32 sums, or pairs of bfloat16.
 SIDE = 16
@@ -103,17 +103,14 @@ def program(mode: str, rows: int, columns: int) -> Program:
     return Program(tuple(start), tuple(each), tuple(Store(t, "C", r, c) for t, r, c in cells))
 
 
-def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int) -> ir.Function:
-    """Lower the program of a block of C to an LLVM function.
-
-    Its arguments are C, ldc, A, lda, B, ldb and the number of pairs along the sum.
+@builder("pipipii")
+def build_tiles(
+    code: Code, C, ldc, A, lda, B, ldb, n, *, mode: str, rows: int, columns: int
+) -> None:
+    """Lower the program of a block of C to an LLVM function, for sums of n pairs.
 
     Addresses point to 32-bit elements, and leading dimensions count such elements.
     """
-    code = Code(module, f"tiles_{mode}_{rows}x{columns}", block, 4, "pipipii")
-    if not code.is_new:
-        return code.function
-    C, ldc, A, lda, B, ldb, n = code.function.args
     base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
     bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
     start, each, after = program(mode, rows, columns)
@@ -142,14 +139,12 @@ def lower(module: ir.Module, block: Blocking, mode: str, rows: int, columns: int
     def round_(x, _):
         for instruction in each:
             emit(instruction, x)
-        return []
 
     for instruction in start:
         emit(instruction)
     code.loop(n, [], round_, by=SIDE)
     for instruction in after:
         emit(instruction)
-    return code.done()
 
 
 def call(code: Code, name: str, *values) -> None:
@@ -160,26 +155,20 @@ def call(code: Code, name: str, *values) -> None:
     code.b.call(module.globals[full], values)
 
 
-def build_configure(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build the function that sets the calling thread's AMX tile shapes and zeroes its tiles."""
-    code = Code(module, "tiles_configure", block, itemsize, "p")
-    if code.is_new:
-        kind = ir.ArrayType(BYTE, len(CONFIG))
-        data = ir.GlobalVariable(module, kind, "flashsim_tiles_config")
-        data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)
-        data.initializer = ir.Constant(kind, list(CONFIG))
-        call(code, "ldtilecfg", code.b.bitcast(data, BYTE.as_pointer()))
-        code.done()
-    return code.function
+@builder("p")
+def build_configure(code: Code, _any_array) -> None:
+    """Write the function that sets the calling thread's AMX tile shapes and zeroes its tiles."""
+    kind = ir.ArrayType(BYTE, len(CONFIG))
+    data = ir.GlobalVariable(code.function.module, kind, "flashsim_tiles_config")
+    data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)
+    data.initializer = ir.Constant(kind, list(CONFIG))
+    call(code, "ldtilecfg", code.b.bitcast(data, BYTE.as_pointer()))
 
 
-def build_release(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build the function that releases a thread's AMX tiles.
+@builder("p")
+def build_release(code: Code, _any_array) -> None:
+    """Write the function that releases a thread's AMX tiles.
 
     After the release, the system need not save the tiles' 8 KiB when it switches threads.
     """
-    code = Code(module, "tiles_release", block, itemsize, "p")
-    if code.is_new:
-        call(code, "tilerelease")
-        code.done()
-    return code.function
+    call(code, "tilerelease")

@@ -9,70 +9,51 @@ import numpy as np
 from llvmlite import ir
 
 from flashsim.engines.cpu.bf16_dot import amx_tiles
+from flashsim.engines.cpu.bf16_dot.amx_tiles import build_tiles
 from flashsim.engines.cpu.micro_kernels.codegen import build_product
 from flashsim.engines.cpu.micro_kernels.exponential import SLACK
-from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
+from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode, pair_builder
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, Code
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code, builder
 
 
 def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
-    """Build `plain.product_set` or `plain.product_add`.
-
-    The arguments are C, ldc, A, row, step, B, ldb, rows, n.
-    """
-    if not block.pairs:
-        return build_product(module, block, itemsize, mode)
-    return PRODUCTS[block.pairs](module, block, mode)
+    """Build `plain.product_set` or `plain.product_add`."""
+    build = PRODUCTS[block.pairs] if block.pairs else build_product
+    return build(module, block, itemsize, mode=mode)
 
 
+@pair_builder("pipiipiii")
 def build_vector_product(
-    module: ir.Module, block: Blocking, mode: str, writer: type[Code] = PairCode
-):
-    """Build a product as `codegen.build_product` does, with bfloat16 pairs as elements."""
-    code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
-    if code.is_new:
-        C, ldc, A, row, _, *rest = code.function.args
-        whole = build_product(module, block, 4, mode, writer)
-        code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), *rest])
-        code.done()
-    return code.function
+    code: PairCode, C, ldc, A, row, _step, *rest, mode: str, writer: type[Code] = PairCode
+) -> None:
+    """Write a product as `codegen.build_product` does, with bfloat16 pairs as elements."""
+    whole = build_product(*code.target, mode=mode, writer=writer)
+    code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), *rest])
 
 
+@pair_builder("pipiipiii")
 def build_tile_product(
-    module: ir.Module, block: Blocking, mode: str, lower: Callable = amx_tiles.lower
-):
-    """Build a product of AMX tiles, 2 x 2 tiles of C at a time.
+    code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
+) -> None:
+    """Write a product of AMX tiles, 2 x 2 tiles of C at a time.
 
     The arguments `rows` and `n` must be multiples of a tile's sides.
     """
-    code = PairCode(module, f"product_{mode}", block, 4, "pipiipiii")
-    if not code.is_new:
-        return code.function
-    C, ldc, A, row, _, B, ldb, rows, n = code.function.args
     b, columns = code.b, code.width // amx_tiles.SIDE
     steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
 
     def blocks(first, height: int) -> None:
         for at, width in steps:
-            step = lower(module, block, mode, height, width)
+            step = lower(*code.target, mode=mode, rows=height, columns=width)
             c = code.at(C, b.mul(first, ldc), amx_tiles.SIDE * at)
             a, right = code.at(A, b.mul(first, row)), code.at(B, amx_tiles.SIDE * at)
             b.call(step, [c, ldc, a, row, right, ldb, n])
 
-    def body(r, _):
-        blocks(r, amx_tiles.BLOCK)
-        return []
-
-    code.loop(rows, [], body, by=amx_tiles.BLOCK * amx_tiles.SIDE)
-    left = b.and_(rows, ir.Constant(INT, amx_tiles.SIDE))
-
-    def last(_r, _):
-        blocks(b.sub(rows, left), 1)
-        return []
-
-    code.loop(left, [], last, by=amx_tiles.SIDE)
-    return code.done()
+    side, block = amx_tiles.SIDE, amx_tiles.BLOCK
+    code.loop(rows, [], lambda r, _: blocks(r, block), by=block * side)
+    left = b.and_(rows, ir.Constant(INT, side))
+    code.loop(left, [], lambda *_: blocks(b.sub(rows, left), 1), by=side)
 
 
 #: The builders of products, by `Blocking.pairs`.
@@ -89,9 +70,9 @@ def build_release(module: ir.Module, block: Blocking, itemsize: int):
     return TILES.get(block.pairs, (_nothing, _nothing))[1](module, block, itemsize)
 
 
-def _nothing(module: ir.Module, block: Blocking, itemsize: int):
-    code = Code(module, "no_tiles", block, itemsize, "p")
-    return code.done() if code.is_new else code.function
+@builder("p")
+def _nothing(code: Code, _any_array) -> None:
+    """Write a function that does nothing."""
 
 
 #: The code that a thread runs before its first tile and after its last tile.
@@ -100,12 +81,9 @@ TILES: dict[str, tuple[Callable, Callable]] = {
 }
 
 
-def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.online_softmax_pairs`, with arguments S, rows, m, l, alpha, factor, P."""
-    code = PairCode(module, "softmax", block, 4, "pippppp")
-    if not code.is_new:
-        return code.function
-    S, rows, m, l, alpha, factor, P = code.function.args
+@pair_builder("pippppp")
+def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
+    """Write `operations.online_softmax_pairs`."""
     b, minus_inf, unit = code.b, code.const(-np.inf), ir.Constant(INT, 1)
     masked = code.masked()
     scale, last = code.spread(factor), b.sub(rows, unit)
@@ -152,15 +130,11 @@ def build_pair_softmax(module: ir.Module, block: Blocking, itemsize: int):
     sums = code.loop(b.and_(rows, unit), sums, lambda _, s: keep(last, scores(last), [], s))
     for a, total, x in zip(alphas, sums, code.vectors(l), strict=True):
         code.store(code.fma(a, code.load(x), total), x)
-    return code.done()
 
 
-def build_pairs_of_rows(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.pairs_of_rows`, with arguments X, ld, rows, P."""
-    code = PairCode(module, "pairs_of_rows", block, 4, "piip")
-    if not code.is_new:
-        return code.function
-    X, ld, rows, P = code.function.args
+@pair_builder("piip")
+def build_pairs_of_rows(code: PairCode, X, ld, rows, P) -> None:
+    """Write `operations.pairs_of_rows`."""
     b, unit = code.b, ir.Constant(INT, 1)
 
     def keep(r, second) -> None:
@@ -172,23 +146,15 @@ def build_pairs_of_rows(module: ir.Module, block: Blocking, itemsize: int):
     def two(r, _):
         below = code.vectors(code.at(X, b.mul(b.add(r, unit), ld)))
         keep(r, [code.load(y) for y in below])
-        return []
 
-    def odd(_r, _):
-        keep(b.sub(rows, unit), [code.const(0)] * code.vecs)
-        return []
-
+    zeros = [code.const(0)] * code.vecs
     code.loop(rows, [], two, by=2)
-    code.loop(b.and_(rows, unit), [], odd)
-    return code.done()
+    code.loop(b.and_(rows, unit), [], lambda *_: keep(b.sub(rows, unit), zeros))
 
 
-def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.pairs_of_lanes`, with arguments X, ld, rows, P, row."""
-    code = PairCode(module, "pairs_of_lanes", block, 4, "piipi")
-    if not code.is_new:
-        return code.function
-    X, ld, rows, P, row = code.function.args
+@pair_builder("piipi")
+def build_pairs_of_lanes(code: PairCode, X, ld, rows, P, row) -> None:
+    """Write `operations.pairs_of_lanes`."""
     b = code.b
     half = ir.VectorType(ir.IntType(16), code.lanes).as_pointer()
 
@@ -197,42 +163,26 @@ def build_pairs_of_lanes(module: ir.Module, block: Blocking, itemsize: int):
         for i, x in enumerate(code.vectors(code.at(X, b.mul(r, ld)))):
             address = b.bitcast(code.at(P, to, i * code.lanes // 2), half)
             b.store(code.halves(code.load(x)), address, align=4)
-        return []
 
     code.loop(rows, [], body)
-    return code.done()
 
 
-def _squares(name: str, args: str, fetch: Callable, put: Callable) -> Callable:
-    """Return a builder of a function that transposes a panel, one square at a time.
+def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> None:
+    """Transpose a panel of `down` x `across` elements, which are whole squares, by squares.
 
-    The function ``fetch(code, arguments, y, x, r)`` loads row r of the square that starts at (y,
-    x), and ``put`` stores row r of the transposed square. The last two arguments of the built
-    function are the panel's height and width in elements, both in whole squares.
+    The function ``fetch(y, x, r)`` loads row r of the square that starts at (y, x), and ``put(y, x,
+    r, value)`` stores row r of the transposed square.
     """
 
-    def build(module: ir.Module, block: Blocking, itemsize: int):
-        code = PairCode(module, name, block, 4, args + "ii")
-        if not code.is_new:
-            return code.function
-        *operands, down, across = code.function.args
+    def square(y, x) -> None:
+        values = code.transposed([fetch(y, x, r) for r in range(code.lanes)])
+        for r, value in enumerate(values):
+            put(y, x, r, value)
 
-        def row(y, _):
-            def square(x, _):
-                values = code.transposed(
-                    [fetch(code, operands, y, x, r) for r in range(code.lanes)]
-                )
-                for r, value in enumerate(values):
-                    put(code, operands, y, x, r, value)
-                return []
+    def row(y, _):
+        code.loop(across, [], lambda x, _: square(y, x), by=code.lanes)
 
-            code.loop(across, [], square, by=code.lanes)
-            return []
-
-        code.loop(down, [], row, by=code.lanes)
-        return code.done()
-
-    return build
+    code.loop(down, [], row, by=code.lanes)
 
 
 def _load16(code: PairCode, address):
@@ -247,66 +197,58 @@ def _at16(code: PairCode, base, *offsets):
     return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
 
 
-def _plus(code: PairCode, x, r: int):
-    return code.b.add(x, ir.Constant(INT, r))
+@pair_builder("pipiii")
+def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> None:
+    """Write `operations.transpose_columns`."""
+    b = code.b
+
+    def fetch(y, x, r: int):
+        """Load the two rows of X in row pair y + r, merged into pairs, columns from x on."""
+        start = b.mul(code.times(code.plus(y, r), 2), d)
+        low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
+        return b.bitcast(b.or_(low, b.shl(high, code.ints(16))), code.vector)
+
+    def put(y, x, r: int, value) -> None:
+        code.store(value, code.at(out, b.mul(code.plus(x, r), row), y))
+
+    _squares(code, pairs, columns, fetch, put)
 
 
-def _fetch_columns(code: PairCode, operands, y, x, r: int):
-    """Load the two rows of X in row pair y + r, merged into pairs, columns from x on."""
-    _, _, X, d = operands
-    start = code.b.mul(code.times(_plus(code, y, r), 2), d)
-    low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
-    pair = code.b.or_(low, code.b.shl(high, code.ints(16)))
-    return code.b.bitcast(pair, code.vector)
+@pair_builder("ppiii")
+def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
+    """Write `operations.transpose_rows`."""
+
+    def fetch(y, x, r: int):
+        """Load row y + r of X as pairs of neighbours, from pair x on."""
+        return code.load_at(_at16(code, X, code.b.mul(code.plus(y, r), d), code.times(x, 2)))
+
+    def put(y, x, r: int, value) -> None:
+        code.store(value, code.at(out, code.times(code.plus(x, r), code.width), y))
+
+    _squares(code, rows, pairs, fetch, put)
 
 
-def _put_columns(code: PairCode, operands, y, x, r: int, value) -> None:
-    out, row, _, _ = operands
-    code.store(value, code.at(out, code.b.mul(_plus(code, x, r), row), y))
+@pair_builder("ppipii")
+def build_transpose_panel(code: PairCode, panel, X, d, factors, rows, columns) -> None:
+    """Write `operations.transpose_panel`."""
+    b = code.b
+
+    def fetch(y, x, r: int):
+        """Load row x + r of the panel from lane y on, and multiply each lane by its factor."""
+        value = code.load(code.at(panel, code.times(code.plus(x, r), code.width), y))
+        return b.fmul(value, code.load(code.at(factors, y)))
+
+    def put(y, x, r: int, value) -> None:
+        halves = code.halves(value)
+        address = _at16(code, X, b.mul(code.plus(y, r), d), x)
+        b.store(halves, b.bitcast(address, halves.type.as_pointer()), align=2)
+
+    _squares(code, rows, columns, fetch, put)
 
 
-#: out, row, X, d, pairs, columns: see `operations.transpose_columns`.
-build_transpose_columns = _squares("columns", "pipi", _fetch_columns, _put_columns)
-
-
-def _fetch_rows(code: PairCode, operands, y, x, r: int):
-    """Load row y + r of X as pairs of neighbours, from pair x on."""
-    _, X, d = operands
-    return code.load_at(_at16(code, X, code.b.mul(_plus(code, y, r), d), code.times(x, 2)))
-
-
-def _put_rows(code: PairCode, operands, y, x, r: int, value) -> None:
-    code.store(value, code.at(operands[0], code.times(_plus(code, x, r), code.width), y))
-
-
-#: out, X, d, rows, pairs: see `operations.transpose_rows`.
-build_transpose_rows = _squares("rows", "ppi", _fetch_rows, _put_rows)
-
-
-def _fetch_panel(code: PairCode, operands, y, x, r: int):
-    """Load row x + r of the panel from lane y on, and multiply each lane by its factor."""
-    panel, _, _, factors = operands
-    value = code.load(code.at(panel, code.times(_plus(code, x, r), code.width), y))
-    return code.b.fmul(value, code.load(code.at(factors, y)))
-
-
-def _put_panel(code: PairCode, operands, y, x, r: int, value) -> None:
-    _, X, d, _ = operands
-    halves = code.halves(value)
-    address = _at16(code, X, code.b.mul(_plus(code, y, r), d), x)
-    code.b.store(halves, code.b.bitcast(address, halves.type.as_pointer()), align=2)
-
-
-#: panel, X, d, factors, rows, columns: see `operations.transpose_panel`.
-build_transpose_panel = _squares("panel", "ppip", _fetch_panel, _put_panel)
-
-
-def build_copy_pairs(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.copy_pairs`, with arguments out, row, X, rows, pairs."""
-    code = PairCode(module, "copy_pairs", block, 4, "pipii")
-    if not code.is_new:
-        return code.function
-    out, row, X, rows, pairs = code.function.args
+@pair_builder("pipii")
+def build_copy_pairs(code: PairCode, out, row, X, rows, pairs) -> None:
+    """Write `operations.copy_pairs`."""
     b = code.b
 
     def line(r, _):
@@ -314,40 +256,28 @@ def build_copy_pairs(module: ir.Module, block: Blocking, itemsize: int):
             start = code.times(b.add(b.mul(r, pairs), x), 2)
             value = code.load_at(_at16(code, X, start))
             code.store(value, code.at(out, b.mul(r, row), x))
-            return []
 
         code.loop(pairs, [], vector, by=code.lanes)
-        return []
 
     code.loop(rows, [], line)
-    return code.done()
 
 
-def build_add_scaled(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.add_scaled`, with arguments Y, X, ld, rows, factor."""
-    code = PairCode(module, "add_scaled", block, 4, "ppiip")
-    if not code.is_new:
-        return code.function
-    Y, X, ld, rows, factor = code.function.args
+@pair_builder("ppiip")
+def build_add_scaled(code: PairCode, Y, X, ld, rows, factor) -> None:
+    """Write `operations.add_scaled`."""
     scale = code.spread(factor)
 
     def body(r, _):
         places = (code.vectors(code.at(base, code.b.mul(r, ld))) for base in (Y, X))
         for y, x in zip(*places, strict=True):
             code.store(code.fma(code.load(x), scale, code.load(y)), y)
-        return []
 
     code.loop(rows, [], body)
-    return code.done()
 
 
-def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool):
-    """Build `operations.scale_panel` or `scale_lanes`, with arguments X, ld, rows, factor."""
-    name = "scale_lanes" if by_lane else "scale_panel"
-    code = PairCode(module, name, block, 4, "piip")
-    if not code.is_new:
-        return code.function
-    X, ld, rows, factor = code.function.args
+@pair_builder("piip")
+def build_scale(code: PairCode, X, ld, rows, factor, *, by_lane: bool) -> None:
+    """Write `operations.scale_panel` or, with `by_lane`, `operations.scale_lanes`."""
     b = code.b
     factors = (
         [code.load(x) for x in code.vectors(factor)]
@@ -358,7 +288,6 @@ def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool
     def body(r, _):
         for f, x in zip(factors, code.vectors(code.at(X, b.mul(r, ld))), strict=True):
             code.store(b.fmul(code.load(x), f), x)
-        return []
 
     if by_lane:  # a lane whose maximum did not change keeps its sums
         ones = [b.fcmp_unordered("!=", f, code.const(1)) for f in factors]
@@ -368,4 +297,3 @@ def build_scale(module: ir.Module, block: Blocking, itemsize: int, by_lane: bool
             b.icmp_unsigned("==", bits, ir.Constant(bits.type, 0)), ir.Constant(INT, 0), rows
         )
     code.loop(rows, [], body)
-    return code.done()

@@ -3,8 +3,8 @@
 For the loops of these operations, Numba's own vectoriser reaches a quarter of a CPU's peak, and one
 BLAS call per tile reaches half. So this module itself decides which values stay in registers. Each
 `build_*` function writes one LLVM function for an element type and a `Blocking`, with the help of
-`Code` and without Numba. The module `vector` makes Numba's compiled code call that LLVM function
-with addresses of arrays.
+`Code` and without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code
+call that LLVM function with addresses of arrays.
 """
 
 from __future__ import annotations
@@ -14,35 +14,31 @@ from collections.abc import Callable
 import numpy as np
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.registers import ROWS, Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, Code
+from flashsim.engines.cpu.micro_kernels.registers import ROWS
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code, builder
 
 #: How many terms of a sum ahead a product prefetches its left operand.
 AHEAD = 12
-#: Additional arguments of a product, by its mode.
-MORE = {"rescale": "p"}
 
 
+def _product(args: str) -> Callable:
+    """Return `builder` for products, with one more argument in mode "rescale"."""
+    return builder(
+        lambda mode, **_: args + "p" * (mode == "rescale"),
+        lambda block, writer=Code, **_: writer,
+    )
+
+
+@_product("pipiipii")
 def build_step(
-    module: ir.Module,
-    block: Blocking,
-    itemsize: int,
-    mode: str,
-    rows: int,
-    writer: type[Code] = Code,
-):
-    """Build a function for `rows` rows of a product, with all accumulators in registers.
+    code: Code, C, ldc, A, row, step, B, ldb, n, *alpha, mode: str, rows: int, writer=Code
+) -> None:
+    """Write a function for `rows` rows of a product, with all accumulators in registers.
 
-    The arguments are C, ldc, A, row, step, B, ldb, n. For each term x of the sums, one scalar of A
-    per row is spread over the lanes and multiplied with the vectors of B's row x. The argument
-    `mode` is "set", "add" or "rescale"; with "rescale", the function has one more argument, the
-    address of alpha (one per lane).
+    For each term x of the sums, one scalar of A per row is spread over the lanes and multiplied
+    with the vectors of B's row x. The argument `mode` is "set", "add" or "rescale"; with "rescale",
+    the function has one more argument, the address of alpha (one per lane).
     """
-    args = "pipiipii" + MORE.get(mode, "")
-    code = writer(module, f"{mode}_{rows}", block, itemsize, args)
-    if not code.is_new:
-        return code.function
-    C, ldc, A, row, step, B, ldb, n, *more = code.function.args
     for pointer in (C, A, B):
         pointer.add_attribute("noalias")
     c_rows, a_rows = [C], [A]
@@ -50,14 +46,14 @@ def build_step(
         c_rows.append(code.at(c_rows[-1], ldc))
         a_rows.append(code.at(a_rows[-1], row))
     places = [c for c_row in c_rows for c in code.vectors(c_row)]
-    if mode != "set" and block.prefetch:
+    if mode != "set" and code.block.prefetch:
         for c_address in places:  # used after the loop, by when they are near
             code.prefetch(c_address)
 
     def body(x, sums):
         right = [code.load(address) for address in code.vectors(code.at(B, code.b.mul(x, ldb)))]
         along = code.b.mul(x, step)
-        if block.prefetch:
+        if code.block.prefetch:
             next_step = code.at(A, code.times(row, rows), code.times(x, rows))
             ahead = code.at(A, along, code.times(step, AHEAD))
             code.prefetch(next_step if mode == "set" else ahead)
@@ -66,44 +62,28 @@ def build_step(
         return [code.step(a, b, s) for (a, b), s in zip(products, sums, strict=True)]
 
     sums = code.loop(n, [code.const(0)] * len(places), body)
-    factors = []
-    if mode == "rescale":
-        factors = [code.load(address) for address in code.vectors(more[0])] * rows
+    factors = [code.load(address) for x in alpha for address in code.vectors(x)] * rows
     for i, (value, c_address) in enumerate(zip(sums, places, strict=True)):
         if mode == "add":
             value = code.b.fadd(code.load(c_address), value)
         elif factors:
             value = code.fma(code.load(c_address), factors[i], value)
         code.store(value, c_address)
-    return code.done()
 
 
+@_product("pipiipiii")
 def build_product(
-    module: ir.Module, block: Blocking, itemsize: int, mode: str, writer: type[Code] = Code
-):
-    """Build a function for a product with any number of rows.
-
-    It computes `ROWS` rows at a time, then the remainder.
-
-    The arguments are C, ldc, A, row, step, B, ldb, rows, n and, as in `build_step`, alpha.
-    """
-    args = "pipiipiii" + MORE.get(mode, "")
-    code = writer(module, mode, block, itemsize, args)
-    if not code.is_new:
-        return code.function
-    C, ldc, A, row, step, B, ldb, rows, n, *more = code.function.args
+    code: Code, C, ldc, A, row, step, B, ldb, rows, n, *alpha, mode: str, writer=Code
+) -> None:
+    """Write a function for a product with any number of rows: `ROWS` at a time, then the rest."""
     b = code.b
 
     def rest(first, count: int) -> None:
-        function = build_step(module, block, itemsize, mode, count, writer)
+        function = build_step(*code.target, mode=mode, rows=count, writer=writer)
         c, a = code.at(C, b.mul(first, ldc)), code.at(A, b.mul(first, row))
-        b.call(function, [c, ldc, a, row, step, B, ldb, n, *more])
+        b.call(function, [c, ldc, a, row, step, B, ldb, n, *alpha])
 
-    def body(r, _):
-        rest(r, ROWS)
-        return []
-
-    code.loop(rows, [], body, by=ROWS)
+    code.loop(rows, [], lambda r, _: rest(r, ROWS), by=ROWS)
     left = b.srem(rows, ir.Constant(INT, ROWS))
     first = b.sub(rows, left)
     after = code.function.append_basic_block("done")
@@ -115,24 +95,18 @@ def build_product(
         rest(first, count)
         b.branch(after)
     b.position_at_end(after)
-    return code.done()
 
 
-def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `plain.online_softmax`, with arguments S, rows, m, l, alpha."""
-    code = Code(module, "online_softmax", block, itemsize, "pippp")
-    if not code.is_new:
-        return code.function
-    S, rows, m, l, alpha = code.function.args
+@builder("pippp")
+def build_online_softmax(code: Code, S, rows, m, l, alpha) -> None:
+    """Write `plain.online_softmax`."""
     b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
         """Emit a loop that does ``sums = body(addresses, sums)`` for every row.
 
-        Two rows are processed at a time, with separate sums.
-
-        Two short chains of dependent additions replace a long one, which also halves the rounding
-        error.
+        Two rows are processed at a time, with separate sums. Two short chains of dependent
+        additions replace a long one, which also halves the rounding error.
         """
 
         def rows_from(base, height: int) -> Callable:
@@ -174,16 +148,11 @@ def build_online_softmax(module: ir.Module, block: Blocking, itemsize: int):
     both = [b.fadd(x, y) for x, y in zip(sums, sums[code.vecs :], strict=False)]
     for a, total, x in zip(alphas, both, code.vectors(l), strict=True):
         code.store(code.fma(a, code.load(x), total), x)
-    return code.done()
 
 
-def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row: bool):
-    """Build `plain.grad_scores_by_row` or `_by_lane`, with arguments S, dP, ld, rows, L, delta."""
-    name = "grad_scores_by_row" if by_row else "grad_scores_by_lane"
-    code = Code(module, name, block, itemsize, "ppiipp")
-    if not code.is_new:
-        return code.function
-    S, dP, ld, rows, L, delta = code.function.args
+@builder("ppiipp")
+def build_grad_scores(code: Code, S, dP, ld, rows, L, delta, *, by_row: bool) -> None:
+    """Write `plain.grad_scores_by_row` or `plain.grad_scores_by_lane`."""
     b = code.b
 
     def statistics(r) -> list[list]:
@@ -202,19 +171,13 @@ def build_grad_scores(module: ir.Module, block: Blocking, itemsize: int, by_row:
         for i, p in enumerate(ps):
             code.store(p, s_at[i])
             code.store(b.fmul(p, b.fsub(code.load(dp_at[i]), d[i])), dp_at[i])
-        return []
 
     code.loop(rows, [], body)
-    return code.done()
 
 
-def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: bool):
-    """Build `plain.soft_cap`, with arguments S, ld, rows, constants and, if `gated`, gate."""
-    name = "soft_cap_gated" if gated else "soft_cap"
-    code = Code(module, name, block, itemsize, "piip" + "p" * gated)
-    if not code.is_new:
-        return code.function
-    S, ld, rows, cap, *gate = code.function.args
+@builder(lambda gated: "piip" + "p" * gated)
+def build_soft_cap(code: Code, S, ld, rows, cap, *gate, gated: bool) -> None:
+    """Write `plain.soft_cap` or, if `gated`, `plain.soft_cap_gated`."""
     b, c, unit = code.b, code.spread(cap), code.const(1)
 
     def body(r, _):
@@ -225,25 +188,20 @@ def build_soft_cap(module: ir.Module, block: Blocking, itemsize: int, gated: boo
             code.store(b.fmul(t, c), x)
         for t, x in zip(ts, code.vectors(code.at(gate[0], start)) if gated else (), strict=False):
             code.store(b.fsub(unit, b.fmul(t, t)), x)
-        return []
 
     code.loop(rows, [], body)
-    return code.done()
 
 
-def build_transpose(module: ir.Module, block: Blocking, itemsize: int, out: bool):
-    """Build `plain.transpose_in` (`_out` if `out`): panels, X, rows, cols, d, factors."""
-    code = Code(module, "transpose_out" if out else "transpose_in", block, itemsize, "ppiiip")
-    if not code.is_new:
-        return code.function
-    panels, X, rows, cols, d, factors = code.function.args
+@builder("ppiiip")
+def build_transpose(code: Code, panels, X, rows, cols, d, factors, *, out: bool) -> None:
+    """Write `plain.transpose_in` or, with `out`, `plain.transpose_out`."""
     b, width = code.b, ir.Constant(INT, code.width)
 
     def square(row, x) -> None:
         column = b.add(b.mul(b.sdiv(row, width), d), x)
         inside = code.at(panels, b.mul(column, width), b.srem(row, width))
         lanes = range(code.lanes)
-        rows_at = [code.at(X, b.mul(b.add(row, ir.Constant(INT, k)), d), x) for k in lanes]
+        rows_at = [code.at(X, b.mul(code.plus(row, k), d), x) for k in lanes]
         lanes_at = [code.at(inside, k * code.width) for k in lanes]
         scales = [code.spread(code.at(factors, row, k)) for k in lanes]
         values = [code.load(address) for address in (lanes_at if out else rows_at)]
@@ -254,16 +212,7 @@ def build_transpose(module: ir.Module, block: Blocking, itemsize: int, out: bool
         for value, address in zip(values, rows_at if out else lanes_at, strict=True):
             code.store(value, address)
 
-    def along(row):
-        def body(x, _):
-            square(row, x)
-            return []
-
-        return body
-
     def body(row, _):
-        code.loop(cols, [], along(row), by=code.lanes)
-        return []
+        code.loop(cols, [], lambda x, _: square(row, x), by=code.lanes)
 
     code.loop(rows, [], body, by=code.lanes)
-    return code.done()

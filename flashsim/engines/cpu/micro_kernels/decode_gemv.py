@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import dots_in_tiles, tiled, weigh_in_tiles
+from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import dots_in_tiles, weigh_in_tiles
 from flashsim.engines.cpu.micro_kernels.decode_gemv_bf16 import weigh_pairs
 from flashsim.engines.cpu.micro_kernels.float16 import rounded
 from flashsim.engines.cpu.micro_kernels.kv_stream import (
@@ -23,27 +23,23 @@ from flashsim.engines.cpu.micro_kernels.kv_stream import (
     HEADS,
     KEYS,
     Stretch,
+    by_kind,
     in_blocks,
     lanes_below,
     numbers_of,
-    writer_of,
 )
 from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
-from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 
-def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """Build `plain.dots`, with arguments S, ld, K, k0, d, Q, ldq, rows, heads, factor."""
-    if tiled(block, kind):
-        return dots_in_tiles(module, block, itemsize)
-    code = writer_of(module, "dots", block, itemsize, "pipiipiiip", kind)
-    if not code.is_new:
-        return code.function
-    S, ld, K, k0, d, Q, ldq, rows, heads, factor = code.function.args
+@by_kind("pipiipiiip", dots_in_tiles)
+def build_dots(
+    code: Code, S, ld, K, k0, d, Q, ldq, rows, heads, factor, *, kind: int | None
+) -> None:
+    """Write `plain.dots`."""
     b, keys, most = code.b, Stretch(code, K, k0, kind), HEADS
     numbers = numbers_of(code)
-    if block.vecs == 2:  # AVX2 has half the registers
+    if code.vecs == 2:  # AVX2 has half the registers
         most = HEADS // 2
     rest, times = b.srem(d, ir.Constant(INT, numbers)), code.spread(factor)
     whole, some = b.sub(d, rest), lanes_below(code, rest)
@@ -57,12 +53,11 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
 
     def several(group, n, h, count: int) -> None:
         """Emit the code that computes the scores of n groups of keys for `count` heads."""
-        q_rows = [code.at(Q, b.mul(b.add(h, ir.Constant(INT, k)), ldq)) for k in range(count)]
-        s_rows = [code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld)) for k in range(count)]
+        q_rows = [code.at(Q, b.mul(code.plus(h, k), ldq)) for k in range(count)]
+        s_rows = [code.at(S, b.mul(code.plus(h, k), ld)) for k in range(count)]
 
         def scores(i, _):
-            at = b.mul(b.add(group, i), step)
-            r = b.select(b.icmp_signed("<", at, last), at, last)
+            r = code.least(b.mul(b.add(group, i), step), last)
             first = b.mul(r, d)
             k_rows = [b.add(first, code.times(stride, k)) for k in range(KEYS)]
 
@@ -85,48 +80,38 @@ def build_dots(module: ir.Module, block: Blocking, itemsize: int, kind: int | No
                     head, key = divmod(begin + lane, KEYS)
                     lanes = list(range(lane, lane + width))
                     code.store(code.pick(total, total, lanes), code.at(s_rows[head], r, key))
-            return []
 
         code.loop(n, [], scores)
 
     def body(i, _):
         group = code.times(i, near)
-        left = b.sub(groups, group)
-        n = b.select(b.icmp_signed("<", left, ir.Constant(INT, near)), left, ir.Constant(INT, near))
+        n = code.least(b.sub(groups, group), ir.Constant(INT, near))
         in_blocks(code, heads, most, lambda h, count: several(group, n, h, count))
-        return []
 
-    code.loop(b.sdiv(b.add(groups, ir.Constant(INT, near - 1)), ir.Constant(INT, near)), [], body)
-    return code.done()
+    code.loop(b.sdiv(code.plus(groups, near - 1), ir.Constant(INT, near)), [], body)
 
 
-def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """Build `plain.weigh`, with arguments O, ldo, P, ldp, V, v0, dv, keys, heads."""
-    if tiled(block, kind):
-        return weigh_in_tiles(module, block, itemsize)
-    code = writer_of(module, "weigh", block, itemsize, "pipipiiii", kind)
-    if not code.is_new:
-        return code.function
+@by_kind("pipipiiii", weigh_in_tiles)
+def build_weigh(code: Code, O, ldo, P, ldp, V, v0, dv, keys, heads, *, kind: int | None) -> None:
+    """Write `plain.weigh`."""
     if isinstance(code, PairCode):
-        return weigh_pairs(code)
-    O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
+        weigh_pairs(code, O, ldo, P, ldp, V, v0, dv, keys, heads)
+        return
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, kind), ir.Constant(INT, CHUNK)
     rest = b.srem(dv, ir.Constant(INT, code.width))
     whole = b.sub(dv, rest)
 
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
-        columns = [code.at(O, b.mul(b.add(h, ir.Constant(INT, k)), ldo), x) for k in range(count)]
-        weights = [code.at(P, b.mul(b.add(h, ir.Constant(INT, k)), ldp), r0) for k in range(count)]
+        columns = [code.at(O, b.mul(code.plus(h, k), ldo), x) for k in range(count)]
+        weights = [code.at(P, b.mul(code.plus(h, k), ldp), r0) for k in range(count)]
         places = [code.at(c, v * code.lanes) for c in columns for v in range(vecs)]
         top, near = b.add(b.mul(r0, dv), x), b.add(b.mul(r0, dv), b.mul(x, n))
 
         def products(r, sums):
             values.bring_near(b.add(near, code.times(r, vecs * code.lanes)), vecs * code.lanes)
             row = b.add(top, b.mul(r, dv))
-            right = [
-                values.load(b.add(row, ir.Constant(INT, v * code.lanes)), some) for v in range(vecs)
-            ]
+            right = [values.load(code.plus(row, v * code.lanes), some) for v in range(vecs)]
             left = [code.spread(code.at(p, r)) for p in weights]
             pairs = [(p, v) for p in left for v in right]
             return [code.fma(p, v, s) for (p, v), s in zip(pairs, sums, strict=True)]
@@ -137,43 +122,34 @@ def build_weigh(module: ir.Module, block: Blocking, itemsize: int, kind: int | N
 
     def body(i, _):
         r0 = b.mul(i, chunk)
-        left = b.sub(keys, r0)
-        n = b.select(b.icmp_signed("<", left, chunk), left, chunk)
+        n = code.least(b.sub(keys, r0), chunk)
 
         def wide(x, _):
             def all_columns(h, count: int) -> None:
                 vecs = min(code.vecs, 16 // count)
                 for v in range(0, code.vecs, vecs):
-                    several(r0, n, code.b.add(x, ir.Constant(INT, v * code.lanes)), h, count, vecs)
+                    several(r0, n, code.plus(x, v * code.lanes), h, count, vecs)
 
             in_blocks(code, heads, 2 * HEADS, all_columns)
-            return []
 
         def one_vector(at, _):
             x = b.add(whole, at)
             some = lanes_below(code, b.sub(dv, x))
             in_blocks(code, heads, 2 * HEADS, lambda h, count: several(r0, n, x, h, count, 1, some))
-            return []
 
         code.loop(whole, [], wide, by=code.width)
-        code.loop(b.add(rest, ir.Constant(INT, code.lanes - 1)), [], one_vector, by=code.lanes)
-        return []
+        code.loop(code.plus(rest, code.lanes - 1), [], one_vector, by=code.lanes)
 
-    chunks = b.sdiv(b.add(keys, ir.Constant(INT, CHUNK - 1)), chunk)
-    code.loop(chunks, [], body)
-    return code.done()
+    code.loop(b.sdiv(code.plus(keys, CHUNK - 1), chunk), [], body)
 
 
-def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """Build `plain.softmax_along`, with arguments S, ld, heads, n, m, l, alpha."""
-    code = writer_of(module, "softmax_along", block, itemsize, "piiippp", kind)
-    if not code.is_new:
-        return code.function
-    S, ld, heads, n, m, l, alpha = code.function.args
+@by_kind("piiippp")
+def build_softmax_along(code: Code, S, ld, heads, n, m, l, alpha, *, kind: int | None) -> None:
+    """Write `plain.softmax_along`."""
     b, masked = code.b, code.masked()
     pairs = code if isinstance(code, PairCode) else None
     at_once = 2 if pairs else 1  # two vectors of floats make one of pairs
-    most = HEADS if block.register != 32 else 1  # AVX2 has half the registers
+    most = HEADS if code.block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
         """Return a vector with `operation` applied over all lanes of `value` in every lane."""
@@ -191,7 +167,7 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
             b.store(b.extract_element(value, ir.Constant(ir.IntType(32), 0)), address)
 
     def several(h, count: int) -> None:
-        rows = [code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld)) for k in range(count)]
+        rows = [code.at(S, b.mul(code.plus(h, k), ld)) for k in range(count)]
         at_m, at_l, at_alpha = ([code.at(x, h, k) for k in range(count)] for x in (m, l, alpha))
 
         def largest(x, tops):
@@ -232,4 +208,3 @@ def build_softmax_along(module: ir.Module, block: Blocking, itemsize: int, kind:
             put(values, places)
 
     in_blocks(code, heads, most, several)
-    return code.done()

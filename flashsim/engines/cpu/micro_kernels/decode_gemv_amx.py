@@ -9,42 +9,33 @@ for heads that do not exist, whose results are never read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from llvmlite import ir
 
-from flashsim.engines.cpu.bf16_dot import amx_tiles
 from flashsim.engines.cpu.bf16_dot.amx_tiles import SIDE
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16
-from flashsim.engines.cpu.micro_kernels.kv_stream import HEADS, Stretch, in_blocks, lanes_below
-from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode
-from flashsim.engines.cpu.micro_kernels.registers import Blocking
+from flashsim.engines.cpu.micro_kernels.kv_stream import (
+    HEADS,
+    TILED,
+    Stretch,
+    in_blocks,
+    lanes_below,
+)
+from flashsim.engines.cpu.micro_kernels.pair_writer import PairCode, pair_builder
 from flashsim.engines.cpu.micro_kernels.writer import INT, LINE
 
-#: The functions that write a product of tiles, by `Blocking.pairs`.
-TILED: dict[str, Callable] = {"amx": amx_tiles.lower}
 #: Numbers per row of a tile, and keys whose scores are computed at once.
 NUMBERS = KEYS = 2 * SIDE
 #: 32-bit words of merged rows of V that fit in the L1 cache besides the data that is read.
 MERGED = 4096
 
 
-def tiled(block: Blocking, kind: int | None) -> bool:
-    """Return whether AMX tiles multiply 16-bit numbers of this kind on this type of CPU."""
-    return kind == BFLOAT16 and block.pairs in TILED
+@pair_builder("pii")
+def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
+    """Write `decode_gemv_bf16.build_side_by_side` for AMX tiles.
 
-
-def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build `decode_gemv_bf16.build_side_by_side` for AMX tiles.
-
-    The built function packs 16 rows of Q at a time as a right operand.
-
-    For each pair along the sum, the operand has 16 words of 32 bits, one per row.
+    The function packs 16 rows of Q at a time as a right operand. For each pair along the sum, the
+    operand has 16 words of 32 bits, one per row.
     """
-    code = PairCode(module, "side_by_side_in_tiles", block, itemsize, "pii")
-    if not code.is_new:
-        return code.function
-    Q, ld, rows = code.function.args
     b = code.b
     words = code.times(ld, SIDE // 2)
     turned = _scratch(code, words)
@@ -57,30 +48,23 @@ def side_by_side_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> 
             pairs = [code.in_a_row(code.load(p), code.load(code.at(p, SIDE))) for p in places]
             for r, row in enumerate(code.transposed(pairs)):
                 code.store(row, code.at(turned, code.times(x, SIDE // 2), r * SIDE))
-            return []
 
         def back(x, _):
             code.store(code.load(code.at(turned, x)), code.at(first, x))
-            return []
 
         code.loop(ld, [], square, by=NUMBERS)
         code.loop(words, [], back, by=SIDE)
-        return []
 
-    code.loop(b.add(rows, ir.Constant(INT, SIDE - 1)), [], heads, by=SIDE)
-    return code.done()
+    code.loop(code.plus(rows, SIDE - 1), [], heads, by=SIDE)
 
 
-def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build `decode_gemv.build_dots` for AMX tiles, each row of which holds 32 numbers of K.
+@pair_builder("pipiipiiip")
+def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
+    """Write `decode_gemv.build_dots` for AMX tiles, each row of which holds 32 numbers of K.
 
     The code first copies rows of K whose length is no multiple of 32, and rows that are too few for
     a tile.
     """
-    code = PairCode(module, "dots_in_tiles", block, itemsize, "pipiipiiip")
-    if not code.is_new:
-        return code.function
-    S, ld, K, k0, d, Q, ldq, rows, heads, factor = code.function.args
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
     pairs, rest = b.lshr(ldq, ir.Constant(INT, 1)), b.srem(d, ir.Constant(INT, NUMBERS))
@@ -91,7 +75,7 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
     room, scores = _scratch(code, code.times(pairs, KEYS)), _scratch(code, (KEYS + 1) * SIDE)
     # The last block of rows overlaps with the block before it.
     last = b.select(enough, b.sub(rows, most), zero)
-    product = TILED[block.pairs](module, block, "set", KEYS // SIDE, 1)
+    product = TILED[code.pairs](*code.target, mode="set", rows=KEYS // SIDE, columns=1)
 
     def turned_over(r, h, count: int) -> None:
         """Emit the code that stores the scores of up to 4 heads, transposed to one row per head."""
@@ -99,34 +83,29 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
             quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
             vectors = [_joined(code, quarters[i::4]) for i in range(4)]
             for k, value in enumerate(_turned(code, vectors)[:count]):
-                row = code.at(S, b.mul(b.add(h, ir.Constant(INT, k)), ld), r, half)
+                row = code.at(S, b.mul(code.plus(h, k), ld), r, half)
                 code.store(b.fmul(value, times), row)
 
     def body(i, _):
-        r = code.times(i, KEYS)
-        r = b.select(b.icmp_signed("<", r, last), r, last)
+        r = code.least(code.times(i, KEYS), last)
         first = b.mul(r, d)
 
         def near(x, _):
             keys.bring_near(b.add(first, x), NUMBERS)
-            return []
 
         def copy(row, _):
             at = b.add(r, row)
-            below = b.sub(rows, ir.Constant(INT, 1))
-            at = b.mul(b.select(b.icmp_signed("<", at, below), at, below), d)
+            at = b.mul(code.least(at, b.sub(rows, ir.Constant(INT, 1))), d)
             to = code.at(room, b.mul(row, pairs))
 
             def numbers(x, _):
                 place = code.at(to, b.lshr(x, ir.Constant(INT, 1)))
                 code.store(keys.load(b.add(at, x)), place)
-                return []
 
             code.loop(whole, [], numbers, by=NUMBERS)
             with b.if_then(b.icmp_signed("!=", rest, zero)):
                 place = code.at(to, b.lshr(whole, ir.Constant(INT, 1)))
                 code.store(keys.load(b.add(at, whole), some), place)
-            return []
 
         code.loop(code.times(d, KEYS), [], near, by=NUMBERS)
         code.loop(copied, [], copy)
@@ -134,35 +113,28 @@ def dots_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Funct
         left = b.select(as_it_lies, lies, room)
         b.call(product, [scores, _side(), left, pairs, Q, _side(), pairs])
         in_blocks(code, heads, HEADS, lambda h, count: turned_over(r, h, count))
-        return []
 
-    code.loop(b.sdiv(b.add(rows, ir.Constant(INT, KEYS - 1)), most), [], body)
-    return code.done()
+    code.loop(b.sdiv(code.plus(rows, KEYS - 1), most), [], body)
 
 
-def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Function:
-    """Build `decode_gemv.build_weigh` for AMX tiles.
+@pair_builder("pipipiiii")
+def weigh_in_tiles(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, _heads) -> None:
+    """Write `decode_gemv.build_weigh` for AMX tiles.
 
     The code merges two rows of V at a time into pairs, then multiplies.
     """
-    code = PairCode(module, "weigh_in_tiles", block, itemsize, "pipipiiii")
-    if not code.is_new:
-        return code.function
-    O, ldo, P, ldp, V, v0, dv, keys, _heads = code.function.args
     b, values, one = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, 1)
     rest = b.srem(dv, ir.Constant(INT, NUMBERS))
     whole, some = b.sub(dv, rest), lanes_below(code, rest)
     sides = b.sdiv(ir.Constant(INT, MERGED // SIDE), ldo)
     most = code.times(b.select(b.icmp_signed(">", sides, one), sides, one), SIDE)
     merged = _scratch(code, b.mul(most, ldo))
-    product = TILED[block.pairs](module, block, "add", 1, NUMBERS // SIDE)
+    product = TILED[code.pairs](*code.target, mode="add", rows=1, columns=NUMBERS // SIDE)
 
-    def chunk(r0) -> list:
+    def chunk(r0) -> None:
         """Emit the code that processes up to ``2 * most`` rows of V, from row r0 on."""
-        left = b.lshr(b.add(b.sub(keys, r0), one), one)
-        pairs = b.select(b.icmp_signed("<", left, most), left, most)
-        up = ir.Constant(INT, SIDE - 1)
-        lines = b.and_(b.add(pairs, up), ir.Constant(INT, -SIDE))
+        pairs = code.least(b.lshr(b.add(b.sub(keys, r0), one), one), most)
+        lines = b.and_(code.plus(pairs, SIDE - 1), ir.Constant(INT, -SIDE))
 
         def pair(i, _):
             r = b.add(r0, code.times(i, 2))
@@ -180,35 +152,26 @@ def weigh_in_tiles(module: ir.Module, block: Blocking, itemsize: int) -> ir.Func
 
             def near(x, _):
                 values.bring_near(b.add(rows[0], x), NUMBERS)
-                return []
-
-            def columns(x, _):
-                numbers(x)
-                return []
 
             code.loop(code.times(dv, 2), [], near, by=NUMBERS)
-            code.loop(whole, [], columns, by=NUMBERS)
+            code.loop(whole, [], lambda x, _: numbers(x), by=NUMBERS)
             with b.if_then(b.icmp_signed("!=", rest, ir.Constant(INT, 0))):
                 numbers(whole, some)
-            return []
 
         def nothing(x, _):
             code.store(code.const(0), code.at(merged, b.mul(pairs, ldo), x))
-            return []
 
         def product_of(x, _):
             left = code.at(P, b.lshr(r0, one))
             b.call(product, [code.at(O, x), ldo, left, ldp, code.at(merged, x), ldo, lines])
-            return []
 
         code.loop(pairs, [], pair)
         code.loop(b.mul(b.sub(lines, pairs), ldo), [], nothing, by=SIDE)
-        return code.loop(ldo, [], product_of, by=NUMBERS)
+        code.loop(ldo, [], product_of, by=NUMBERS)
 
     rows = code.times(most, 2)
     chunks = b.sdiv(b.sub(b.add(keys, rows), one), rows)
     code.loop(chunks, [], lambda i, _: chunk(b.mul(i, rows)))
-    return code.done()
 
 
 def _side() -> ir.Constant:

@@ -8,57 +8,47 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import side_by_side_in_tiles, tiled
+from flashsim.engines.cpu.micro_kernels.decode_gemv_amx import side_by_side_in_tiles
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT
 from flashsim.engines.cpu.micro_kernels.kv_stream import (
     CHUNK,
     HEADS,
     Stretch,
+    by_kind,
     in_blocks,
     lanes_below,
-    writer_of,
 )
 from flashsim.engines.cpu.micro_kernels.pair_writer import WORD, PairCode
-from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 
-def build_side_by_side(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
-    """Build `plain.side_by_side`, with arguments Q, ld, rows."""
-    if tiled(block, kind):
-        return side_by_side_in_tiles(module, block, itemsize)
-    code = writer_of(module, "side_by_side", block, itemsize, "pii", kind)
-    if not code.is_new:
-        return code.function
-    Q, ld, rows = code.function.args
-    if isinstance(code, PairCode):
-        pairs, half = code, code.b.lshr(ld, ir.Constant(INT, 1))
-        shorts = ir.VectorType(SHORT, code.lanes).as_pointer()
+@by_kind("pii", side_by_side_in_tiles)
+def build_side_by_side(code: Code, Q, ld, rows, *, kind: int | None) -> None:
+    """Write `plain.side_by_side`."""
+    if not isinstance(code, PairCode):
+        return
+    b, half = code.b, code.b.lshr(ld, ir.Constant(INT, 1))
+    shorts = ir.VectorType(SHORT, code.lanes).as_pointer()
 
-        def row(r, _):
-            first = pairs.at(Q, pairs.b.mul(r, ld))
+    def row(r, _):
+        first = code.at(Q, b.mul(r, ld))
 
-            def narrow(x, _):  # overwrites only numbers that were read already
-                address = pairs.at(first, pairs.b.lshr(x, ir.Constant(INT, 1)))
-                value = pairs.halves(pairs.load(pairs.at(first, x)))
-                pairs.b.store(value, pairs.b.bitcast(address, shorts), align=4)
-                return []
+        def narrow(x, _):  # overwrites only numbers that were read already
+            address = code.at(first, b.lshr(x, ir.Constant(INT, 1)))
+            value = code.halves(code.load(code.at(first, x)))
+            b.store(value, b.bitcast(address, shorts), align=4)
 
-            def clear(x, _):
-                pairs.b.store(ir.Constant(pairs.element, 0), pairs.at(first, half, x))
-                return []
+        def clear(x, _):
+            b.store(ir.Constant(code.element, 0), code.at(first, half, x))
 
-            pairs.loop(ld, [], narrow, by=pairs.lanes)
-            pairs.loop(half, [], clear)
-            return []
+        code.loop(ld, [], narrow, by=code.lanes)
+        code.loop(half, [], clear)
 
-        code.loop(rows, [], row)
-    return code.done()
+    code.loop(rows, [], row)
 
 
-def weigh_pairs(code: PairCode) -> ir.Function:
-    """Build `decode_gemv.build_weigh` for two rows of V at a time, merged into pairs."""
-    O, ldo, P, ldp, V, v0, dv, keys, heads = code.function.args
+def weigh_pairs(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, heads) -> None:
+    """Write `decode_gemv.build_weigh` for two rows of V at a time, merged into pairs."""
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, CHUNK)
     numbers, unit, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4
@@ -77,11 +67,9 @@ def weigh_pairs(code: PairCode) -> ir.Function:
 
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
         """Emit the code that updates O of `count` heads, for `vecs` vectors of columns."""
-        columns = [code.at(O, b.mul(b.add(h, ir.Constant(INT, k)), ldo), x) for k in range(count)]
+        columns = [code.at(O, b.mul(code.plus(h, k), ldo), x) for k in range(count)]
         first = b.lshr(r0, unit)
-        weights = [
-            code.at(P, b.mul(b.add(h, ir.Constant(INT, k)), ldp), first) for k in range(count)
-        ]
+        weights = [code.at(P, b.mul(code.plus(h, k), ldp), first) for k in range(count)]
         top, near = b.add(b.mul(r0, dv), x), b.add(b.mul(r0, dv), b.mul(x, n))
         last = b.sub(n, unit)
 
@@ -93,8 +81,7 @@ def weigh_pairs(code: PairCode) -> ir.Function:
             rows = [b.add(top, b.mul(row, dv)) for row in (r, below)]
             right = []
             for v in range(vecs):
-                at = ir.Constant(INT, v * numbers)
-                upper, lower = (values.load(b.add(row, at), some) for row in rows)
+                upper, lower = (values.load(code.plus(row, v * numbers), some) for row in rows)
                 right += [b.bitcast(code.pick(upper, lower, to), code.vector) for to in merged]
             left = [code.spread(code.at(row, i)) for row in weights]
             both = [(p, v) for p in left for v in right]
@@ -117,28 +104,22 @@ def weigh_pairs(code: PairCode) -> ir.Function:
 
     def body(i, _):
         r0 = b.mul(i, chunk)
-        left = b.sub(keys, r0)
-        n = b.select(b.icmp_signed("<", left, chunk), left, chunk)
+        n = code.least(b.sub(keys, r0), chunk)
 
         def all_columns(h, count: int) -> None:
             vecs = min(code.vecs, 16 // count) // 2
 
             def wide(x, _):
                 for v in range(0, code.vecs // 2, vecs):
-                    several(r0, n, b.add(x, ir.Constant(INT, v * numbers)), h, count, vecs)
-                return []
+                    several(r0, n, code.plus(x, v * numbers), h, count, vecs)
 
             def one_vector(at, _):
                 x = b.add(whole, at)
                 several(r0, n, x, h, count, 1, lanes_below(code, b.sub(dv, x)))
-                return []
 
             code.loop(whole, [], wide, by=code.width)
-            code.loop(b.add(rest, ir.Constant(INT, numbers - 1)), [], one_vector, by=numbers)
+            code.loop(code.plus(rest, numbers - 1), [], one_vector, by=numbers)
 
         in_blocks(code, heads, 2 * HEADS, all_columns)
-        return []
 
-    chunks = b.sdiv(b.add(keys, ir.Constant(INT, CHUNK - 1)), chunk)
-    code.loop(chunks, [], body)
-    return code.done()
+    code.loop(b.sdiv(code.plus(keys, CHUNK - 1), chunk), [], body)

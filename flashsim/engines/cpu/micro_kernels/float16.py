@@ -9,7 +9,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, Code
+from flashsim.engines.cpu.micro_kernels.writer import INT, Code, builder
 
 #: The type of 16-bit inputs. For other inputs it is None, and Numba then removes the code for
 #: 16-bit numbers before it compiles. P and dS are rounded to this type before they are multiplied
@@ -22,10 +22,8 @@ SHORT = ir.IntType(16)
 def rounded_bits(code: Code, x):
     """Return 32-bit integers whose upper 16 bits are the bfloat16 nearest to each float.
 
-    Ties are rounded to even.
-
-    The lower 16 bits are arbitrary. A NaN stays a NaN, although plain rounding could turn it into a
-    number or infinity.
+    Ties are rounded to even. The lower 16 bits are arbitrary. A NaN stays a NaN, although plain
+    rounding could turn it into a number or infinity.
     """
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
@@ -54,37 +52,25 @@ def as_floats(code: Code, value, kind: int):
     return b.bitcast(b.shl(b.zext(value, code.ints(0).type), code.ints(16)), code.vector)
 
 
-def build_round(module: ir.Module, block: Blocking, itemsize: int, kind: int | None):
-    """Build `plain.round_panel`, with arguments X, ld, rows."""
-    code = Code(module, f"round_{kind}", block, itemsize, "pii")
-    if not code.is_new:
-        return code.function
-    X, ld, rows = code.function.args
+@builder("pii")
+def build_round(code: Code, X, ld, rows, *, kind: int | None) -> None:
+    """Write `plain.round_panel`."""
 
     def body(r, _):
         for x in code.vectors(code.at(X, code.b.mul(r, ld))):
             code.store(rounded(code, code.load(x), kind), x)
-        return []
 
     if kind:
         code.loop(rows, [], body)
-    return code.done()
 
 
-def build_convert(
-    module: ir.Module, block: Blocking, itemsize: int, kind: int, narrow: bool
-) -> ir.Function:
-    """Build `plain.widen` or, if `narrow`, `plain.narrow`.
-
-    The arguments are floats, halves, h0, n.
+@builder("ppii")
+def build_convert(code: Code, floats, halves, h0, n, *, kind: int, narrow: bool) -> None:
+    """Write `plain.widen` or, if `narrow`, `plain.narrow`.
 
     A second function of the same code, for one lane, handles the numbers left after whole rows of a
     panel.
     """
-    code = Code(module, f"{'narrow' if narrow else 'widen'}_{kind}", block, itemsize, "ppii")
-    if not code.is_new:
-        return code.function
-    floats, halves, h0, n = code.function.args
     b = code.b
     shorts, half = (ir.VectorType(kind, code.lanes) for kind in (SHORT, ir.HalfType()))
     first = b.gep(b.bitcast(halves, SHORT.as_pointer()), [h0])
@@ -103,13 +89,12 @@ def build_convert(
                 b.store(convert(code.load(wide)), short, align=2)
             else:
                 code.store(convert(b.load(short, align=2)), wide)
-        return []
 
-    if itemsize == 4:  # 16-bit inputs are computed in float32
+    if code.itemsize == 4:  # 16-bit inputs are computed in float32
         code.loop(n, [], body, by=code.width)
         if code.width > 1:
             left = b.srem(n, ir.Constant(INT, code.width))
             done = b.sub(n, left)
-            rest = build_convert(module, Blocking(itemsize, 1), itemsize, kind, narrow)
+            one_lane = code.function.module, Blocking(4, 1), 4
+            rest = build_convert(*one_lane, kind=kind, narrow=narrow)
             b.call(rest, [code.at(floats, done), halves, b.add(h0, done), left])
-    return code.done()

@@ -6,16 +6,19 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
+from flashsim.engines.cpu.bf16_dot import amx_tiles
 from flashsim.engines.cpu.micro_kernels import registers
 from flashsim.engines.cpu.micro_kernels.float16 import BFLOAT16, SHORT, as_floats
 from flashsim.engines.cpu.micro_kernels.pair_writer import WRITERS, PairCode
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code
+from flashsim.engines.cpu.micro_kernels.writer import INT, LINE, Code, builder
 
 #: How many bytes ahead rows are prefetched (docs/notebooks/cpu.md). The CPU's own prefetcher stops
 #: at each page of 4 KiB, and when a kernel goes from K to V. Data is prefetched into the L1 cache,
 #: except on AMD's CPUs, which allow few outstanding lines to L1, and more to L2.
 AHEAD = 8 << 10
+#: The functions that write a product of AMX tiles, by `Blocking.pairs`.
+TILED: dict[str, Callable] = {"amx": amx_tiles.build_tiles}
 #: The number of keys, and of heads, whose dot products are computed together.
 KEYS = HEADS = 4
 #: Keys after which a product continues with other heads or columns, so that rows stay in the cache.
@@ -69,12 +72,26 @@ class Stretch:
             self.code.prefetch(self.code.b.gep(self.first, [self.code.b.add(at, ahead)]), cache)
 
 
-def writer_of(
-    module: ir.Module, name: str, block: Blocking, itemsize: int, args: str, kind: int | None
-) -> Code:
-    """Return the `Code` for numbers of a kind: for bfloat16 pairs a `PairCode`."""
-    write = WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
-    return write(module, f"{name}_{kind}", block, itemsize, args)
+def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
+    """Return `builder` for numbers of a `kind`: for bfloat16 pairs, it writes with a `PairCode`.
+
+    On CPUs whose AMX tiles multiply numbers of this kind, the builder is `of_tiles`, if any.
+    """
+
+    def writer(block: Blocking, kind: int | None) -> type[Code]:
+        return WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
+
+    def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:
+        of_vectors = builder(args, writer)(body)
+
+        def build(module: ir.Module, block: Blocking, itemsize: int, kind: int | None = None):
+            if of_tiles and kind == BFLOAT16 and block.pairs in TILED:
+                return of_tiles(module, block, itemsize)
+            return of_vectors(module, block, itemsize, kind=kind)
+
+        return build
+
+    return decorate
 
 
 def numbers_of(code: Code) -> int:
@@ -108,7 +125,6 @@ def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
 
         def block(i, _, first=first, size=size):
             body(code.b.add(first, code.times(i, size)), size)
-            return []
 
         code.loop(count, [], block)
         size //= 2

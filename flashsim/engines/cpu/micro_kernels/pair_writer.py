@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from llvmlite import ir
 from flashsim.engines.cpu.micro_kernels.exponential import POWER_FROM_0
 from flashsim.engines.cpu.micro_kernels.float16 import SHORT, rounded_bits
 from flashsim.engines.cpu.micro_kernels.registers import Blocking
-from flashsim.engines.cpu.micro_kernels.writer import Code
+from flashsim.engines.cpu.micro_kernels.writer import Code, builder
 
 WORD = ir.IntType(32)
 #: Whether a CPU has AVX512-BF16, which rounds to bfloat16 in hardware, by `Blocking.pairs`.
@@ -26,7 +27,8 @@ class PairCode(Code):
     def __init__(
         self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
     ) -> None:
-        super().__init__(module, f"{block.pairs}_{name}", block, itemsize, args)
+        del itemsize  # of the caller's first array, which may have 16-bit numbers
+        super().__init__(module, f"{block.pairs}_{name}", block, 4, args)
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
@@ -66,11 +68,9 @@ class PairCode(Code):
     def exp2(self, x):
         """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1.
 
-        Results below 2^-126 are exactly 0, and NaN stays NaN.
-
-        AVX-512 has one instruction that subtracts floor(x) from x, and one that multiplies by a
-        power of two. The multiplying instruction takes 130 cycles if its result is subnormal, so
-        such results become 0.
+        Results below 2^-126 are exactly 0, and NaN stays NaN. AVX-512 has one instruction that
+        subtracts floor(x) from x, and one that multiplies by a power of two. The multiplying
+        instruction takes 130 cycles if its result is subnormal, so such results become 0.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -104,6 +104,11 @@ class PairCode(Code):
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)
         return self.b.call(module.globals[name], values)
+
+
+def pair_builder(args: str) -> Callable:
+    """Return `writer.builder` for functions over pairs of bfloat16."""
+    return builder(args, lambda *_, **__: PairCode)
 
 
 #: The classes that write code over pairs, by `Blocking.pairs`.

@@ -185,11 +185,9 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
     """Do `online_softmax` along the rows of S (heads, n), one row per head.
 
-    The number n must be a multiple of 32.
-
-    If inputs have 16 bits, P is rounded to their type, but the sum l uses the numbers before
-    rounding. If a CPU multiplies pairs of bfloat16, P is stored as pairs of neighbours, in the
-    first half of each row.
+    The number n must be a multiple of 32. If inputs have 16 bits, P is rounded to their type, but
+    the sum l uses the numbers before rounding. If a CPU multiplies pairs of bfloat16, P is stored
+    as pairs of neighbours, in the first half of each row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):

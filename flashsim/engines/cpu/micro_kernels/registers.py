@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import namedtuple
 from functools import cache
 from typing import NamedTuple
 
@@ -28,61 +29,18 @@ from flashsim.engines.cpu.micro_kernels import amx
 #: Rows of accumulators that one product step keeps in registers.
 ROWS = 6
 
-
-class Plain(NamedTuple):
-    """Any CPU: runs the definitions in `plain.py`, compiled by Numba."""
-
-    width: int
-
-
-class Avx2(NamedTuple):
-    """x86 CPUs with AVX2 and FMA: 16 registers of 32 B."""
-
-    width: int
-
-
-class Avx512(NamedTuple):
-    """x86 CPUs with AVX-512: 32 registers of 64 B."""
-
-    width: int
-
-
-class Avx512Bf16(NamedTuple):
-    """CPUs with AVX-512 and an instruction for dot products of bfloat16 pairs."""
-
-    width: int
-
-
-class Amx(NamedTuple):
-    """CPUs with AVX-512, its bfloat16 instruction, and AMX: eight tile registers of 16 x 64 B."""
-
-    width: int
-
-
-class Neon(NamedTuple):
-    """64-bit ARM CPUs: 32 registers of 16 B."""
-
-    width: int
-
-
-class Avx2Narrow(NamedTuple):
-    """AVX2 with panels as wide as one register, for the decode kernel."""
-
-    width: int
-
-
-class Avx512Narrow(NamedTuple):
-    """AVX-512 with panels as wide as one register, for the decode kernel."""
-
-    width: int
-
-
-class NeonNarrow(NamedTuple):
-    """NEON with panels as wide as one register, for the decode kernel."""
-
-    width: int
-
-
+#: The kinds of code. Each is a type with the field `width`: the number of lanes of a panel.
+#: `Plain` is for any CPU: Numba compiles the definitions in `plain.py`. A kind whose name ends in
+#: "Narrow" has panels as wide as one register, for the decode kernel.
+Plain = namedtuple("Plain", "width")
+Avx2 = namedtuple("Avx2", "width")  # x86 with AVX2 and FMA: 16 registers of 32 B
+Avx512 = namedtuple("Avx512", "width")  # x86 with AVX-512: 32 registers of 64 B
+Avx512Bf16 = namedtuple("Avx512Bf16", "width")  # also has dot products of bfloat16 pairs
+Amx = namedtuple("Amx", "width")  # also has eight AMX tile registers of 16 x 64 B
+Neon = namedtuple("Neon", "width")  # 64-bit ARM: 32 registers of 16 B
+Avx2Narrow = namedtuple("Avx2Narrow", "width")
+Avx512Narrow = namedtuple("Avx512Narrow", "width")
+NeonNarrow = namedtuple("NeonNarrow", "width")
 Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narrow | NeonNarrow
 
 

@@ -32,10 +32,9 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
     """Decorate as `operation` does, a definition that may read or write 16-bit numbers.
 
-    The definition's last argument says which 16-bit numbers, or None.
-
-    At compile time, the type of that argument shows whether there are 16-bit numbers. The
-    argument's value, BFLOAT16 or FLOAT16, is known only at run time.
+    The definition's last argument says which 16-bit numbers, or None. At compile time, the type of
+    that argument shows whether there are 16-bit numbers. The argument's value, BFLOAT16 or FLOAT16,
+    is known only at run time.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)
@@ -75,7 +74,6 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
     slots = layout.split()
 
     def typing(context, cpu, args):
-        del context
         arrays = [a for a, slot in zip(args, slots, strict=True) if slot == "a"]
         widths = {a.dtype.bitwidth for a in arrays if isinstance(a, types.Array)}
         if len(widths - {16}) != 1 or not all(isinstance(a, types.Array) for a in arrays):

@@ -7,6 +7,7 @@ lowers the same IR to AVX2, AVX-512 or NEON.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class Code:
     def __init__(
         self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
     ) -> None:
+        self.target, self.block = (module, block, itemsize), block
         self.lanes, self.vecs = block.lanes(itemsize), block.vecs
         self.width, self.itemsize = self.lanes * block.vecs, itemsize
         self.element = ELEMENT[itemsize]
@@ -81,6 +83,14 @@ class Code:
     def times(self, x, factor: int):
         """Return an integer value times a constant."""
         return self.b.mul(x, ir.Constant(INT, factor))
+
+    def plus(self, x, more: int):
+        """Return an integer value plus a constant."""
+        return self.b.add(x, ir.Constant(INT, more))
+
+    def least(self, x, y):
+        """Return the smaller of two integers."""
+        return self.b.select(self.b.icmp_signed("<", x, y), x, y)
 
     def load(self, address):
         """Load one vector from memory; panels need not be aligned."""
@@ -132,10 +142,9 @@ class Code:
     def whole(self, shifted: list) -> tuple[list, list]:
         """Return n and 2^n for several vectors that `Exponential.magic` was added to.
 
-        Adding that constant to x rounds x to the integer n.
-
-        The sum has n + bias in its low bits, and one shift turns these bits into the float 2^n. The
-        code works on all vectors step by step together, so that their dependency chains overlap.
+        Adding that constant to x rounds x to the integer n. The sum has n + bias in its low bits,
+        and one shift turns these bits into the float 2^n. The code works on all vectors step by
+        step together, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -218,11 +227,9 @@ class Code:
     def summed(self, sums: list) -> Any:
         """Return a vector whose lane i is the sum of all lanes of vector i.
 
-        The number of vectors is a power of two.
-
-        Each step adds one half of two vectors' lanes to the other half, and merges the sums into
-        one vector: first within groups of 16 bytes, which are cheap to shuffle, then across whole
-        groups of 16 bytes.
+        The number of vectors is a power of two. Each step adds one half of two vectors' lanes to
+        the other half, and merges the sums into one vector: first within groups of 16 bytes, which
+        are cheap to shuffle, then across whole groups of 16 bytes.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:
@@ -256,7 +263,7 @@ class Code:
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
         """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        The method returns the last `carried`.
+        The method returns the last `carried`. If nothing is carried, `body` may return None.
         """
         b, f = self.b, self.function
         before = b.block
@@ -271,7 +278,7 @@ class Code:
         next_i = b.add(i, ir.Constant(INT, by))
         b.cbranch(b.icmp_signed("<=", next_i, count), inside, after)
         b.position_at_end(inside)
-        results = body(i, values)
+        results = body(i, values) or []
         i.add_incoming(next_i, b.block)
         for phi, value in zip(values, results, strict=True):
             phi.add_incoming(value, b.block)
@@ -283,3 +290,33 @@ class Code:
         """End the function."""
         self.b.ret_void()
         return self.function
+
+
+def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_: Code) -> Callable:
+    """Turn ``body(code, *arguments, **options)``, which writes an LLVM function, into its builder.
+
+    The builder is ``build(module, block, itemsize, **options)``. It returns the module's function,
+    and writes the function if the module does not have it.
+
+    Parameters
+    ----------
+    args : str or callable
+        The argument `args` of `Code`, or a function that returns it for the options.
+    writer : callable
+        Returns the class of `code` for ``(block, **options)``.
+    """
+
+    def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:
+        def build(module: ir.Module, block: Blocking, itemsize: int, **options) -> ir.Function:
+            numbers = [str(x) for x in options.values() if not callable(x)]
+            name = "_".join([body.__name__.removeprefix("build_"), *numbers])
+            kinds = args if isinstance(args, str) else args(**options)
+            code = writer(block, **options)(module, name, block, itemsize, kinds)
+            if code.is_new:
+                body(code, *code.function.args, **options)
+                code.done()
+            return code.function
+
+        return wraps(body)(build)
+
+    return decorate

@@ -21,7 +21,6 @@ def panel_array(context, n, dtype):
     The alignment matters because a load that crosses two cache lines needs two reads, and an
     AVX-512 register is as long as a line.
     """
-    del context
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, signature, args):
@@ -37,7 +36,6 @@ def panel_array(context, n, dtype):
 @intrinsic
 def rest(context, X, start):
     """Return X[start:] of a contiguous array, with 0 <= start <= its size."""
-    del context
 
     def codegen(context, builder, signature, args):
         array = context.make_array(X)(context, builder, args[0])

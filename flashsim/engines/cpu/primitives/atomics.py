@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
 
-import numba.extending
 from llvmlite import ir
 from numba import types
 
-#: The type stub declares the compiler's context as an argument, which callers do not pass.
-intrinsic: Any = numba.extending.intrinsic
+from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 
 INT = ir.IntType(64)
 
@@ -23,7 +20,6 @@ def _address(context, builder, kind, array, index):
 @intrinsic
 def fetch_add(context, counter):
     """Add 1 to ``counter[0]`` atomically, and return its old value."""
-    del context
 
     def codegen(context, builder, signature, args):
         zero = ir.Constant(INT, 0)
@@ -40,7 +36,6 @@ def arrive(context, array, index):
     Afterwards this thread sees all data that other threads wrote before they arrived, and threads
     that arrive later see all data that this thread wrote before.
     """
-    del context, index
 
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
@@ -55,7 +50,6 @@ def load_acquire(context, array, index):
 
     The storing thread must use `store_release`.
     """
-    del context, index
 
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)
@@ -67,7 +61,6 @@ def load_acquire(context, array, index):
 @intrinsic
 def store_release(context, array, index, value):
     """Set ``array[index] = value`` after all earlier writes of this thread."""
-    del context, index, value
 
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args[:2])
@@ -80,10 +73,8 @@ def store_release(context, array, index, value):
 @intrinsic
 def give_way(context):
     """Yield this CPU to another thread, which may be the one that this thread waits for."""
-    del context
 
     def codegen(context, builder, signature, args):
-        del signature, args
         name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"
         kind = ir.FunctionType(ir.IntType(32), [])
         module = builder.module

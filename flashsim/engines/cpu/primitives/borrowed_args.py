@@ -126,7 +126,6 @@ def borrow(context, value):
     `value` is an array, a number or a nested tuple of these. The caller must keep `value` alive as
     long as the result is used.
     """
-    del context
 
     def codegen(context, builder, signature, args):
         return _disowned(context, builder, signature.args[0], args[0])
