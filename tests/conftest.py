@@ -198,7 +198,7 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
-    if missing := why_no_gpu():
+    if (missing := why_no_gpu()) and not config.option.collectonly:
         _skip_on_gpu(config, items, missing)
 
 

@@ -154,7 +154,7 @@ def _compiled(
         mask = _of_blocks(block_mask)
     return flex_compiled.compiled(
         *(query, key, value),
-        score_mod or plain,
+        plain if score_mod is None else score_mod,
         (sinks, mask),
         scale,
         {"backend": backend or default_backend(query)},

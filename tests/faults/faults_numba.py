@@ -96,7 +96,7 @@ FAULTS = {
     ),
     "hopper-quads-not-transposed": Fault(
         "lanes of a quad store each other's columns",
-        *(TILES, "four = _transposed(b, four, odd, high)", "pass", RAGGED),
+        *(TILES, "four = transposed_quad(b, four, odd, high)", "pass", RAGGED),
     ),
     "hopper-ragged-tile-counted-whole": Fault(
         "a ragged tile of K counts as a whole one",
@@ -150,7 +150,7 @@ FAULTS = {
     ),
     "hopper-dq-half-of-a-piece": Fault(
         "only one box of a piece of dQ is sent off",
-        *(GRADIENTS, "for box in range(2):", "for box in range(1):", RAGGED),
+        *(GRADIENTS, "for box in range(wide // 32):", "for box in range(1):", RAGGED),
     ),
     "hopper-dq-halves-not-added": Fault(
         "dQ alone, at d = 128, lacks half of each visit's keys",
@@ -159,7 +159,8 @@ FAULTS = {
     ),
     "hopper-dq-rows-not-counted": Fault(
         "reductions of a ragged tile count as a whole one's",
-        *(BACKWARD, "rows = max(0, min(dq_rows, get(slot + word.END) - query - below))"),
+        f"{NUMBA}.hopper.kv_outer",
+        "rows = max(0, min(dq_rows, get(slot + word.END) - query - below))",
         *("rows = dq_rows", COUNTS),
     ),
     "hopper-deferred-dq-of-the-wrong-visit": Fault(

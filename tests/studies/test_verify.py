@@ -462,7 +462,8 @@ def test_hoppers_backwards_multiply_whole_sixteens(d, dv, stage, columns):
     assert tensor_flops(traffic, found, hopper=True) == 2 * 64 * 64 * columns
     products, chunks = {"fused": 5, "dkdv": 4, "dq": 3}[stage], -(-max(d, dv) // 64)
     in_python = tensor_flops(traffic, found, hopper=True, python=True)
-    assert in_python == 2 * 64 * 64 * products * 64 * chunks
+    alike = max(d, dv) > 128 and stage != "dq"  # both languages divide the columns there
+    assert in_python == 2 * 64 * 64 * (columns if alike else products * 64 * chunks)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@
 // multiplies them for its own columns of dV, dK and dQ. With 192 columns, dQ is staged and sent as
 // in backward.cu. With 256, dQ does not fit in shared memory beside the rest and is added to the
 // accumulator from registers. Without FS_FUSED there is no dQ. For the fused backward with 192
-// columns and many work tiles, backward_roles.cu is faster. The blocks of a cluster share the visits
-// of a work tile, as in backward.cu.
+// columns and many work tiles, backward_roles.cu is faster. The blocks of a cluster share a work
+// tile's visits, as in backward.cu.
 #include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded

@@ -528,7 +528,8 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             const bool exists = row < it.own.stop;
 #if FS_RAMP
             const FlashAt first_key = at.key(it.base + tile * BLOCK_K);
-            softmax.m[r] += flash_score(a.captured, 0.0f, at.at, at.query(row), first_key) / a.scale;
+            const float of_first = flash_score(a.captured, 0.0f, at.at, at.query(row), first_key);
+            softmax.m[r] += of_first / a.scale;
 #endif
 #if FS_SINKS
             const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);

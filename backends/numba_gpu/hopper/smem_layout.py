@@ -21,7 +21,7 @@ def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
 
 
 @dataclass(frozen=True)
-class Layout(ABC):
+class SmemLayout(ABC):
     """A kernel's shared-memory layout, as byte offsets.
 
     Tiles and rows come first, then mbarriers, then slots that hold work tiles. A tile is stored as
@@ -88,7 +88,7 @@ class Layout(ABC):
 
 
 @dataclass(frozen=True)
-class OnChip(Layout):
+class OnChip(SmemLayout):
     """The shared-memory layout of the forward kernel.
 
     Tiles of Q stay for one work tile, and a stage of K or V for one visit.
@@ -124,13 +124,13 @@ class OnChip(Layout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `Layout.regions`."""
+        """Implement `SmemLayout.regions`."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `Layout.arrivals`."""
+        """Implement `SmemLayout.arrivals`."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -140,7 +140,7 @@ class OnChip(Layout):
         }
 
 
-class ByKeys(Layout):
+class ByKeys(SmemLayout):
     """A shared-memory layout of a KV-outer backward kernel."""
 
     @property
@@ -228,7 +228,7 @@ class KeysOutside(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `Layout.regions`."""
+        """Implement `SmemLayout.regions`."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -238,7 +238,7 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `Layout.arrivals`.
+        """Implement `SmemLayout.arrivals`.
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
         writes a part of dS^T, and each warpgroup reads the rows of all keys.
@@ -294,7 +294,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `Layout.regions`."""
+        """Implement `SmemLayout.regions`."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -304,7 +304,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `Layout.arrivals`; the barrier "full" is that of `KeysOutside`."""
+        """Implement `SmemLayout.arrivals`; the barrier "full" is that of `KeysOutside`."""
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -338,7 +338,7 @@ class Roles(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `Layout.regions`."""
+        """Implement `SmemLayout.regions`."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -348,7 +348,7 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `Layout.arrivals`; the barrier "full" is that of `KeysOutside`.
+        """Implement `SmemLayout.arrivals`; the barrier "full" is that of `KeysOutside`.
 
         The warps of dK release a stage of Q: they wait for dS, and so for all other readers. A
         chunk of dO is read by the warps of dP and of dV.
@@ -363,7 +363,7 @@ class Roles(ByKeys):
 
 
 @dataclass(frozen=True)
-class DqAlone(Layout):
+class DqAlone(SmemLayout):
     """The shared-memory layout of the Q-outer dQ kernel, the last of three backward passes.
 
     A row tile is divided into pieces of 64 rows. Each piece's Q and dO stay for one work tile. K
@@ -391,7 +391,7 @@ class DqAlone(Layout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `Layout.regions`."""
+        """Implement `SmemLayout.regions`."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -400,7 +400,7 @@ class DqAlone(Layout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `Layout.arrivals`."""
+        """Implement `SmemLayout.arrivals`."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},

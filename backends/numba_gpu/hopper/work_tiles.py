@@ -13,7 +13,7 @@ from numba.cuda import types
 
 from flashsim.backends.launch.kernel import ROUND
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
-from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, Layout
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, SmemLayout
 from flashsim.backends.numba_gpu.hopper.wgmma_tiles import (
     arrive,
     fetch_count,
@@ -34,7 +34,12 @@ int32, int64 = types.int32, types.int64
 
 
 def item_functions(
-    c: SimpleNamespace, at: Layout, w: SimpleNamespace, *, by_row: bool = True, part: bool = False
+    c: SimpleNamespace,
+    at: SmemLayout,
+    w: SimpleNamespace,
+    *,
+    by_row: bool = True,
+    part: bool = False,
 ) -> SimpleNamespace:
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
