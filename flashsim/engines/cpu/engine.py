@@ -252,7 +252,7 @@ class _CpuPass:
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs in the form that a kernel reads: as `wide` does, but 16-bit types stay."""
+        """Return inputs flat and contiguous; 16-bit types stay, others become the accumulator's."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]

@@ -127,7 +127,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
 
 @part
 def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
-    """Merge the parts of heads h0 .. h0 + group - 1, in order, and write their output and LSE."""
+    """Merge the parts of heads h0 .. h0 + group - 1 in order; write each head's output and LSE."""
     for h in range(h0, h0 + group):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):

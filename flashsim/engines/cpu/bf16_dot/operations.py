@@ -74,7 +74,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Round a panel to bfloat16 and pair its rows, as right operand of a sum over rows."""
+    """Round a panel to bfloat16 and merge its rows in pairs: a right operand for sums over rows."""
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -85,7 +85,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Round a panel to bfloat16 and pair its lanes, as left operand of a sum over lanes."""
+    """Round a panel to bfloat16 and pair neighbouring lanes: a left operand for sums over lanes."""
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)

@@ -22,7 +22,7 @@ AHEAD = 12
 
 
 def _product(args: str) -> Callable:
-    """Return `builder` for products, with one more argument in mode "rescale"."""
+    """Return `builder` for matrix products, which have one more argument in mode "rescale"."""
     return builder(
         lambda mode, **_: args + "p" * (mode == "rescale"),
         lambda block, writer=Code, **_: writer,
@@ -75,7 +75,7 @@ def build_step(
 def build_product(
     code: Code, C, ldc, A, row, step, B, ldb, rows, n, *alpha, mode: str, writer=Code
 ) -> None:
-    """Write a function for a product with any number of rows: `ROWS` at a time, then the rest."""
+    """Write a function for a product with any number of rows, which computes `ROWS` at a time."""
     b = code.b
 
     def rest(first, count: int) -> None:

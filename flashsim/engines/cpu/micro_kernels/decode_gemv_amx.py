@@ -179,7 +179,7 @@ def _side() -> ir.Constant:
 
 
 def _scratch(code: PairCode, words):
-    """Allocate 32-bit words on the stack of the built function, aligned to a cache line."""
+    """Make the written function allocate 32-bit words on its stack, aligned to a cache line."""
     count = ir.Constant(INT, words) if isinstance(words, int) else words
     place = code.b.alloca(code.element, count)
     place.align = LINE

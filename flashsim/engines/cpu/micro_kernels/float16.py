@@ -1,4 +1,4 @@
-"""Vector code that rounds floats to 16-bit numbers, and converts arrays between both types.
+"""Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
 Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
 float. So a kernel is compiled once for both float16 and bfloat16 inputs.
@@ -35,7 +35,7 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Round floats to the nearest numbers of a 16-bit type, if `kind` names one; return floats."""
+    """Return floats, rounded to the nearest numbers of a 16-bit type if `kind` names one."""
     b = code.b
     if kind is None:
         return x

@@ -26,7 +26,7 @@ CHUNK = 16
 
 
 class Stretch:
-    """A stretch of memory that is read as floats: floats, or 16-bit numbers in a float array.
+    """Part of a float array that is read as floats, and contains floats or 16-bit numbers.
 
     The argument `start` is the number of elements before the stretch. The argument `kind` is
     `BFLOAT16`, `FLOAT16` or None (floats). If `code` is a `PairCode`, the stretch is read as
