@@ -89,7 +89,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Put a cache line in an empty way or in the least recently used way; return that way."""
+    """Put a cache line in an empty way, or else in the least recently used way; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:

@@ -93,7 +93,7 @@ def _array_bytes(problem: Problem, name: str) -> list[int]:
 
 
 def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
-    """Return the array accesses that one move makes, in the order of the function's source."""
+    """Return the array accesses of one move, in the order of the function's source code."""
     name = lined(tensor)
     graph, values, sizes = _source(problem, name)
     lines = [-(-n // LINE) * LINE for n in _array_bytes(problem, name)]
@@ -161,7 +161,7 @@ class Touched:
         return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
 
     def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
-        """Return the sum of the given indices, each times its axis's number of elements."""
+        """Return element numbers: the sum of each index times the elements per step of its axis."""
         if not index:
             return np.zeros((), np.int64)
         given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}

@@ -47,7 +47,7 @@ def kept(function: Any) -> bool:
 
 
 class _Disk(FunctionCache):
-    """Numba's disk cache of one function, which reports a failed load or save and goes on."""
+    """Numba's disk cache of one function; a failed load or save is reported, not raised."""
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)

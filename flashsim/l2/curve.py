@@ -67,7 +67,7 @@ class Curve:
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
     def writes(self, l2_bytes: Any) -> Any:
-        """Return the dirty bytes that an L2 of that size evicts to DRAM while the kernel runs."""
+        """Return the dirty bytes that an L2 of `l2_bytes` bytes evicts while the kernel runs."""
         return self._at(l2_bytes, self.write_steps, self.write_saved, self.most_written)
 
     @property

@@ -19,7 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a acts before slot b; at equal times, the lower number acts first."""
+    """Return whether slot a acts before slot b; at equal times, the lower-numbered slot does."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 

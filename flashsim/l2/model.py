@@ -32,7 +32,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """One kernel's DRAM bytes by tensor: read, written, and at its end still dirty in L2."""
+    """One kernel's DRAM bytes by tensor: read, written, and still dirty in L2 at the end."""
 
     name: str
     read: dict[str, int]

@@ -113,7 +113,7 @@ class TileNumbers:
         return slice(edges[at], edges[at + 1])
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return the sum of a value per tile over each tensor's tiles; sums of 0 are left out."""
+        """Return the sum of `per_tile` over each tensor's tiles; sums of 0 are left out."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
