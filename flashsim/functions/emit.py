@@ -238,7 +238,7 @@ def _tile_lines(
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """Return the source of the struct `FlashHead`, and of `flash_head`, which makes one.
+    """Return the source of the struct `FlashHead`, and of the function `flash_head` that makes it.
 
     A `FlashHead` holds a batch entry, a head, and the array elements that are loaded once per head.
     """
@@ -453,14 +453,14 @@ class _Cuda:
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return a distance of positions as two float expressions: a shared base, and a step."""
+        """Return a distance between positions as two float expressions: shared base and step."""
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
             return None
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """Return the base or the step of a sum of positions and constants; None for other nodes."""
+        """Return the base or the step of a sum of positions and constants, or None."""
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -488,7 +488,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return a loaded element's C++ offset in its array, or along the array's first `axes`."""
+        """Return a loaded element's offset in its array, or in the array's first `axes`, as C++."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):

@@ -127,7 +127,7 @@ class Graph:
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """Bytes read from captured arrays, by side: per head, per row, per column, per score."""
+        """The bytes read from captured arrays: per head, per row, per column and per score."""
         found = dict.fromkeys(SIDES, 0)
         for n in self.loads:
             found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize

@@ -25,7 +25,7 @@ BLOCK = 32
 
 
 class RangeTable:
-    """Minima and maxima over ranges of a 1-D array, each widened to blocks of BLOCK elements."""
+    """Minima and maxima over ranges of a 1-D array, each widened to whole blocks of BLOCK."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.n = len(values)
@@ -271,7 +271,7 @@ def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return bounds of a // b or a % b; the widest ones unless b has a single, positive value."""
+    """Return bounds of a // b or a % b; the widest bounds unless b has one, positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

@@ -1,4 +1,4 @@
-"""The functions that can be traced, listed by their names in Python, NumPy, torch and JAX."""
+"""Lists the functions that can be traced, by their names in Python, NumPy, torch and JAX."""
 
 from __future__ import annotations
 

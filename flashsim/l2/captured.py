@@ -270,7 +270,7 @@ class Requests:
     def expand(
         self, ids: np.ndarray, codes: np.ndarray, most: int
     ) -> tuple[np.ndarray, np.ndarray] | int:
-        """Replace placeholders by lines; return their number alone if it exceeds `most`."""
+        """Replace placeholders by lines; if there are more than `most`, return how many."""
         if not self.touched:
             return ids, codes
         lengths = np.ones(len(ids), np.int64)
