@@ -225,7 +225,7 @@ def check_extents(graph: Graph, **extents: int) -> None:
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return valid indices for a shape: negative indices count from the end, others are clamped."""
+    """Return indices, wrapped around if negative, then clamped to be valid for a shape."""
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )

@@ -174,7 +174,7 @@ class Touched:
         return total
 
     def _tiles(self) -> np.ndarray:
-        """Return the row and column tiles whose lines are needed, (tiles, 2)."""
+        """Return the (row tile, column tile) pairs whose lines are needed, shape (pairs, 2)."""
         s, side = self.schedule, self.access.side
         if self.axis == TILE:
             ptr, col, kind = s.row_csr

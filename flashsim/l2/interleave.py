@@ -44,7 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append the table's requests `first` to `last` - 1, for one block and one tile pair."""
+    """Append the requests in the table's rows `first` to `last` - 1, for a block and tile pair."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]

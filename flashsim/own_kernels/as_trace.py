@@ -106,7 +106,7 @@ def _one_group(p: Problem, heads: int) -> Problem:
 
 
 def _workspace(geometry: Geometry) -> int:
-    """Return the bytes of tensors that carry results between launches: stored, and also loaded."""
+    """Return the bytes of tensors that are stored and loaded, as results between launches."""
     a, total = geometry.record.accesses, 0
     for t in geometry.record.tensors:
         ops = np.unique(a["op"][a["tensor"] == t.code])

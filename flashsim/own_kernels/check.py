@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 @dataclass(frozen=True)
 class Output:
-    """The comparison of one tensor: its largest error, the allowed error, and wrong elements."""
+    """The comparison of one tensor: the largest and the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -242,7 +242,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: TIMES that of plain attention in this type, plus one rounding."""
+    """Return the allowed error: TIMES plain attention's error in this type, plus one rounding."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)

@@ -56,7 +56,7 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """The excess: bytes beyond `expected`, or beyond `compulsory` if `expected` is None."""
+        """The excess bytes: beyond `expected`, or beyond `compulsory` if `expected` is None."""
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property

@@ -130,7 +130,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Find out whether Q's rows are heads: each head has one query, as in decoding."""
+        """Find out whether Q's rows are heads, which have one query each, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:

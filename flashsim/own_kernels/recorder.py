@@ -303,7 +303,7 @@ class Recorder:
         return board
 
     def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
-        """Remember which program accessed these elements, and record data races with others."""
+        """Note which program accessed these elements; record data races with other programs."""
         places, me = self._run(its, unique), self._program + 1
         writer = self._writer.get(its.buffer)
         if op == LOAD:

@@ -54,7 +54,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note a load of keys first .. last - 1; check the `variables` of the tiles before it."""
+        """Note a load of keys first .. last - 1; check the `variables` after earlier tiles."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:
@@ -99,7 +99,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find which variables hold m, l and the accumulator, by their values after one tile."""
+        """Find the variables that hold m, l and the accumulator, by their values after a tile."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(

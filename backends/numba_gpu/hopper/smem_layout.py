@@ -1,4 +1,4 @@
-"""The shared-memory layout of the Python kernels for Hopper, and their registers per thread."""
+"""The Python Hopper kernels' layout of shared memory, and their registers per thread."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Layout(ABC):
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """By offset of each barrier: the number of arrivals that end its phase."""
+        """The number of arrivals that end a phase of each barrier, by the barrier's offset."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -83,7 +83,7 @@ class Layout(ABC):
 class OnChip(Layout):
     """The shared-memory layout of the forward kernel.
 
-    Tiles of Q stay for one work tile, and a stage of K or V for one visit.
+    A tile of Q stays in shared memory for one work tile, and a stage of K or V for one visit.
     """
 
     dv: int
