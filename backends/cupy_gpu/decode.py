@@ -275,7 +275,10 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode arrays given by address, with `keys` live keys per sequence; write out and LSE."""
+        """Decode arrays at the given addresses, with `keys` live keys per sequence.
+
+        The method writes out and the LSE.
+        """
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE

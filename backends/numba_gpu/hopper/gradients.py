@@ -60,7 +60,7 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """Return ``put_rows(address, values)``: it writes `load_statistics` values to shared memory."""
+    """Return ``put_rows(address, values)``, which stores `load_statistics` values on chip."""
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -147,8 +147,8 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
         Queries and columns of dO.
     slices : int
         Number of slices. If there are few, long slices (n = 128), the function waits for dP in the
-        middle of the slices, and begins dS = P dP between them; `products_ahead` says how much of
-        dS.
+        middle of the slices, and computes part of dS = P dP during the second half;
+        `products_ahead` says how much.
     softcap, start : bool
         With a softcap, p is P times the softcap's derivative, 1 - tanh^2. Unless scores `start` at
         the statistics, `lse` is the shared-memory address of each column's -lse in base 2.
@@ -241,9 +241,7 @@ def _sixteens(row: int) -> int:
 def ds_place(wide: int) -> Any:
     """Return ``ds_place(ds, group) -> address``: the address of this thread's row of dS^T.
 
-    The row is swizzled.
-
-    The argument `wide` is the number of queries per chunk of dS^T.
+    The row is swizzled. The argument `wide` is the number of queries per chunk of dS^T.
     """
 
     @emitted(int32, int32, int32)
@@ -367,7 +365,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until this block may add to a piece of dQ: after `mine` additions by other blocks."""
+    """Wait for `mine` additions by other blocks to a piece of dQ, before this block adds to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 

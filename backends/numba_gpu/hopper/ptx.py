@@ -267,12 +267,15 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset, in descriptor units, of 16-column step `step` in a tile of `rows` rows."""
+    """Return the offset of 16-column step `step` in a tile of `rows` rows.
+
+    The offset is in descriptor units of 16 bytes.
+    """
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
 def down_rows(step: int) -> int:
-    """Return the offset, in descriptor units, of step `step` of 16 rows."""
+    """Return the offset of 16-row step `step`, in descriptor units of 16 bytes."""
     return step * 16 * 128 // 16
 
 

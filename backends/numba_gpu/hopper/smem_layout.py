@@ -37,7 +37,7 @@ class Layout(ABC):
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """By kind of mbarrier, in layout order: how many there are, and the arrivals per phase.
+        """The number and the arrivals per phase of each kind of mbarrier, in layout order.
 
         A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
         barrier waits for one arrival from each warp that reads the stage.

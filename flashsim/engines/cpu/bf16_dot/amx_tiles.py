@@ -81,7 +81,7 @@ class Program(NamedTuple):
 
 
 def program(mode: str, rows: int, columns: int) -> Program:
-    """Return the program for `rows` by `columns` tiles of C; both numbers are at most `BLOCK`.
+    """Return the program for a block of `rows` x `columns` tiles of C, each number at most `BLOCK`.
 
     `mode` is "set" (C = A B) or "add" (C += A B). The tiles of C have the lowest register numbers,
     then come those of A, then those of B.
