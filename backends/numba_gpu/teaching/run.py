@@ -260,7 +260,7 @@ class _Gpu:
             yield
 
     def taken(self, array: Any) -> Any:
-        """Do on the GPU what `_Simulator.taken` does."""
+        """Return an array for a kernel as a CuPy array; only a NumPy array is copied."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)

@@ -1,9 +1,8 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-The engine runs the forward pass of every `Problem`, and its backward pass in two ways: as three
-kernels ("flash2"), or as one fused kernel. The engine computes in the accumulator type: float32, or
-float64 for float64 inputs. Every sum has a fixed order, so results do not depend on the number of
-threads.
+The engine runs the forward pass of every `Problem`, and two forms of its backward pass: three
+passes ("flash2"), or fused. The engine computes in the accumulator type: float32, or float64 for
+float64 inputs. Every sum has a fixed order, so results do not depend on the number of threads.
 
 For this engine, `flashsim.run` has two additional options. The option ``threads`` sets the number
 of threads; the default is the number of CPUs that this process may use. The option ``micro_kernel``
@@ -84,7 +83,7 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
 def backward(
     job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
 ) -> Outcome:
-    """Run the backward pass: in three kernels ("flash2"), or fused, with dQ summed in memory."""
+    """Run the backward pass: in three passes ("flash2"), or fused, with dQ summed in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)

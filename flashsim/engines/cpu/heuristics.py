@@ -71,8 +71,8 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
     """Return the micro-kernel of a pass, as the object whose type selects the compiled code.
 
     With `one_query` per head, the function chooses a bfloat16 micro-kernel only if the caller
-    requests it, or if it is faster. If few heads share keys, a bfloat16 micro-kernel is not faster,
-    because memory bandwidth limits the decode kernel.
+    requests such a micro-kernel, or if it is faster than "vector". If few heads share keys, a
+    bfloat16 micro-kernel is not faster, because memory bandwidth limits the decode kernel.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)

@@ -53,9 +53,10 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
     """Run FlashAttention-2's Algorithm 1 for one query per head, and write flat out and lse.
 
     Before flattening, out has shape (heads, dv), and lse has shape (heads,). The argument `parts`
-    contains four flat arrays. The first three are each part's O, of shape (parts, heads, dv), and
-    its m and l, of shape (parts, heads). The fourth, of shape (loops,), counts the finished parts
-    of each loop from 0. All query heads that share a key head share one loop over the key tiles.
+    contains four flat arrays. The first three arrays hold each part's O, of shape (parts, heads,
+    dv), and each part's m and l, of shape (parts, heads). The fourth array, of shape (loops,),
+    counts each loop's finished parts, and is initially 0. All query heads that share a key head
+    share one loop over the key tiles.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w

@@ -254,7 +254,7 @@ def scaled(cpu, S, rows, plain, scales):
     """Return an array with the factor, the scale or 1, by which the softmax must multiply scores.
 
     Kernels for pairs apply the softmax scale in the softmax if no step (softcap, bias, function or
-    mask) comes before it and the scale is not negative.
+    mask) comes before the softmax, and if the scale is not negative.
     """
     return rest(scales, 1)
 

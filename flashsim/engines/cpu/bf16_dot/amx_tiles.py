@@ -7,9 +7,9 @@ row i of c. Column j of tile b contains the 16 matching pairs for column j of c.
 
 The function `program` returns a list of the instructions that compute a block of the product C. The
 function `build_tiles` translates these instructions to LLVM's intrinsics; a small interpreter in
-the tests runs them in NumPy. Instructions name tile registers by number, so LLVM neither spills nor
-moves a tile. Before a thread multiplies its first tiles, it must set the tile shapes on its CPU
-(`CONFIG`).
+the tests runs the instructions in NumPy. Instructions name tile registers by number, so LLVM
+neither spills nor moves a tile. Before a thread multiplies its first tiles, it must set the tile
+shapes on its CPU (`CONFIG`).
 """
 
 from __future__ import annotations

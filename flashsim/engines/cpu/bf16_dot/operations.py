@@ -9,10 +9,10 @@ merging two rows of rounded softmax results gives a row of the next product's ri
 shuffles.
 
 The number of rows of a product C and the number of pairs along its sum are multiples of
-`amx_tiles.SIDE`. The number of lanes is a multiple of twice that. Packing pads operands with zeros
-to these sizes. As in `micro_kernels.plain`, the functions in this module are the specification. A
-CPU with instructions for pairs (`Blocking.pairs`) runs vector or AMX code instead, and tests
-compare that code with these functions.
+`amx_tiles.SIDE`. The number of lanes is a multiple of 2 `amx_tiles.SIDE`. Packing pads operands
+with zeros to such multiples. As in `micro_kernels.plain`, the functions in this module are the
+specification. A CPU with instructions for pairs (`Blocking.pairs`) runs vector or AMX code instead,
+and tests compare that code with these functions.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def pair_tiles_of(n):
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a pair; only the first `count` are read, others are 0."""
+    """Return X[at] and X[at + step] as a pair; numbers after the first `count` become 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])

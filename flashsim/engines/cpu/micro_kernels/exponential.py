@@ -74,7 +74,7 @@ class Exponential(NamedTuple):
     def magic(self) -> float:
         """The number to add to x to round x to an integer n; the sum's low bits hold n + bias.
 
-        The class `writer.Code` uses it.
+        The class `writer.Code` uses this number.
         """
         return 1.5 * 2**self.mantissa + self.bias
 

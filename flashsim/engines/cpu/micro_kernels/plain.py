@@ -9,8 +9,8 @@ transposed tile: S^T = K Q^T and O^T += V^T P^T. So
   (Q) is transposed, once for a whole loop over tiles.
 
 Every function in this module has flat arrays and offsets (in elements) as arguments: ``S[s0 + r *
-ld + c]`` is row r, lane c. These functions are the specification. On CPUs whose vector registers
-are known (`registers.py`), vector code replaces each function; the function's decorator
+ld + c]`` is row r, lane c. The functions in this module are the specification. On CPUs whose vector
+registers are known (`registers.py`), vector code replaces each function; the function's decorator
 (`vector.operation`) names that code. When a kernel is compiled, the type of the first argument,
 `cpu`, selects vector or plain code. Tests compare the results of vector and plain code.
 """

@@ -64,7 +64,7 @@ class Code:
         return ir.Constant(self.vector, [float(value)] * self.lanes)
 
     def masked(self) -> ir.Constant:
-        """Return a vector with the largest score that counts as masked in every lane."""
+        """Return a vector whose lanes all hold the largest score that counts as masked."""
         return self.const(masked_score(np.float32 if self.itemsize == 4 else np.float64))
 
     def ints(self, value: int) -> ir.Constant:
@@ -155,7 +155,7 @@ class Code:
         return ns, powers
 
     def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
-        """Evaluate a polynomial (constant term first) at several vectors; their steps alternate."""
+        """Evaluate a polynomial, constant term first, at several vectors in parallel."""
         ps = [self.const(coefficients[-1])] * len(fs)
         for coefficient in coefficients[-2::-1]:
             ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]

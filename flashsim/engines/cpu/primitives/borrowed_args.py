@@ -49,7 +49,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the type of a tuple's field, or None, for which Numba reports an error."""
+        """Return the type of a tuple's field; for None, Numba reports that the field is unknown."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]

@@ -4,8 +4,8 @@ By default, Numba builds a separate library for every `@njit` function that anot
 optimises that library, and translates it, with a wrapper for Python callers, to machine code that
 is never run. Then Numba links the library's LLVM IR into each caller, and optimises the IR again at
 every level of calls. In this module, a `part` is a function that is only lowered to LLVM IR. A
-`Whole` is the entry function of a kernel. Its library links in every part that the kernel calls,
-directly or indirectly, and optimises everything once.
+`Whole` is the entry function of a kernel. The library of a `Whole` links in every part that the
+kernel calls, directly or indirectly, and optimises everything once.
 """
 
 from __future__ import annotations
