@@ -1,7 +1,7 @@
 """A single interface to the NumPy, CuPy or torch arrays of a GPU call.
 
 If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
-another library, results are CuPy arrays. That library can import a CuPy array through DLPack
+another library, results are CuPy arrays. The inputs' library can import a CuPy array through DLPack
 without a copy.
 
 Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
@@ -444,9 +444,9 @@ def _readable(steps: int, last: int, width: int) -> bool:
     """Return whether a kernel's 16-byte accesses can read an array.
 
     Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
-    long. The argument `steps` is the bitwise OR of the address and all strides in bytes. It is a
-    multiple of 16 if and only if the address and each stride are. The arguments `last` and `width`
-    are the last axis's stride and length in elements.
+    long. The argument `steps` is the bitwise OR of the address and all strides in bytes. The number
+    `steps` is a multiple of 16 if and only if the address and each stride are. The arguments `last`
+    and `width` are the last axis's stride and length in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

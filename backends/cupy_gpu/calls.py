@@ -320,8 +320,8 @@ def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
     A separate counter is needed if the stream's handle stands for several streams (the per-thread
-    stream). It is also needed while a CUDA graph is captured, since the graph may later run in any
-    stream and beside other launches.
+    stream). A separate counter is also needed while a CUDA graph is captured, since the graph may
+    later run in any stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 

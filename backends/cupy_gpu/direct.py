@@ -1,8 +1,8 @@
 """Launch the passes of an already checked request directly on torch tensors.
 
-The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options. It
-calls a `Direct` both in eager mode and inside its operators. A call of `Direct` reads the tensors'
-addresses and strides, allocates the results and launches the kernels.
+The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options. The
+module calls a `Direct` both in eager mode and inside the module's operators. A call of `Direct`
+reads the tensors' addresses and strides, allocates the results and launches the kernels.
 """
 
 from __future__ import annotations

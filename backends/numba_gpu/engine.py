@@ -2,9 +2,9 @@
 
 There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
 tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
-only Hopper has. The "teaching" kernels support float16 and float32. They are plain Python loops,
-which also run in Numba's CUDA simulator. Only the teaching kernels support score functions, mask
-functions and sinks.
+only Hopper has. The "teaching" kernels support float16 and float32. The "teaching" kernels are
+plain Python loops, which also run in Numba's CUDA simulator. Only the teaching kernels support
+score functions, mask functions and sinks.
 """
 
 from __future__ import annotations

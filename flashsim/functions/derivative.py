@@ -26,9 +26,9 @@ class Adjoints(NamedTuple):
     """A score function's graph, extended by the nodes of its derivative.
 
     The field `nodes` has the nodes of the function, followed by those of the derivative. The field
-    `score` is the number of the node that holds the gradient of the score. It is None if the result
-    does not depend on the score. The field `reads` has one pair (load node, gradient node) for each
-    load of an element that has a gradient.
+    `score` is the number of the node that holds the gradient of the score. The field `score` is
+    None if the result does not depend on the score. The field `reads` has one pair (load node,
+    gradient node) for each load of an element that has a gradient.
     """
 
     nodes: tuple[Node, ...]

@@ -25,8 +25,8 @@ class NumbaSource(NamedTuple):
 
     The function `score(S, raw, ..)` applies the score function to the scores `raw`, and writes the
     results to S. The function `gradient(dS, raw, ..)` gets the gradients of these results in dS,
-    and overwrites dS with the gradients of the scores `raw`. Both functions also take the arguments
-    listed in `PANEL`.
+    and overwrites dS with the gradients of the scores `raw`. The functions `score` and `gradient`
+    also take the arguments listed in `PANEL`.
     """
 
     score: str

@@ -4,8 +4,8 @@
 without evaluating the function at every index. For a mask function (0 is False, 1 is True), a lower
 bound of 1 means that every score of a box is kept. An upper bound of 0 means that no score is kept.
 The bounds are safe, but not always tight. The bounds of a captured array's element are the array's
-minimum and maximum over the possible indices. These minima and maxima come from tables that are
-built once.
+minimum and maximum over the possible indices. Tables, which are built once, give the minima and
+maxima over ranges of indices.
 """
 
 from __future__ import annotations

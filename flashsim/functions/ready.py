@@ -250,7 +250,7 @@ def t5_bias(
     """Return T5's relative bias as a score function: a learned value per bucket of distances.
 
     `table` has the shape (buckets, heads). In each direction (earlier and later keys), half of the
-    buckets hold one distance each. The other half hold ranges of distances that grow
+    buckets hold one distance each. The other buckets hold ranges of distances that grow
     logarithmically, up to `max_distance`.
     """
     buckets = int(table.shape[0])

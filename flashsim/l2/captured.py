@@ -189,8 +189,8 @@ class Touched:
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sets of lines that tiles touch, in CSR form, as ``(ptr, lines, number)``.
 
-        For variant v, tile t touches the lines of set ``number[v, t]``. This set is empty if the
-        tile is not visited.
+        For variant v, tile t touches the lines of set ``number[v, t]``. The set of a tile that is
+        not visited is empty.
         """
         pairs, s, side = self._tiles(), self.schedule, self.access.side
         # Tiles of the same row, column or head have the same set if the index says so.

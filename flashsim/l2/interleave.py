@@ -76,8 +76,8 @@ def weave(
     its keys. The block makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for
     each of `members` query heads. As many blocks run at once as `time` has slots; when a block
     ends, the next block starts in its slot. A visit takes 1 unit of time, plus a random number
-    between -`jitter` and `jitter`. If `ranks` is not empty, a visit waits until that many other
-    visits of its inner tile have started.
+    between -`jitter` and `jitter`. If `ranks` is not empty, visit v waits until ``ranks[v]`` other
+    visits to its inner tile have started.
 
     Parameters
     ----------
