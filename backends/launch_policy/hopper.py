@@ -234,10 +234,10 @@ class Hopper(Family):
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. There are no long work tiles that should start first, and with
-        small groups more blocks read the same tiles at the same time. There are two exceptions. One
-        exception is blocks that add to dQ in a fixed order. The other exception is heads that share
-        a large bias, because the blocks of several heads should read the bias's rows at the same
-        time.
+        small groups more blocks read the same tiles at the same time. This rule for equally long
+        work tiles does not hold for blocks that add to dQ in a fixed order. The rule also does not
+        hold for heads that share a large bias, because the blocks of several heads should read the
+        bias's rows at the same time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and
         load its K and V, which the short work tiles then find in L2. A forward pass over many short

@@ -155,8 +155,8 @@ def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     """Return four lists of a stage's moves: before the visits, at each visit, and two after them.
 
-    Of the two lists of moves after the visits, the third list is for an outer tile whose keys are
-    all in one part. The fourth list is for one of several parts.
+    The third and the fourth list have moves after the visits. The third list is for an outer tile
+    whose keys are all in one part, and the fourth list is for one of several parts.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()

@@ -3,7 +3,7 @@
 The lanes of a panel are either queries or keys, and the same functions serve both. Each element
 (row r, lane c) of a panel is the score of one query and one key. The score's index in the bias, its
 index in the mask's bits and its distance from the diagonal are linear in r and c. So the code
-describes each of them by a start and two strides.
+describes each such position by a start and two strides.
 """
 
 from __future__ import annotations

@@ -99,8 +99,8 @@ class Pool:
         """Run ``call(*args)`` on `threads` threads; with `wait`, the caller is not one of them.
 
         Without `wait`, the caller's thread also makes the call. With `wait`, the caller only waits,
-        and an interrupt (Ctrl-C) can end this wait. The other threads then continue until their
-        call ends.
+        and an interrupt (Ctrl-C) can end this wait. After an interrupt, the other threads continue
+        until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
