@@ -15,8 +15,9 @@ backward pass, causal, bfloat16; also in a CUDA graph.
 - `generate`: seconds of `model.generate` of a Llama with 12 random layers, beside "sdpa".
 - `train`: milliseconds of a training step of that Llama, beside "sdpa".
 
-Implementations are interleaved; every figure is a median. `--profile` writes a cProfile of the
-host's time for each API in `host` and `jax`.
+"nothing" is a lower bound: the same path through torch, JAX or transformers with an attention that
+computes nothing (for JAX, q + 1). Implementations are interleaved; every figure is a median.
+`--profile` writes a cProfile of the host's time for each API in `host` and `jax`.
 """
 
 from __future__ import annotations
@@ -42,13 +43,40 @@ import flashsim.torch
 Work = Callable[[], object]
 ROW = 20  # calls; far fewer than a GPU's queue holds
 COLUMNS = ("device", "part", "case", "implementation", "unit", "value", "over_sdpa")
-SDPA = "sdpa"
+SDPA, NOTHING = "sdpa", "nothing"
 BACKENDS = {"cuda": "cupy", "cpu": "numba"}
 #: Batch, heads, tokens, head_dim of the part `result`.
 SHAPES = {
     "cuda": ((16, 16, 1024, 128), (2, 16, 8192, 128), (16, 16, 128, 64)),
     "cpu": ((1, 8, 512, 64),),
 }
+
+
+class Nothing(torch.autograd.Function):
+    """An attention whose passes return tensors that exist already."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any) -> Any:
+        """Return a tensor of q's shape."""
+        ctx.made = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        return torch.empty_like(q)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        """Return tensors of the shapes of q, k and v."""
+        return ctx.made
+
+
+def nothing(q: Any, k: Any, v: Any) -> Any:
+    """Return a new tensor of q's shape, by an operator in Python."""
+    return torch.ops.flashsim_benchmark.nothing.default(q, k, v)
+
+
+_LIBRARY = torch.library.Library("flashsim_benchmark", "FRAGMENT")
+_LIBRARY.define("nothing(Tensor q, Tensor k, Tensor v) -> Tensor")
+for _key in ("CPU", "CUDA"):
+    _LIBRARY.impl("nothing", lambda q, k, v: torch.empty_like(q), _key)
+torch.library.register_fake("flashsim_benchmark::nothing", lambda q, k, v: torch.empty_like(q))
 
 
 def waiter(device: str) -> Work:
@@ -186,8 +214,9 @@ def torch_doors(device: str) -> dict[str, Work]:
         f"backward, {SDPA}": backward(sdpa),
         "backward, flashsim.torch": backward(ours),
         "backward, any order, flashsim.torch": backward(ours, deterministic=False),
+        f"backward, {NOTHING}": backward(Nothing.apply),
     }
-    for name, function in ((SDPA, sdpa), ("flashsim.torch", ours)):
+    for name, function in ((SDPA, sdpa), ("flashsim.torch", ours), (NOTHING, nothing)):
         compiled = torch.compile(function, fullgraph=True)
         works[f"compiled, {name}"] = lambda compiled=compiled: compiled(q, k, v)
         if device == "cuda":
@@ -217,11 +246,13 @@ def jax_doors(device: str) -> dict[str, Work]:
     given = [jax.random.normal(key, s, dtype) for key, s in zip(keys, shapes, strict=True)]
     by_token = [jnp.swapaxes(x, 1, 2) for x in given]
     compiled, own = jax.jit(flashsim.jax.attention), jax.jit(jax.nn.dot_product_attention)
+    same = jax.jit(lambda q, k, v: q + 1)
     return {
         f"eager, {SDPA}": lambda: jax.nn.dot_product_attention(*by_token),
         "eager, flashsim.jax": lambda: flashsim.jax.attention(*given),
         f"jit, {SDPA}": lambda: own(*by_token),
         "jit, flashsim.jax": lambda: compiled(*given),
+        f"jit, {NOTHING}": lambda: same(*given),
     }
 
 
@@ -246,9 +277,17 @@ def decoding(device: str) -> dict[str, dict[str, Work]]:
 
 def llama(device: str, layers: int = 12) -> Any:
     """Return a Llama with random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        AttentionInterface,
+        AttentionMaskInterface,
+        LlamaConfig,
+        LlamaForCausalLM,
+        masking_utils,
+    )
 
     flashsim.torch.install()
+    AttentionInterface.register(NOTHING, lambda _, q, *__, **___: (q.transpose(1, 2), None))
+    AttentionMaskInterface.register(NOTHING, masking_utils.sdpa_mask)
     width = 2048 if device == "cuda" else 128
     config = LlamaConfig(
         hidden_size=width,
@@ -277,6 +316,8 @@ def generating(device: str, prompts: Any, rounds: int, compiled: bool) -> list[t
         if compiled:
             options["cache_implementation"] = "static"
         took: dict[str, list[float]] = {SDPA: [], "flashsim": []}
+        if not compiled:
+            took[NOTHING] = []
         turns = [name for _ in range(rounds + 1) for name in took]
         if compiled:  # one after the other, so that Dynamo's limit of recompilations is not reached
             turns.sort(key=[*took].index)
@@ -349,7 +390,7 @@ def measure(part: str, options: argparse.Namespace) -> list[tuple[Any, ...]]:
             rows = by_case(part, in_a_row(works, wait, rounds, 1 if part == "alone" else ROW))
         if options.profile:
             for name, work in works.items():
-                if SDPA not in name:
+                if SDPA not in name and NOTHING not in name:
                     profiled(f"{part} {name}", work, wait, options.profile)
         return rows
     if part == "result":

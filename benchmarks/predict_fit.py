@@ -36,13 +36,12 @@ FREE = {
         for how, lasting in (("", SHORT), (", deferred", COMMON))
         for width in ("", ", 128")
     },
-    ("hopper", "fused, once"): ("scores", "masked", "visit", "item", "launch"),
-    # There are six times for each, so these have as few constants as possible.
-    ("hopper", "dkdv, wide"): ("tensor", "masked", "visit", "item", "throttle"),
-    ("hopper", "dq, wide"): ("tensor", "visit", "item", "throttle"),
+    ("hopper", "fused, once"): ("tensor", "scores", "item", "launch"),
+    **{("hopper", f"{s}, wide"): ("tensor", "visit", *COMMON) for s in ("dkdv", "dq")},
+    ("hopper", "fused, roles"): ("tensor", "reduced", "visit", *COMMON),
+    # There are four times and two, so these have as few constants as possible.
     ("hopper", "fused, widest"): ("tensor", "visit", "item", "throttle"),
-    ("hopper", "fused, wide"): ("tensor", "visit"),  # only two times
-    ("hopper", "fused, roles"): ("tensor", "masked", "visit", "item"),
+    ("hopper", "fused, wide"): ("tensor", "visit"),
     ("portable", "forward"): ("scores", *WARPS, *COMMON),
     **{(k, s): (*WARPS, *COMMON) for k in ("portable", "python") for s in ("dkdv", "dq")},
     **{(k, "fused"): ("reduced", *WARPS, *COMMON) for k in ("portable", "python")},
@@ -75,7 +74,10 @@ class Point(NamedTuple):
 
 
 def points(everything, kernels, name):
-    """Return the calibration set's stages that have these constants."""
+    """Return the calibration set's stages that have these constants.
+
+    As in a prediction, a stage whose own head width has no constants uses those of any width.
+    """
     found = []
     for one in everything:
         if one.kernels != kernels or one.where != "fitted":
@@ -87,7 +89,10 @@ def points(everything, kernels, name):
             one.problem, direction, algorithm, kernels, one.tiling, one.device
         )
         for each in passes:
-            if each.kernel.shared_bytes and model.constants_name(each, one.problem) == name:
+            if not each.kernel.shared_bytes:
+                continue
+            names = model.constants_names(each, one.problem)
+            if name == next(n for n in names if (kernels, n) in FREE):
                 seconds = one.stages[each.stage.name]
                 found.append(Point(each, model.works_of(each, traffic), traffic, seconds, one.seed))
     return found
@@ -113,36 +118,49 @@ def left_out(those, free, ships):
     The fit to all points is refined without the seed's: by Gauss-Newton steps with the derivatives
     of the full fit, as long as they lower the remaining points' cost.
     """
-    from scipy.optimize import lsq_linear
-
-    full = _least(those, free, [], ships, 12)
+    full = _least(those, free, [], ships, 4)
     seeds, found = np.array([p.seed for p in those]), {}
-    steps = np.maximum(1e-3 * full.x, 1e-4)
     begin = _wrong(those, free, full.x)
-    slopes = [
-        (_wrong(those, free, full.x + step * axis) - begin) / step
-        for step, axis in zip(steps, np.eye(len(free)), strict=True)
-    ]
-    slopes = np.array(slopes).T
+    slopes = np.array(
+        [
+            (_wrong(those, free, full.x + step * axis) - begin) / step
+            for step, axis in zip(np.maximum(1e-3 * full.x, 1e-4), np.eye(len(free)), strict=True)
+        ]
+    ).T
     most = np.array([MOST.get(n, np.inf) for n in free])
     for seed in sorted({*seeds.tolist()} - {""}):
-        kept = [p for p in those if p.seed != seed]
-        x, wrong = full.x, _wrong(kept, free, full.x)
-        for _ in range(4):
-            weights = (1 + (wrong / DAMPED) ** 2) ** -0.25
-            matrix = slopes[seeds != seed] * weights[:, None]
-            moved = lsq_linear(matrix, -wrong * weights, (-x - 1e-9, most - x + 1e-9)).x
+        kept = seeds != seed
+        rest = [p for p, its in zip(those, kept, strict=True) if its]
+        x, wrong = full.x, begin[kept]
+        for _ in range(3):
+            moved = _step(wrong, slopes[kept], x, most)
             for _ in range(4):
                 tried = np.clip(x + moved, 0, most)
-                after = _wrong(kept, free, tried)
+                after = _wrong(rest, free, tried)
                 if _cost(after) < _cost(wrong):
                     break
                 moved = moved / 3
             else:
                 break
+            gained = _cost(wrong) - _cost(after)
             x, wrong = tried, after
+            if gained < 1e-4 * _cost(wrong):
+                break
         found[seed] = _scaled(free, x)
     return found
+
+
+def _step(wrong, slopes, x, most):
+    """Return the step from x that minimises the damped errors, if they depend on x linearly."""
+    from scipy.optimize import lsq_linear
+
+    moved = np.zeros(len(x))
+    for _ in range(6):
+        left = wrong + slopes @ moved
+        weights = (1 + (left / DAMPED) ** 2) ** -0.25
+        limits = -x - moved - 1e-9, most - x - moved + 1e-9
+        moved += lsq_linear(slopes * weights[:, None], -left * weights, limits).x
+    return moved
 
 
 def _cost(wrong):

@@ -1,6 +1,7 @@
-"""Compare flashsim's kernels with the fastest others on random shapes.
+r"""Compare flashsim's kernels with the fastest others on random shapes.
 
-    python benchmarks/random_shapes.py --seed 1 [--shapes 40] [--csv out.csv] [--seconds 300]
+    python benchmarks/random_shapes.py --seed 1 2 3 [--shapes 40] [--csv out.csv] [--seconds 300] \
+        [--jobs 14]
 
 Draws shapes from the distribution in `draw`, and times every implementation of benchmarks/gpu.py on
 each. All are interleaved in one process, after the same spinning kernel. `ours` is `backend="cupy"`
@@ -8,7 +9,9 @@ with default options. The best other is the fastest of FlashAttention's CuTe ker
 installed), cuDNN and FlashAttention-2. Prints for each pass the time of the best other divided by
 ours (above 1: ours is faster). For all shapes it prints the fraction at least as fast, the
 geometric mean, the worst, and every shape below 1.00, the worst first. Choose the seed after the
-kernels are written.
+kernels are written. With `--jobs`, several processes first run each shape once, and so compile all
+kernels at the same time; after that, one process after the other times its shapes. The seconds
+begin with the timing.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import random
 import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from gpu import COLUMNS, DIRECTIONS, Shape, Worker
@@ -94,40 +98,59 @@ def summary(direction: str, found: Sequence[tuple[float, str]]) -> str:
 def main() -> None:
     """Draw shapes, time them, print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--shapes", type=int, default=40, help="number of random shapes")
+    parser.add_argument("--seed", type=int, nargs="+", required=True)
+    parser.add_argument("--shapes", type=int, default=40, help="number of random shapes per seed")
     parser.add_argument("--repetitions", type=int, default=7)
     parser.add_argument(
         "--seconds", type=float, default=math.inf, help="start no shape after so many seconds"
     )
     parser.add_argument("--csv", default="random_shapes.csv", help="file for the table")
+    parser.add_argument("--jobs", type=int, default=0, help="processes that compile first")
     options = parser.parse_args()
-    rng, worker, began = random.Random(options.seed), Worker(), time.monotonic()
-    found: dict[str, list[tuple[float, str]]] = {direction: [] for direction in DIRECTIONS}
-    drawn = [draw(rng) for _ in range(options.shapes)]
-    with csv_file(options.csv, COLUMNS) as write:
-        for n, shape in enumerate(drawn):
+    drawn = []
+    for seed in options.seed:
+        rng = random.Random(seed)
+        drawn += [(seed, draw(rng)) for _ in range(options.shapes)]
+    workers = [Worker() for _ in range(max(options.jobs, 1))]
+    everyone = (OURS, *OTHERS)
+
+    def warm_up(number: int) -> None:
+        for _, shape in drawn[number :: len(workers)]:
+            workers[number].measure(shape, "bfloat16", everyone, 1, False)
+
+    began = time.monotonic()
+    if options.jobs:
+        with ThreadPoolExecutor(len(workers)) as pool:
+            list(pool.map(warm_up, range(len(workers))))
+        print(f"compiled in {time.monotonic() - began:.0f} s", flush=True)
+    began = time.monotonic()
+    found: dict[tuple[int, str], list[tuple[float, str]]] = {}
+    with csv_file(options.csv, ("seed", *COLUMNS)) as write:
+        for n, (seed, shape) in enumerate(drawn):
             if time.monotonic() - began > options.seconds:
                 print(f"out of time after {n} of {len(drawn)} shapes")
                 break
-            rows = worker.measure(shape, "bfloat16", (OURS, *OTHERS), options.repetitions, False)
-            write(*rows)
+            worker = workers[n % len(workers)]
+            rows = worker.measure(shape, "bfloat16", everyone, options.repetitions, False)
+            write(*({"seed": seed} | row for row in rows))
             text = f"{shape!s:<50}"
-            for direction, ratios in found.items():
+            for direction in DIRECTIONS:
                 here = ratio(rows, direction)
                 if here is None:
                     why = "; ".join(f"{r['implementation']} {r['status']}" for r in rows)
                     text += f"  {direction} - ({why})"
                     continue
+                ratios = found.setdefault((seed, direction), [])
                 ratios.append((here[0], f"{shape} ({here[1]})"))
                 ours = rows[0][f"{direction}_ms"]
                 text += f"  {direction} {ours * 1e3:8.1f} us {here[0]:.3f} ({here[1]})"
             print(text, flush=True)
-    worker.close()
-    if not all(found.values()):
+    for worker in workers:
+        worker.close()
+    if not found:
         sys.exit("no shape was timed with both flashsim and another implementation")
-    for direction, ratios in found.items():
-        print(summary(direction, ratios))
+    for (seed, direction), ratios in found.items():
+        print(f"seed {seed}, {summary(direction, ratios)}")
 
 
 if __name__ == "__main__":

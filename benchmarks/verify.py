@@ -17,7 +17,8 @@ docs/guides/truth.md explains the quantities.
 64 columns, values narrower than keys, ragged lengths.
 
 `--soak 14 --seeds 1,2,3` measures so many random cases per seed instead, those of `flashsim verify
---soak`. The table then has a row per quantity with a target, and the summary counts them.
+--soak`. The table then has a row per quantity with a target, and the summary counts them. Without
+--out or --from, it measures and compares nothing: comparing takes longer than measuring.
 """
 
 import argparse
@@ -193,7 +194,7 @@ def main():
     if chosen.cases:
         print(json.dumps([case.to_dict() for case in wanted]))
         return
-    if not (chosen.out or chosen.keep):
+    if not (chosen.out or chosen.keep or chosen.source):
         parser.error("nothing to do: pass --out FILE, --keep FOLDER or both")
     try:
         if chosen.jobs and not chosen.source:
@@ -202,7 +203,7 @@ def main():
         if chosen.keep:  # save it before it is used
             chosen.keep.mkdir(parents=True, exist_ok=True)
             kept.save(chosen.keep / "ncu.csv")
-        if chosen.soak:
+        if chosen.soak and (chosen.out or chosen.source):
             soaked(seeds, kept, chosen.out)
         elif chosen.out:
             jitter = {} if chosen.jitter is None else {"jitter": chosen.jitter}

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import cupy
@@ -208,6 +208,16 @@ class TorchSpace(Space):
         # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
+
+    def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
+        """Return a function that returns a new uninitialised tensor on the current device."""
+        kind = getattr(self.torch, dtype)
+        # Where torch has the allocation of compiled code, it takes half of the time.
+        make = getattr(self.torch._C._dynamo.guards, "_empty_strided_cuda", None)
+        if make is None or not shape:
+            return partial(self.torch.empty, shape, dtype=kind, device=self.device)
+        strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))
+        return partial(make, shape, strides, kind)
 
     def duplicate(self, array: Any) -> Any:
         """Implement `Space.duplicate`."""

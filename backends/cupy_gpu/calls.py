@@ -363,6 +363,8 @@ class Plan:
     launches : tuple of ReadyPass
     tiling : Tiling
     sizes : NewArrays
+    dtype : str
+        The type of q, k and v.
     gpu : Gpu
     summed : int or None
         The size of a backward pass's float32 accumulator of dQ in elements. None if the pass needs
@@ -385,7 +387,7 @@ class Plan:
         self.name, self.passes, self.gpu = name, passes, gpu
         p = passes[0].tables.schedule.problem
         self.tiling: Tiling = passes[0].tables.schedule.tiling
-        self.sizes = NewArrays.of(p)
+        self.sizes, self.dtype = NewArrays.of(p), p.dtype
         self.summed = summed_up(self.sizes, p.dtype, algorithm)
         self.ordered = ordered
         each = (x for one in passes for x in (*one.before, one))
@@ -429,7 +431,7 @@ class Plan:
         places: tuple[int, ...],
         lse: int,
         dlse: int,
-        made: tuple[Any, ...],
+        made: Sequence[Any],
     ) -> tuple[int, ...]:
         """Return a backward's `Call.head`; results go to `made`, the arrays of `new_arrays`."""
         sizes, summed = self.sizes, self.summed

@@ -96,12 +96,16 @@ def _parts(
     if given is not None:
         return given.partial(space, made), None
     outputs, sums = made.partial_elements
-    if outputs and cupy.cuda.runtime.streamIsCapturing(stream):
+    if not outputs:
+        return (0, 0, 0), None
+    if cupy.cuda.runtime.streamIsCapturing(stream):
         parts = space.empty((outputs + sums,))
         at = space.pointer(parts)
         arrived = 0 if made.merge else _captured_counters(space, made.counters, stream)
         return (at, at + 4 * outputs, arrived), parts
-    own = _WORKSPACES.setdefault((space.device, stream), Workspace())
+    own = _WORKSPACES.get((space.device, stream))
+    if own is None:
+        own = _WORKSPACES.setdefault((space.device, stream), Workspace())
     return own.partial(space, made), None
 
 

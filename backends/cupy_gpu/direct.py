@@ -8,6 +8,7 @@ reads the tensors' addresses and strides, allocates the results and launches the
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from flashsim.backends.cupy_gpu import arrays
@@ -54,12 +55,63 @@ class Placed:
             again.note(key, call)
 
 
+class Forward:
+    """A forward pass on torch tensors on one device, which repeats prepared launches.
+
+    Parameters
+    ----------
+    space : arrays.TorchSpace
+    plan : Plan
+    """
+
+    def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
+        self._space, self._plan, sizes = space, plan, plan.sizes
+        self._repeated, self._strides = Repeated(plan.launches), sizes.out.strides
+        self._out, self._lse = space.maker(sizes.out.shape, plan.dtype), space.maker(sizes.lse)
+
+    def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
+        """Return new arrays for out (with padded rows) and the LSE, and None if they are filled.
+
+        If no launch is prepared for these addresses, the last value is the key for `note`. The
+        space's device must be the current one.
+        """
+        space = self._space
+        out, lse, stream = self._out(), self._lse(), space.stream()
+        key = (
+            *(stream, q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr()),
+            *(v.stride(), out.data_ptr(), lse.data_ptr()),
+        )
+        return out, lse, None if self._repeated.launch(key, stream) else key
+
+    def note(self, key: tuple[Any, ...], call: Call) -> None:
+        """Remember a call that launched on the tensors themselves, without copies."""
+        self._repeated.note(key, call)
+
+    def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+        """Return out, with padded rows, and the LSE."""
+        out, lse, key = self.again(q, k, v)
+        if key is not None:
+            space = self._space
+            given = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
+            (at_q, of_q), (at_k, of_k), (at_v, of_v) = given
+            head = (
+                *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
+                *(lse.data_ptr(), *NO_SCRATCH),
+            )
+            call = Call(space, head, stream=key[0])
+            for one in self._plan.launches:
+                one(call, {})
+            if of_q is q and of_k is k and of_v is v:
+                self.note(key, call)
+        return out, lse
+
+
 class Direct:
     """The forward and backward pass of a checked job, for torch tensors on one device.
 
     Parameters
     ----------
-    space : arrays.Space
+    space : arrays.TorchSpace
     dims : (int, int)
         head_dim and head_dim_v.
     forward : Plan
@@ -69,42 +121,22 @@ class Direct:
 
     def __init__(
         self,
-        space: arrays.Space,
+        space: arrays.TorchSpace,
         dims: tuple[int, int],
         forward: Plan,
         backward: Callable[[bool], Plan],
     ) -> None:
-        self._space, self._dims, self._plan = space, dims, forward
-        self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated]]()
-        self._repeated = Repeated(forward.launches)
-        sizes = forward.sizes
-        self._out, self._lse, self._strides = sizes.out.shape, sizes.lse, sizes.out.strides
-        self._padded = sizes.out.width != dims[1]
+        self._space, self._dims, self._forward = space, dims, Forward(space, forward)
+        self._backward_plan, self._backwards = backward, dict[bool, tuple[Plan, Repeated, Any]]()
+        self._width = forward.sizes.out.width
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
         """Return out and the LSE."""
         space = self._space
         with _EXPLAINING, space.on_device():
-            out, lse = q.new_empty(*self._out), space.empty(self._lse)
-            stream = space.stream()
-            key = (
-                *(stream, q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr()),
-                *(v.stride(), out.data_ptr(), lse.data_ptr()),
-            )
-            if not self._repeated.launch(key, stream):
-                given = arrays.place(space, q), arrays.place(space, k), arrays.place(space, v)
-                (at_q, of_q), (at_k, of_k), (at_v, of_v) = given
-                head = (
-                    *(*at_q, *at_k, *at_v, out.data_ptr(), *self._strides, *NO_GRADIENTS),
-                    *(lse.data_ptr(), *NO_SCRATCH),
-                )
-                call = Call(space, head, stream=stream)
-                for one in self._plan.launches:
-                    one(call, {})
-                if of_q is q and of_k is k and of_v is v:
-                    self._repeated.note(key, call)
-            if self._padded:
-                out = space.result(out, self._dims[1], self._out[-1])
+            out, lse = self._forward(q, k, v)
+            if self._width != self._dims[1]:
+                out = space.result(out, self._dims[1], self._width)
             return out, lse
 
     def backward(
@@ -116,18 +148,19 @@ class Direct:
             known = self._backwards.get(with_lse)
             if known is None:
                 plan = self._backward_plan(with_lse)
-                known = self._backwards[with_lse] = plan, Repeated(plan.launches)
-            plan, again = known
+                repeated = Repeated(plan.launches)
+                known = self._backwards[with_lse] = plan, repeated, _makers(space, plan)
+            plan, again, makers = known
             lse = lse.contiguous()
             less = None if dlse is None else dlse.contiguous()
             less_at, stream = 0 if less is None else less.data_ptr(), space.stream()
             given = q, k, v, out, dout
-            made = plan.new_arrays(space, q)
+            made = [make() for make in makers]
             key = (
                 *(stream, lse.data_ptr(), less_at),
                 *(q.data_ptr(), q.stride(), k.data_ptr(), k.stride(), v.data_ptr(), v.stride()),
                 *(out.data_ptr(), out.stride(), dout.data_ptr(), dout.stride()),
-                *[x if x is None else space.pointer(x) for x in made],
+                *[x if x is None else x.data_ptr() for x in made],
             )
             if not again.launch(key, stream):
                 placed = [arrays.place(space, x) for x in given]
@@ -145,3 +178,16 @@ class Direct:
                 for x, (keep, width) in zip(made[:3], widths, strict=True)
             )
             return dq, dk, dv
+
+
+def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
+    """Return functions that return the arrays of `Plan.new_arrays`."""
+    sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
+    makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
+    scratch = _none if summed is None else space.maker((summed + sizes.rows,))
+    turns = partial(space.counters, (sizes.rows, 2)) if plan.ordered else _none
+    return [*makers, scratch, turns]
+
+
+def _none() -> None:
+    """Return no array."""

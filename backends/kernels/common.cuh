@@ -30,8 +30,14 @@ using i64 = long long;
 // stages of the ring of captured elements in shared memory; see Elements in hopper/forward.cu
 #define FS_TILE 0
 #endif
-#ifndef FS_BAND
-#define FS_BAND 0  // 1 if captured elements are read ahead of use; see Band in hopper/forward.cu
+#ifndef FS_DISTANCES
+// stages of the ring of elements that depend on the distance; see Distances in hopper/forward.cu
+#define FS_DISTANCES 0
+#endif
+#ifndef FS_RAMP
+// 1 if a score function that is linear in the positions is part of the scores' product; see Ramp in
+// hopper/forward.cu
+#define FS_RAMP 0
 #endif
 #ifndef FS_BOUNDED
 // 1 if scores are bounded, so a forward needs no running maximum; see BoundedSoftmax
@@ -43,7 +49,7 @@ using i64 = long long;
 #ifndef FS_SINKS
 #define FS_SINKS 0  // 1 if each head has an attention sink: one more score, without a value
 #endif
-#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD)
+#define FS_FLEX (FS_MASK_MOD || FS_SCORE_MOD || FS_RAMP)
 
 #define NEG_INF __int_as_float(0xff800000)  // NVRTC has no constexpr infinity
 [[maybe_unused]] constexpr float LOG2E = 1.4426950408889634f;

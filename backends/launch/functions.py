@@ -59,8 +59,8 @@ class BiasTile(NamedTuple):
 class TableBand(NamedTuple):
     """An array that a score function reads by distance, at [.., sign * (q - k) + offset].
 
-    A tile pair has few different distances q - k, so each thread loads the elements that it needs
-    once, before it computes scores.
+    A tile pair has few different distances q - k, so a kernel can load their elements to shared
+    memory, once per tile pair.
 
     Attributes
     ----------
@@ -72,6 +72,22 @@ class TableBand(NamedTuple):
     node: int
     sign: int
     offset: int
+
+
+class Ramp(NamedTuple):
+    """A score function that adds a linear function of the positions to the score (ALiBi).
+
+    Attributes
+    ----------
+    factors : tuple of int
+        Nodes of the score function that depend on nothing but the batch entry and the head.
+    steps : int
+        The function adds the product of `factors` and of an integer. This integer is linear in the
+        positions, and grows by `steps` per key.
+    """
+
+    factors: tuple[int, ...]
+    steps: int
 
 
 @dataclass(frozen=True)
@@ -94,7 +110,13 @@ class Generated:
     tile : BiasTile or None
         The array that a kernel may load to shared memory tile by tile.
     band : TableBand or None
-        Without such a tile, the array that a thread may read ahead of time.
+        Without such a tile, the array whose elements a kernel may load by distance.
+    ramp : Ramp or None
+        What the score function adds to scores, if that is linear in the positions.
+    graphs : (Graph or None, Graph or None)
+        The mask and the score function, for kernels in Python.
+    wanted : tuple of str
+        The captured arrays whose gradients are added.
     """
 
     text: str
@@ -106,6 +128,9 @@ class Generated:
     reads_beside: bool = False
     tile: BiasTile | None = None
     band: TableBand | None = None
+    ramp: Ramp | None = None
+    graphs: tuple[Graph | None, Graph | None] = (None, None)
+    wanted: tuple[str, ...] = ()
 
     @property
     def constants(self) -> dict[str, int]:
@@ -207,7 +232,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
     for n in graph.loads:
         node = graph.nodes[n]
         spec = graph.arrays[node.value]
-        if not node.args or spec.kind != FLOAT or spec.shape[-1] < emit.LEAST_BAND:
+        if not node.args or spec.kind != FLOAT:
             continue
         factors = _linear(graph, node.args[-1])
         if factors is None:
@@ -240,13 +265,59 @@ def _linear(graph: Graph, n: int) -> np.ndarray | None:
         return np.array([0, 0, node.value])
     if node.op == "arg" and node.value in ("q", "k"):
         return np.array([node.value == "q", node.value == "k", 0], int)
-    terms = [_linear(graph, a) for a in node.args] if node.op in ("add", "sub", "neg") else []
+    operations = ("add", "sub", "neg", "mul")
+    terms = [_linear(graph, a) for a in node.args] if node.op in operations else []
     known = [x for x in terms if x is not None]
     if not known or len(known) < len(terms):
         return None
     if node.op == "neg":
         return -known[0]
+    if node.op == "mul":
+        constant, other = known if not known[0][:2].any() else known[::-1]
+        return None if constant[:2].any() else constant[2] * other
     return known[0] + known[1] if node.op == "add" else known[0] - known[1]
+
+
+#: Factors of the scores (softmax scales) by which a step per key can be divided in float32.
+_SCALES = 1e-9, 1e9
+
+
+def ramp_of(problem: Problem) -> Ramp | None:
+    """Return what the score function adds, if the Hopper forward's tensor cores can add it.
+
+    See Ramp in hopper/forward.cu. bfloat16 has the exponents of float32, so three bfloat16 numbers
+    hold any float32 step.
+    """
+    functions = functions_of(problem)
+    if functions is None or problem.dtype != "bfloat16" or problem.softcap:
+        return None
+    return functions.plain.ramp if _SCALES[0] <= problem.scale <= _SCALES[1] else None
+
+
+def _ramp_of(graph: Graph) -> Ramp | None:
+    root = graph.nodes[graph.root]
+    score = graph.argument("score")
+    if root.op not in ("add", "sub") or score not in root.args or root.args[0] == root.args[1]:
+        return None
+    if root.op == "sub" and root.args[0] != score:
+        return None
+    pending, factors, linear = [n for n in root.args if n != score], [], None
+    while pending:
+        n = pending.pop()
+        node = graph.nodes[n]
+        if graph.depends[n] <= {"b", "h"}:
+            factors.append(n)
+        elif node.op == "mul":
+            pending += node.args
+        elif node.op == "cast" and linear is None:
+            linear = _linear(graph, node.args[0])
+            if linear is None:
+                return None
+        else:
+            return None
+    if linear is None or not linear[1]:
+        return None
+    return Ramp(tuple(sorted(factors)), int(linear[1]) * (-1 if root.op == "sub" else 1))
 
 
 def score_bound(problem: Problem) -> float:
@@ -302,6 +373,9 @@ def _functions(mask: Any, score: Any, wanted: Any, extents: Any) -> Functions:
             any(g is not score or n != ahead for g, n in reads),
             tile,
             band,
+            None if score is None else _ramp_of(score),
+            (mask, score),
+            tuple(source.gradients),
         )
         for source in _sources(mask, score, wanted, extents)
     )
@@ -317,7 +391,8 @@ def _sources(
 ) -> tuple[emit.CudaSource, emit.CudaSource]:
     tile, band = _ahead(score, extents)
     node = tile.node if tile else band.node if band else None
-    given = dict(extents), node, band and (band.sign, band.offset)
+    ramp = None if score is None else _ramp_of(score)
+    given = dict(extents), node, band and (band.sign, band.offset), ramp
     plain = emit.cuda_source(mask, score, (), *given)
     return plain, emit.cuda_source(mask, score, wanted, *given) if wanted else plain
 

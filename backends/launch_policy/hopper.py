@@ -118,8 +118,8 @@ class Hopper(Family):
             times = next(times for widest, times in HOPPER_FORWARD.items() if d <= widest)
             best = list(fastest_first(problem, times, gpu.multiprocessors))
             reads = functions.read_arrays(problem, beside_ahead=self.brings_tiles)
-            reads = reads or functions.band_of(problem) is not None
-            if problem.softcap or problem.score_mod is not None or reads:
+            scored = problem.score_mod is not None and not hopper_kernels.adds_ramp(problem)
+            if problem.softcap or scored or reads:
                 # Functions use registers: wide tiles have none left, and three warpgroups have few.
                 rows = 128 if reads else 192
                 best.sort(key=lambda t: t.block_k > 128 or t.block_q > rows)
@@ -193,10 +193,11 @@ class Hopper(Family):
     def cluster(self, walk: Walked) -> int:
         """Implement `Family.cluster`.
 
-        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs.
+        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs. Only the
+        kernel whose warpgroups have roles has no clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
-        if stage.outer != "keys" or widest(p) > 128:
+        if stage.outer != "keys" or tables.schedule.tiling == ROLES:
             return 1
         items, free = walk.walks * tables.tiles, gpu.multiprocessors
         # dQ's kernel runs beside this one if SMs are free, otherwise after it

@@ -51,11 +51,22 @@ def forward_kernel(
         }
         boxes += (Box(launch.TILE, 64, 128 // size),)
     elif functions.band_of(problem):
-        more["BAND"] = 1
-    if "TILE" in more or "BAND" in more:
+        more["DISTANCES"] = _DISTANCES
+    elif adds_ramp(problem):  # without a function of each score, which would need a scaled score
+        more |= {"RAMP": 1, "SCORE_MOD": 0, "SCALED": 0}
+    if more.keys() & {"TILE", "DISTANCES"}:
         more["READS"] = functions.read_arrays(problem, beside_ahead=True)
     given = problem, tiling, variant
     return launch.built("hopper/forward.cu", "hopper_forward", threads, shared, given, more, boxes)
+
+
+#: Stages of the ring buffer of elements that depend on the distance between query and key.
+_DISTANCES = 2
+
+
+def adds_ramp(problem: Problem) -> bool:
+    """Return whether the product of the scores adds the score function; see Ramp in forward.cu."""
+    return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
 
 
 #: The largest bound of scores for which the forward needs no running maximum: exponentials are then
@@ -87,10 +98,16 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
+    more = 0  # barriers
     if rings.tile and tile is not None:
         boxes = -(-tiling.block_k * tile.spec.itemsize // 128)
         elements = rings.tile * warpgroups * boxes * 64 * 128
-    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages
+    elif functions.band_of(problem):
+        elements = _DISTANCES * 4 * (tiling.block_q + tiling.block_k)
+        more += 2 * _DISTANCES
+    elif adds_ramp(problem):
+        elements = 2048 * (warpgroups + -(-tiling.block_k // 64))
+    barriers = 2 * warpgroups * (1 + rings.tile) + 4 * rings.stages + more
     return on_chip(2 * (q + rings.stages * kv) + elements, barriers)
 
 
@@ -195,16 +212,16 @@ def product_columns(
 ) -> tuple[int, int]:
     """Return the columns a backward's products compute, and the extra columns of some products.
 
-    The first returned number is head_dim, rounded up to a multiple of 16 (of 32 if a cluster shares
-    a work tile). The second number is a sum over the products that compute all columns of a tile in
-    shared memory. One such product is dQ^T, whose rows are the tile's columns. (If the tile has at
-    most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim of 128, dK and dV
-    are two more, because their columns are divided between warpgroups. If one warpgroup computes
-    all of dQ^T, its rows are rounded to a multiple of 32 instead.
+    The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
+    cluster shares a work tile). The second number is a sum over the products that compute all
+    columns of a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns.
+    (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim
+    of 128, dK and dV are two more, because their columns are divided between warpgroups. If one
+    warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32 instead.
     """
-    step = 32 if cluster > 1 else 16
-    d = max(problem.head_dim, problem.head_dim_v)
-    taken, whole = -(-d // step) * step, _shared_dim(problem)
+    d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
+    step = 32 if cluster > 1 and whole <= 128 else 16
+    taken = -(-d // step) * step
     products = (stage == "fused" and taken > 32) + (2 if stage != "dq" and whole > 128 else 0)
     beyond = products * (whole - taken)
     if stage == "fused" and tiling == ROLES:

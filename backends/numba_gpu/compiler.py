@@ -29,6 +29,8 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu.emit import ArgsType, MapType
 from flashsim.backends.numba_gpu.hopper.backward import hopper_backward_kernel
+from flashsim.backends.numba_gpu.hopper.backward_roles import hopper_backward_roles_kernel
+from flashsim.backends.numba_gpu.hopper.backward_wide import hopper_backward_wide_kernel
 from flashsim.backends.numba_gpu.hopper.dq import hopper_dq_kernel
 from flashsim.backends.numba_gpu.hopper.forward import hopper_forward_kernel
 from flashsim.backends.numba_gpu.tensor.backward_dkdv import flash_dkdv_kernel
@@ -39,8 +41,8 @@ from flashsim.backends.numba_gpu.tensor.backward_rows import (
 )
 from flashsim.backends.numba_gpu.tensor.forward import flash_forward_kernel
 
-#: The first PTX version with Hopper's instructions.
-_HOPPER_PTX = "8.0"
+#: The first PTX version with Hopper's instructions, and the first that adds vectors to HBM.
+_HOPPER_PTX, _VECTORS_ADDED, _VECTOR_PTX = "8.0", "red.global.add.v2", "8.1"
 _VERSION = re.compile(r"^\.version .*$", re.MULTILINE)
 #: Bytes of the checksum at the start of a cached file.
 _DIGEST = 32
@@ -54,6 +56,8 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
         "flash_forward": flash_forward_kernel,
         "hopper_forward": hopper_forward_kernel,
         "hopper_backward": hopper_backward_kernel,
+        "hopper_backward_wide": hopper_backward_wide_kernel,
+        "hopper_backward_roles": hopper_backward_roles_kernel,
         "hopper_dq": hopper_dq_kernel,
         "flash_dkdv": partial(flash_dkdv_kernel, wide=capability >= (9, 0)),
         "flash_dq": flash_dq_kernel,
@@ -66,7 +70,8 @@ def python_kernel(kernel: Kernel, capability: tuple[int, int]) -> Callable[[Any]
 def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
     """Return a kernel's PTX for a compute capability, with the kernel's name as its entry point."""
     maps = [MapType(kernel.name, n) for n in range(len(kernel.boxes))]
-    arguments = [*maps, ArgsType(), types.int64] if maps else [ArgsType()]
+    args = ArgsType(kernel.args.itemsize)
+    arguments = [*maps, args, types.int64] if maps else [args]
     text, _ = numba_compile(
         python_kernel(kernel, capability),
         types.void(*arguments),
@@ -84,7 +89,8 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
         text, count = _BOUNDS.subn(cluster + r"\g<0>", text, count=1)
         assert count == 1, "a cluster's size stands in front of an entry's bounds"
     if maps:  # lower the version, since any assembler with these instructions will do
-        text = _VERSION.sub(f".version {_HOPPER_PTX}", text, count=1)
+        version = _VECTOR_PTX if _VECTORS_ADDED in text else _HOPPER_PTX
+        text = _VERSION.sub(f".version {version}", text, count=1)
     for tensor_map in maps:  # TMA needs a tensor map's address to be a multiple of 64
         text = text.replace(
             f".align 8 .b8 {tensor_map.parameter}[", f".align 64 .b8 {tensor_map.parameter}["

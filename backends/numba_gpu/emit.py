@@ -17,7 +17,8 @@ from numba.cuda.extending import intrinsic
 
 from flashsim.backends.launch import kernel as launch
 
-I1, I8, I32, I64, F32 = ir.IntType(1), ir.IntType(8), ir.IntType(32), ir.IntType(64), ir.FloatType()
+I1, I8, I16, I32, I64 = (ir.IntType(bits) for bits in (1, 8, 16, 32, 64))
+F32 = ir.FloatType()
 Values = list[ir.Value]
 
 
@@ -157,11 +158,18 @@ class ArgsType(types.Type):
     """The Numba type of the argument struct `launch.ARGS`, passed by value.
 
     Kernels read the struct's fields as attributes, such as ``q_data`` and ``q_row`` for the tensor
-    q.
+    q. Attribute ``word_n`` is the n-th of the 64-bit numbers that follow `launch.ARGS` in the
+    arguments of kernels with functions.
+
+    Parameters
+    ----------
+    nbytes : int
+        The size of the whole struct.
     """
 
-    def __init__(self) -> None:
-        super().__init__("flashsim.Args")
+    def __init__(self, nbytes: int = launch.ARGS.itemsize) -> None:
+        super().__init__(f"flashsim.Args[{nbytes}]")
+        self.words = nbytes // 8
 
 
 def _fields() -> dict[str, tuple[int, Any]]:
@@ -180,6 +188,7 @@ def _fields() -> dict[str, tuple[int, Any]]:
 
 
 FIELDS = _fields()
+_WORD = "word_"
 
 
 def _register() -> None:
@@ -197,7 +206,7 @@ def _register() -> None:
     @register_model(ArgsType)
     class _Model(models.PrimitiveModel):
         def __init__(self, manager: Any, kind: Any) -> None:
-            super().__init__(manager, kind, ir.ArrayType(I64, launch.ARGS.itemsize // 8))
+            super().__init__(manager, kind, ir.ArrayType(I64, kind.words))
 
     @register_model(MapType)
     class _MapModel(models.PrimitiveModel):
@@ -209,10 +218,13 @@ def _register() -> None:
         key = ArgsType
 
         def generic_resolve(self, kind: Any, name: str) -> Any:
-            return FIELDS[name][1] if name in FIELDS else None
+            return types.int64 if name.startswith(_WORD) else FIELDS.get(name, (0, None))[1]
 
     @lowering_registry.lower_getattr_generic(ArgsType)
     def _read(context: Any, builder: ir.IRBuilder, kind: Any, value: ir.Value, name: str) -> Any:
+        if name.startswith(_WORD):
+            place = launch.ARGS.itemsize // 8 + int(name.removeprefix(_WORD))
+            return builder.extract_value(value, place)
         offset, wanted = FIELDS[name]
         word = builder.extract_value(value, offset // 8)
         if wanted == types.int64:

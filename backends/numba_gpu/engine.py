@@ -3,8 +3,8 @@
 There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
 tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
 only Hopper has. The "teaching" kernels support float16 and float32. The "teaching" kernels are
-plain Python loops, which also run in Numba's CUDA simulator. Only the teaching kernels support
-score functions, mask functions and sinks.
+plain Python loops, which also run in Numba's CUDA simulator. The families "tensor" and "teaching"
+support score and mask functions. Only the "teaching" kernels support sinks.
 """
 
 from __future__ import annotations
@@ -128,18 +128,16 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """Return the family of tensor-core kernels that runs the forward or backward pass.
 
-    The default is `HOPPER` if its kernels can run the pass, else `TENSOR`. A backward whose
-    head_dim is too large for `HOPPER` runs on `TENSOR`, even if "hopper" was requested.
+    The default is `HOPPER` if its kernels can run the pass, else `TENSOR`.
     """
-    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR, WIDEST_BACKWARD
+    from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR
 
-    asked, p = job.options.get("kernel", "auto"), job.problem
-    if direction == "backward" and max(p.head_dim, p.head_dim_v) > WIDEST_BACKWARD:
-        return TENSOR
+    asked = job.options.get("kernel", "auto")
     if asked != "auto":
         return HOPPER if asked == "hopper" else TENSOR
+    p = job.problem
     refusal = HOPPER.refusal(p, job.tiling, gpu, direction, job.algorithm)
-    return TENSOR if refusal else HOPPER
+    return TENSOR if refusal or p.has_functions else HOPPER
 
 
 def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
@@ -161,7 +159,8 @@ def _kernel(job: Job) -> str:
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
     if name == "auto":
-        name = "tensor" if narrow and not (simulated or p.has_functions) else "teaching"
+        teaching = simulated or p.sinks or (p.has_functions and (job.trace or p.bias is not None))
+        name = "tensor" if narrow and not teaching else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
         raise UnsupportedError(
@@ -177,6 +176,16 @@ def _kernel(job: Job) -> str:
         raise UnsupportedError(
             "the teaching kernels, the only ones of backend='numba_cuda' for float32, record no "
             "time stamps; use kernel='tensor' with float16 or bfloat16, or backend='cupy'"
+        )
+    if name != "teaching" and p.sinks:
+        raise UnsupportedError(
+            f"kernel={name!r} of backend='numba_cuda' does not support sinks; use "
+            "kernel='teaching', or backend='cupy', 'simulator' or 'numba'"
+        )
+    if name != "teaching" and p.has_functions and job.trace:
+        raise UnsupportedError(
+            f"kernel={name!r} of backend='numba_cuda' cannot trace a call with functions; leave "
+            "out trace=, or use kernel='teaching'"
         )
     if name != "teaching":
         launch.check_head_dims(p, "backend='numba_cuda'")

@@ -16,26 +16,28 @@ from flashsim.backends.launch_policy.family import PLAIN, PassRequest, Walked
 from flashsim.backends.launch_policy.hopper_kernels import Rings
 from flashsim.backends.launch_policy.portable import Portable
 from flashsim.backends.numba_gpu import compiler
-from flashsim.backends.numba_gpu.hopper.smem_layout import DqAlone, KeysOutside, OnChip
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
+    ByKeys,
+    ColumnsDivided,
+    DqAlone,
+    KeysOutside,
+    OnChip,
+    Roles,
+    columns_taken,
+)
 from flashsim.problem.problem import Problem
 from flashsim.schedule.tiling import Tiling
-
-#: The largest head_dim with a backward that uses Hopper's own instructions.
-WIDEST_BACKWARD = 128
 
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
     """The family of Hopper kernels that are written in Python.
 
-    The family has no backward for a head_dim above `WIDEST_BACKWARD`, and uses `TENSOR`'s row-wise
-    kernels.
+    The family uses `TENSOR`'s row-wise kernels.
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Implement `Family.why_not`."""
-        if asked.direction == "backward" and asked.wide > WIDEST_BACKWARD:
-            return f"their backward supports a head_dim up to {WIDEST_BACKWARD}"
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
             return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
         return super().why_not(asked, tiling)
@@ -71,14 +73,25 @@ class PythonHopper(hopper.Hopper):
         if stage == "dq":
             shared = DqAlone(*sides, dict(kernel.constants)["FS_D"]).nbytes
         elif stage != "forward":
-            layout = KeysOutside(
-                *(*sides, dict(kernel.constants)["FS_D"]),
-                fused=variant.fused,
-                deferred=variant.deferred,
-            )
-            shared = layout.nbytes
+            shared = _keys_outside(kernel, tiling, variant).nbytes
         return replace(kernel, file=f"{kernel.name}.py", shared_bytes=shared)
 
 
-TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True))
-HOPPER = PythonHopper("hopper", compiler.load, instead="tensor")
+def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> ByKeys:
+    """Return the layout of a KV-outer kernel."""
+    known = dict(kernel.constants)
+    sides = (tiling.block_q, tiling.block_k, known["FS_D"])
+    if kernel.name == "hopper_backward_wide":
+        return ColumnsDivided(*sides, bool(variant.fused))
+    if kernel.name == "hopper_backward_roles":
+        return Roles(*sides, columns_taken(known["FS_HEAD_DIM"], known["FS_HEAD_DIM_V"], 32))
+    return KeysOutside(*sides, fused=variant.fused, deferred=variant.deferred)
+
+
+TENSOR = Portable("tensor", compiler.load, replace(PLAIN, python=True), takes_functions=True)
+HOPPER = PythonHopper(
+    "hopper",
+    compiler.load,
+    elsewhere="use kernel='tensor', or backend='cupy', 'simulator' or 'numba'",
+    instead="tensor",
+)

@@ -159,9 +159,14 @@ def store_16(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
 
 
 def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
-    """Add to 1 or (from sm_90 on) 4 neighbouring float32 in HBM ("Parallel reduction", `red`)."""
+    """Add to 1 or (from sm_90 on) 2 or 4 neighbouring float32 in HBM.
+
+    The instruction is described in the PTX section "Parallel Synchronization: red".
+    """
     if len(values) == 1:
         asm(b, "red.global.add.f32 [$0], $1;", "l,f", [to, *values], effects=True)
+    elif len(values) == 2:
+        asm(b, "red.global.add.v2.f32 [$0], {$1,$2};", "l,f,f", [to, *values], effects=True)
     else:
         text = "red.global.add.v4.f32 [$0], {$1,$2,$3,$4};"
         asm(b, text, "l,f,f,f,f", [to, *values], effects=True)

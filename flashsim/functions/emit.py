@@ -136,6 +136,7 @@ def cuda_source(
     extents: Mapping[str, int] | None = None,
     tile: int | None = None,
     band: tuple[int, int] | None = None,
+    ramp: tuple[tuple[int, ...], int] | None = None,
 ) -> CudaSource:
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
@@ -152,6 +153,10 @@ def cuda_source(
     If `band` = (sign, offset) is passed, the load's last index is sign * (q - k) + offset. With
     `band`, the function `flash_band` returns the element for a distance q - k, or the nearest
     element if the distance is out of range.
+
+    The argument `ramp` = (factors, steps) says that the score function adds a product: the nodes
+    `factors`, which depend only on the head, times an integer that grows by `steps` per key. With
+    `ramp`, the function `flash_ramp_step` returns by how much the result grows per key.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -187,6 +192,8 @@ def cuda_source(
         functions += [*cuda.statements(), f"    return {cuda.name(score.root)};"]
         if tile is not None:
             functions += ["}", *_tile_lines(score, tile, band, extents)]
+        if ramp is not None:
+            functions += ["}", *_ramp_lines(cuda, *ramp)]
     functions.append("}")
     functions += _gradient_lines(score, wanted, extents, per_head)
     lines += [*_head_lines(per_head), *functions]
@@ -199,11 +206,6 @@ _HEAD = """\
 __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, FlashAt q_at,
                                  FlashAt k_at) {{
     const int b = at.b, h = at.h, q = q_at, k = k_at;"""
-
-
-#: The shortest array whose elements `flash_band` reads by distance. `flash_band_inside` returns the
-#: distance of its middle; every distance within 240 of that is inside the array.
-LEAST_BAND = 512
 
 
 def _tile_lines(
@@ -223,18 +225,25 @@ def _tile_lines(
         head = f"__device__ __forceinline__ int flash_tile_plane({take}) {{"
         lines += [f"    return {plane};", "}"]
     else:
-        head = f"template <bool EXACT>\n__device__ __forceinline__ float flash_band({take}, "
-        head += "int distance) {"
+        head = f"__device__ __forceinline__ float flash_band({take}, int distance) {{"
         (sign, offset), length = band, f"c.a{node.value}_n{before}"
-        lines += [f"    int i = {sign} * distance + {offset};"]
-        lines += [f"    if (!EXACT) i = max(0, min(i, {length} - 1));"]
+        lines += [f"    const int i = max(0, min({sign} * distance + {offset}, {length} - 1));"]
         index = f"({plane}) * (long long){length} + i"
         lines += [f"    return {cuda.element(node, index)};", "}"]
-        lines += ["__device__ __forceinline__ int flash_band_inside() {"]
-        lines += [f"    return {sign * (LEAST_BAND // 2 - offset)};", "}"]
     cuda.given[tile] = "tile"
     lines.append(_HEAD.format("float", "flash_score", "float s, float tile, "))
     return [head, *lines, *cuda.statements(), f"    return {cuda.name(score.root)};"]
+
+
+def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
+    """Return the source of `flash_ramp_step`, without the last closing brace."""
+    return [
+        "__device__ __forceinline__ float flash_ramp_step(const FlashCaptured& c, "
+        "const FlashHead& at) {",
+        "    const int b = at.b, h = at.h;",
+        *cuda.statements(needed(cuda.nodes, factors)),
+        f"    return {' * '.join([f'{float(steps)!r}f', *map(cuda.name, factors)])};",
+    ]
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:

@@ -12,7 +12,7 @@ import ctypes
 import json
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -74,14 +74,18 @@ _MOST = 256
 
 def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
     """Run a forward pass on XLA's memory, with a prepared launch if the pass supports one."""
-    require_cupy("cupy")
-    addresses = call.addresses()
-    key = call.text("question"), _device(addresses[0]), *call.looks()
-    run = _PLACED.get(key, call)
-    if run is call:  # not in the cache
-        if len(_PLACED) >= _MOST:
-            _PLACED.clear()
-        run = _PLACED[key] = _placed(call)
+    layout, addresses = call.layout()
+    device = _device(addresses[0])
+    run = layout.runs.get(device, call)
+    if run is call:  # the layout is new
+        require_cupy("cupy")
+        key = call.text("question"), device, *call.looks()
+        run = _PLACED.get(key, call)
+        if run is call:
+            if len(_PLACED) >= _MOST:
+                _PLACED.clear()
+            run = _PLACED[key] = _placed(call)
+        layout.runs[device] = run
     if run is None:
         _answer(forward, OnGpu, call)
     else:
@@ -90,7 +94,16 @@ def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
         launch(given[q], given[k], given[v], out, lse, call.stream())
 
 
+@cache
+def _devices() -> int:
+    import cupy
+
+    return cupy.cuda.runtime.getDeviceCount()
+
+
 def _device(address: int) -> int:
+    if _devices() == 1:
+        return 0
     import cupy
 
     return cupy.cuda.runtime.pointerGetAttributes(address).device

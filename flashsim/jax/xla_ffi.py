@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import math
 import re
+import struct
 from collections.abc import Callable
 from ctypes import (
     POINTER,
@@ -70,6 +71,7 @@ class _Api(_Struct):
 
 #: Structures as 64-bit words: a call frame, a buffer and a text span, up to the last word read.
 _FRAME, _BUFFER, _SPAN = (c_uint64 * 21), (c_uint64 * 6), (c_uint64 * 2)
+_FRAME_WORDS, _BUFFER_WORDS = struct.Struct("21Q"), struct.Struct("=16xI4xQQQ")
 # Word offsets of a frame's fields. Arguments and results have two: their number, and the address
 # of an array of buffer addresses. Attributes have four: their number, and the addresses of their
 # kinds, of an array of name addresses, and of an array of text addresses.
@@ -102,7 +104,8 @@ class _StreamGet(_Struct):
 
 _CALLED = ctypes.CFUNCTYPE(c_void_p, c_void_p)
 _CREATE = ctypes.CFUNCTYPE(c_void_p, POINTER(_ErrorCreate))
-_STREAM = ctypes.CFUNCTYPE(c_void_p, POINTER(_StreamGet))
+# This function returns at once, so it need not release the GIL.
+_STREAM = ctypes.PYFUNCTYPE(c_void_p, POINTER(_StreamGet))
 
 
 class XlaArray:
@@ -131,11 +134,38 @@ class ForeignCall:
     """
 
     def __init__(self, frame: int) -> None:
-        self._frame = _FRAME.from_address(frame)[:]
-        self._given, self._made = (
-            [_BUFFER.from_address(at)[:] for at in _pointers(self._frame[at], self._frame[n])]
-            for n, at in (_ARGUMENTS, _RESULTS)
-        )
+        view = _VIEWS.get(frame)
+        if view is None:
+            if len(_VIEWS) >= _MOST:
+                _VIEWS.clear()
+            view = _VIEWS[frame] = _view(frame, _FRAME)
+        self._frame = _FRAME_WORDS.unpack(view)
+        self.extension, self.api = self._frame[_EXTENSION], self._frame[_API_AT]
+
+    @property
+    def _given(self) -> list[list[int]]:
+        return self._buffers(*_ARGUMENTS)
+
+    @property
+    def _made(self) -> list[list[int]]:
+        return self._buffers(*_RESULTS)
+
+    def _buffers(self, n: int, at: int) -> list[list[int]]:
+        each = _pointers(self._frame[at], self._frame[n])
+        return [_BUFFER.from_address(address)[:] for address in each]
+
+    def layout(self) -> tuple[Layout, list[int]]:
+        """Return the call's layout, and the addresses of its arguments and results."""
+        key = self._frame[_ARGUMENTS[0] :]
+        layout = _LAYOUTS.get(key)
+        addresses = None if layout is None else layout.addresses()
+        if layout is None or addresses is None:
+            if len(_LAYOUTS) >= _MOST:
+                _LAYOUTS.clear()
+            layout = _LAYOUTS[key] = Layout(self._frame)
+            addresses = layout.addresses()
+            assert addresses is not None
+        return layout, addresses
 
     @property
     def arguments(self) -> list[XlaArray]:
@@ -153,10 +183,6 @@ class ForeignCall:
             (_low(x[_DTYPE]), ctypes.string_at(x[_DIMS], 8 * x[_RANK])) for x in self._given
         )
 
-    def addresses(self) -> list[int]:
-        """Return the addresses of the arguments' memory, followed by those of the results."""
-        return [x[_DATA] for x in (*self._given, *self._made)]
-
     def text(self, name: str) -> str:
         """Return the call's text attribute with this name."""
         n, kinds, names, texts = (self._frame[at] for at in _ATTRIBUTES)
@@ -169,11 +195,91 @@ class ForeignCall:
     def stream(self) -> int:
         """Return the address of the CUDA stream that XLA launches on (GPUs only)."""
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame[_CONTEXT])
-        if _asking(_Api.from_address(self._frame[_API_AT]).stream_get)(ctypes.byref(asked)):
+        if _asking(_Api.from_address(self.api).stream_get)(ctypes.byref(asked)):
             raise RuntimeError(
                 "XLA returned no CUDA stream for this call, so the kernel cannot be launched"
             )
         return asked.stream or 0
+
+
+class Layout:
+    """The parts of a foreign call that are equal in each of its runs: all except the addresses.
+
+    XLA keeps the structures of a call in memory, and writes the arrays' addresses into them before
+    each run. A view of a structure is read ten times as fast as the structure is read through
+    ctypes. XLA may free the structures and use their memory again, so `addresses` compares the
+    whole content. It follows an address only after it has found this address in the content.
+
+    Parameters
+    ----------
+    frame : tuple of int
+        The words of a call frame.
+
+    Attributes
+    ----------
+    runs : dict
+        What callers keep with the layout.
+    """
+
+    def __init__(self, frame: tuple[int, ...]) -> None:
+        self.runs: dict[Any, Any] = {}
+        self._same: list[tuple[memoryview, bytes]] = []
+        self._arrays: list[tuple[memoryview, tuple[int, int, int]]] = []
+        self._dims: list[tuple[memoryview, bytes]] = []
+        for n, at in (_ARGUMENTS, _RESULTS):
+            for address in self._pointers(frame[at], frame[n]):
+                view = _view(address, _BUFFER)
+                dtype, _, rank, dims = _BUFFER_WORDS.unpack(view)
+                self._arrays.append((view, (dtype, rank, dims)))
+                if rank:
+                    self._dims.append(_content(dims, 8 * rank))
+        n, kinds, names, texts = (frame[at] for at in _ATTRIBUTES)
+        if n:
+            self._same.append(_content(kinds, 4 * n))
+        for at in (names, texts):
+            for span in self._pointers(at, n):
+                self._same.append(_content(span, ctypes.sizeof(_SPAN)))
+                text, length = _SPAN.from_address(span)[:]
+                if length:
+                    self._same.append(_content(text, length))
+
+    def _pointers(self, address: int, n: int) -> list[int]:
+        if n:
+            self._same.append(_content(address, 8 * n))
+        return _pointers(address, n)
+
+    def addresses(self) -> list[int] | None:
+        """Return the addresses of arguments and results; None if the call is another one."""
+        for view, content in self._same:
+            if view.tobytes() != content:
+                return None
+        found = []
+        for view, (dtype, rank, dims) in self._arrays:
+            of_dtype, address, of_rank, of_dims = _BUFFER_WORDS.unpack(view)
+            if of_dtype != dtype or of_rank != rank or of_dims != dims:
+                return None
+            found.append(address)
+        for view, content in self._dims:
+            if view.tobytes() != content:
+                return None
+        return found
+
+
+def _view(address: int, kind: Any) -> memoryview:
+    """Return the memory of a structure as bytes."""
+    return memoryview(kind.from_address(address)).cast("B")
+
+
+def _content(address: int, n: int) -> tuple[memoryview, bytes]:
+    """Return a view of `n` bytes of memory, and what they are now."""
+    view = _view(address, ctypes.c_char * n)
+    return view, view.tobytes()
+
+
+#: Views of call frames, by address; layouts, by a frame's words from its arguments on.
+_VIEWS: dict[int, memoryview] = {}
+_LAYOUTS: dict[tuple[int, ...], Layout] = {}
+_MOST = 1024
 
 
 @cache
@@ -221,21 +327,21 @@ def register(name: str, platform: str, function: Callable[[ForeignCall], None]) 
     spoken: list[int] = []
 
     def called(frame: int) -> int | None:
-        words = _FRAME.from_address(frame)
-        if words[_EXTENSION]:  # XLA asks this once, while it registers
-            extension = _MetadataExtension.from_address(words[_EXTENSION])
+        call = ForeignCall(frame)
+        if call.extension:  # XLA asks this once, while it registers
+            extension = _MetadataExtension.from_address(call.extension)
             if extension.kind == _METADATA:
                 told = extension.metadata.contents
-                told.version.major, told.version.minor = _version(words[_API_AT])
+                told.version.major, told.version.minor = _version(call.api)
                 spoken.append(told.version.major)
                 told.traits = 0
                 return None
         try:
-            function(ForeignCall(frame))
+            function(call)
         except BaseException as error:  # an exception must not reach C++
             text = f"{type(error).__name__}: {error}".encode()
             asked = _ErrorCreate(ctypes.sizeof(_ErrorCreate), None, text, _INVALID_ARGUMENT)
-            create = _CREATE(_Api.from_address(words[_API_AT]).error_create)
+            create = _CREATE(_Api.from_address(call.api).error_create)
             return create(ctypes.byref(asked))
         return None
 

@@ -66,18 +66,20 @@ def _ask(
 @njit
 def weave(
     walks, outers, ptr, inner, tile_of, several, requests, parts, head_of, stride, members, in_step,
-    flipped, time, block, done, heap, sides, pace, jitter, seed, keys_outside, out, codes, ranks,
-    turns, since, turn,
+    flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside, out, codes,
+    ranks, turns, since, turn,
 ):  # fmt: skip
     """Write all requests of one kernel in the order in which the SMs issue them.
 
     Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
     query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
     its keys. The block makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for
-    each of `members` query heads. As many blocks run at once as `time` has slots; when a block
-    ends, the next block starts in its slot. A visit takes 1 unit of time, plus a random number
-    between -`jitter` and `jitter`. If `ranks` is not empty, visit v waits until ``ranks[v]`` other
-    visits to its inner tile have started.
+    each of `members` query heads. Each `cluster` consecutive blocks own the same entry, and divide
+    the entry's visits into consecutive ranges. The first of these blocks also makes the requests
+    before and after the visits. As many blocks run at once as `time` has slots; when a block ends,
+    the next block starts in its slot. A visit takes 1 unit of time, plus a random number between
+    -`jitter` and `jitter`. If `ranks` is not empty, visit v waits until ``ranks[v]`` other visits
+    to its inner tile have started.
 
     Parameters
     ----------
@@ -95,6 +97,8 @@ def weave(
         Whether a block makes each visit for all members before it makes the next visit.
     flipped : bool (blocks,)
         Whether the block makes its visits in reverse order.
+    cluster : int
+        Blocks that own an entry together. If `ranks` is not empty, 1.
     time : float64 (slots,); block, done, heap : int64 (slots,)
         Work arrays, which initially contain zeros, the first blocks, zeros, and the slots' numbers.
     sides : uint8 (slots,)
@@ -128,7 +132,9 @@ def weave(
         head, outer = np.int64(walks[b] * stride), outers[b]
         side = SIDE * sides[slot]
         visits, own = ptr[outer + 1] - ptr[outer], np.int64(tile_of[outer])
-        total = visits * members
+        rank = b % cluster
+        first = visits * members * rank // cluster
+        total = visits * members * (rank + 1) // cluster - first
         if len(ranks) and done[slot] < total:
             member, v = done[slot] // visits, done[slot] % visits
             if flipped[b]:
@@ -149,15 +155,16 @@ def weave(
                 continue
             turns[head + member, tile] += 1
             since[head + member, tile] = time[slot] + turn
-        if done[slot] == 0:
+        if done[slot] == 0 and rank == 0:
             n = _ask(
                 requests, parts[0], parts[1], head_of, head, outer, own, no_inner,
                 keys_outside, side, out, codes, n,
             )  # fmt: skip
         if done[slot] < total:
-            member, v = done[slot] // visits, done[slot] % visits
+            step = first + done[slot]
+            member, v = step // visits, step % visits
             if in_step:
-                member, v = done[slot] % members, done[slot] // members
+                member, v = step % members, step // members
             if flipped[b]:
                 v = visits - 1 - v
             n = _ask(
@@ -169,10 +176,11 @@ def weave(
         time[slot] += pace[slot] * (1.0 + jitter * (draw / 0x40000000 - 1.0))
         if done[slot] >= total:
             after = 3 if several[outer] else 2
-            n = _ask(
-                requests, parts[after], parts[after + 1], head_of, head, outer, own, no_inner,
-                keys_outside, side, out, codes, n,
-            )  # fmt: skip
+            if rank == 0:
+                n = _ask(
+                    requests, parts[after], parts[after + 1], head_of, head, outer, own, no_inner,
+                    keys_outside, side, out, codes, n,
+                )  # fmt: skip
             done[slot] = 0
             if started < blocks:
                 block[slot] = started

@@ -70,6 +70,8 @@ class L2Model:
     flush : bool
         Whether every kernel starts with an empty cache, as Nsight Compute does by default. If
         False, a kernel starts with the cache contents that the previous kernel left.
+    cluster : int
+        Thread blocks that share each outer tile of a KV-outer kernel, and divide its visits.
     heads_in_group : int, optional
         Heads per group, for "grouped" and "in-turns". Default: computed by `clump_size`.
     seed : int
@@ -89,6 +91,7 @@ class L2Model:
     turn: float = 1.2e-6
     ways: int | None = 16
     flush: bool = True
+    cluster: int = 1
     heads_in_group: int | None = None
     seed: int = 0
 
@@ -96,6 +99,7 @@ class L2Model:
         for name, possible in (("launch", ORDERS), ("walk", WALKS)):
             checks.one_of(name, getattr(self, name), possible)
         limits = {"blocks_per_sm": None, "partitions": 2, "heads_in_group": None, "ways": 64}
+        limits["cluster"] = 16  # the most that CUDA allows
         for name, largest in limits.items():
             value = getattr(self, name)
             if value is None:

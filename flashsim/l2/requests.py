@@ -207,10 +207,12 @@ def stream(
         columns, ranks = turns(ptr, inner)
         waiting = p.batch * p.heads, schedule.t_r
     walks, outers = model.order(stage, schedule, np.diff(ptr), device, columns)
-    slots = min(model.slots(stage, schedule, device), len(walks))
     wave = model.waves(stage, schedule, len(ptr) - 1, device, len(walks))
     in_step = model.walk == "in-step" and stage.outer == "keys" and not len(ranks)
     flipped = (wave % 2 == (not in_step)) & (in_step or model.walk == "sawtooth")
+    cluster = model.cluster if stage.outer == "keys" and stage.visit and not len(ranks) else 1
+    walks, outers, flipped = (np.repeat(x, cluster) for x in (walks, outers, flipped))
+    slots = min(model.slots(stage, schedule, device), len(walks))
     timed = stage, schedule, device, algorithm, direction
     jitter, turn = model.jitter_share(*timed), model.turn_share(*timed)
     ids, codes = np.empty(n, np.int32), np.empty(n, np.uint8)
@@ -222,7 +224,7 @@ def stream(
         *(walks, outers, ptr.astype(np.int64), inner.astype(np.int32)),
         *(tile_of.astype(np.int32), several),
         *(np.array(table, np.int64).reshape(-1, 6), edges, _head_table(p, stage, schedule.members)),
-        *(stride, members, in_step, flipped),
+        *(stride, members, in_step, flipped, cluster),
         *(np.zeros(slots), np.arange(slots), np.zeros(slots, np.int64)),
         *(np.arange(slots), model.sides(slots, device), _pace(slots, device), jitter, model.seed),
         *(stage.outer == "keys", ids, codes),

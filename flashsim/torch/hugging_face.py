@@ -108,6 +108,11 @@ class Band:
     # it back to `mask` if it looks like a mask of four axes.
     ndim: ClassVar[int] = 4
 
+    @property
+    def plain(self) -> bool:
+        """Whether the band has neither padding nor limits per sequence."""
+        return self.keys is self.queries is self.starts is self.stops is None
+
     def contiguous(self) -> Band:
         """Return this `Band` itself, unchanged."""
         return self
@@ -354,6 +359,22 @@ def attend(
         For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
         the probabilities.
     """
+    if (
+        type(attention_mask) is Band
+        and attention_mask.plain
+        and not dropout
+        and position_bias is None
+        and _SPECIAL.isdisjoint(rest)
+    ):  # the usual call of a layer, in as little of the host's time as possible
+        out = attention(
+            *(query, key, value),
+            causal=attention_mask.causal,
+            window=attention_mask.window,
+            softcap=softcap or 0.0,
+            scale=scaling,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        )
+        return out.transpose(1, 2).contiguous(), None
     _refuse(dropout, rest)
     sinks = next((rest[name] for name in ("s_aux", "sinks") if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):
@@ -501,6 +522,15 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
     rows = kept.flatten().nonzero().squeeze(1)
     tokens = x.transpose(1, 2).reshape(batch * n, heads, d)[rows]
     return tokens.transpose(0, 1)[None], rows, [0, *kept.sum(1).cumsum(0).tolist()]
+
+
+#: What `attend` and `_refuse` look for among a layer's other arguments.
+_SPECIAL = frozenset(
+    (
+        *("s_aux", "sinks", "cu_seq_lens_q"),
+        *("indices", "block_indices", "cache", "output_attentions"),
+    )
+)
 
 
 def _refuse(dropout: float, rest: dict[str, Any]) -> None:

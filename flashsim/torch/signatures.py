@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.attention import flex_attention as flex
 
 from flashsim.torch.calls import AttentionCall, Extents
 from flashsim.torch.masks import READ, Pattern, added, diagonal, has_values, read
@@ -26,12 +27,19 @@ Arguments = dict[str, Any]
 Reader = Callable[[Arguments], AttentionCall]
 
 _MULTI_HEAD = torch.nn.functional.multi_head_attention_forward
+#: flex_attention as a user calls it; the operator under it has other arguments.
+FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
     """Return the reader for the arguments of `func`, and its name; None if it is not attention."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
+    if func is FLEX:
+        return _flex, "flex_attention"
+    if isinstance(func, type):
+        name = f"{func.__module__}.{func.__name__}"
+        return (_flash, name) if name in _AUTOGRAD else None
     name = _name(func)
     return (_READERS[name], name) if name in _READERS else None
 
@@ -42,6 +50,19 @@ def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Argu
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
+    if isinstance(func, type):  # an autograd function; its first argument is the context
+        forward: Callable[..., Any] = getattr(func, "forward")  # noqa: B009
+        bound = inspect.signature(forward).bind(None, *args)
+        bound.apply_defaults()
+        return bound.arguments
+    if func is FLEX:
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+        block_mask = given.get("block_mask")
+        as_tuple = (
+            (None, None, None, flex.noop_mask) if block_mask is None else block_mask.as_tuple()
+        )
+        score_mod = given.get("score_mod") or flex._identity
+        return {"scale": None} | given | {"block_mask": as_tuple, "score_mod": score_mod}
     if name == "flex_attention":
         return dict(zip(_FLEX, args, strict=False)) | kwargs
     space, _, op = name.partition("::")
@@ -153,6 +174,13 @@ def _sdpa(a: Arguments) -> AttentionCall:
     )
 
 
+#: Arguments of FlashAttention's functions that change what a call moves, but not its count.
+_NOT_COUNTED = (
+    *("alibi_slopes", "block_table", "page_table", "seqused_k", "leftpad_k", "qv", "seqused_q"),
+    *("gather_kv_indices", "score_mod", "mask_mod", "block_sparse_tensors", "learnable_sink"),
+)
+
+
 def _flash(a: Arguments) -> AttentionCall:
     """Read FlashAttention's own functions, and torch's versions of them.
 
@@ -171,8 +199,9 @@ def _flash(a: Arguments) -> AttentionCall:
     heads, lengths, widths = ([x.shape[n] for x in (q, v)] for n in (-2, -3, -1))
     sizes = Extents.of(batch, *heads, *lengths, *widths, offsets=(cu_q, cu_k))
     causal = bool(a.get("causal", a.get("is_causal")))
-    window = _window(a.get("window_size_left"), a.get("window_size_right"), causal)
-    for name in ("alibi_slopes", "block_table", "page_table", "seqused_k", "leftpad_k"):
+    sides = a.get("window_size") or (a.get("window_size_left"), a.get("window_size_right"))
+    window = _window(sides[0], sides[1], causal)
+    for name in _NOT_COUNTED:
         if a.get(name) is not None:
             notes.append(f"{name}: not counted")
     return AttentionCall(
@@ -243,10 +272,8 @@ def _flex(a: Arguments) -> AttentionCall:
 
 def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
     """Return the pattern of flex_attention's mask: a function, the last entry of `block_mask`."""
-    from torch.nn.attention.flex_attention import create_mask, noop_mask
-
     mask, blocks = block_mask[-1], block_mask[2]
-    if mask is noop_mask:
+    if mask is flex.noop_mask:
         return Pattern()
     if not has_values(blocks):
         return Pattern(note="a mask function on tensors without values: counted as dense")
@@ -254,7 +281,7 @@ def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
     if math.prod(lead) * n_q * n_kv > READ:
         return Pattern(note="a mask function of many scores, not read: counted as dense")
     with torch.no_grad(), unset_fake_temporarily():
-        kept = create_mask(mask, lead[0], lead[1], n_q, n_kv, device=str(blocks.device))
+        kept = flex.create_mask(mask, lead[0], lead[1], n_q, n_kv, device=str(blocks.device))
         return read(kept, n_q, n_kv, sizes.batch, sizes.heads)
 
 
@@ -315,6 +342,12 @@ def _fused_layer(a: Arguments) -> AttentionCall:
         notes=notes,
     )
 
+
+#: FlashAttention-4's functions, which are autograd functions and no operators of torch.
+_AUTOGRAD = (
+    "flash_attn.cute.interface.FlashAttnFunc",
+    "flash_attn.cute.interface.FlashAttnVarlenFunc",
+)
 
 _READERS: dict[str, Reader] = {
     **{

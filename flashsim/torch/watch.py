@@ -16,7 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from unittest import mock
 
@@ -31,6 +31,7 @@ from flashsim.errors import DTypeError
 from flashsim.problem import checks
 from flashsim.torch import signatures
 from flashsim.torch.calls import AttentionCall, copies
+from flashsim.torch.compiled_calls import compiled_flex
 from flashsim.torch.seen import Seen
 from flashsim.torch.timing import Ranges, Timer
 
@@ -50,9 +51,9 @@ def watch(
 
     The calls seen are `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
-    2.7 and newer, `flashsim.torch.attention`, and attention of transformers 5. Not seen are
-    products and a softmax written out by hand, and extensions that torch does not know, such as
-    `flash_attn_with_kvcache`.
+    2.7 and newer, the functions of flash_attn 4, `flashsim.torch.attention`, and attention of
+    transformers 5. Not seen are products and a softmax written out by hand, and extensions that
+    torch does not know, such as `flash_attn_with_kvcache`.
 
     Parameters
     ----------
@@ -93,6 +94,8 @@ def watch(
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
     """Do what `watch` does, in ranges of a profiler; `Ranges.calls` has each range's call.
 
+    Unlike with `watch`, flex_attention that compiled code calls runs compiled (`compiled_calls`).
+
     Parameters
     ----------
     open_range : callable
@@ -100,7 +103,7 @@ def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Itera
     """
     recorder = _Recorder(Seen("a program"), _Names(None), 0)
     recorder.timer = Ranges(open_range)
-    with _recording(recorder):
+    with _recording(recorder), compiled_flex(recorder.compiled):
         yield recorder.timer
 
 
@@ -135,6 +138,7 @@ class _Everywhere:
             put(torch.compiler.set_stance("force_eager"))
             # Its own function warns about hooks on all modules.
             put(mock.patch.object(OptimizedModule, "__call__", nn.Module.__call__))
+            put(mock.patch.object(torch.autograd.Function, "apply", classmethod(_applied)))
             # nn.MultiheadAttention asks it before its fast path, and a mode would answer.
             put(mock.patch.object(torch.overrides, "has_torch_function", _others_look_on))
 
@@ -174,6 +178,24 @@ def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
         return attend
 
     return get_interface
+
+
+_apply = torch.autograd.Function.apply.__func__
+
+
+def _applied(cls: type, *args: Any) -> Any:
+    """Call an autograd function, for this thread's recorders: FlashAttention-4 is such a function.
+
+    Modes do not see it, because it calls no operator of torch.
+    """
+    run = partial(_apply, cls)
+    for recorder in reversed(_here()):
+        run = partial(_watching, recorder, cls, run)
+    return run(*args)
+
+
+def _watching(recorder: _Recorder, func: Any, run: Callable[..., Any], *args: Any) -> Any:
+    return recorder.watched(func, args, None, run)
 
 
 class _Names:
@@ -235,22 +257,37 @@ class _Recorder:
         if self in _here():
             self.names.leave(module)
 
-    def watched(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """Call the function `func`, and record the call if it is attention."""
-        kwargs = kwargs or {}
+    def watched(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: dict[str, Any] | None,
+        run: Callable[..., Any] | None = None,
+    ) -> Any:
+        """Call the function `func`, and record the call if it is attention.
+
+        If `run` is given, it is called instead of `func`.
+        """
+        kwargs, run = kwargs or {}, run or func
         if func is torch.ops.flashsim.attention_backward.default:
             self._went_back(args[1])
         found = None if self.within else signatures.reader(func)
         if found is None:
-            return func(*args, **kwargs)
+            return run(*args, **kwargs)
         read, name = found
         with self.quietly():
             with self._timed() as mark:
-                result = func(*args, **kwargs)
+                result = run(*args, **kwargs)
             self.add(
                 lambda: self._read(read, signatures.bind(func, name, args, kwargs)), result, mark
             )
         return result
+
+    def compiled(
+        self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Call a compiled flex_attention, and record the call."""
+        return self.watched(signatures.FLEX, args, kwargs, run)
 
     def _timed(self) -> AbstractContextManager[Any]:
         return nullcontext() if self.timer is None else self.timer.forward()

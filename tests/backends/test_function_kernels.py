@@ -10,7 +10,7 @@ import pytest
 
 from flashsim import Problem, Tiling
 from flashsim.backends.launch.device_tables import lower
-from flashsim.backends.launch.functions import band_of, functions_of, tile_of
+from flashsim.backends.launch.functions import band_of, functions_of, ramp_of, tile_of
 from flashsim.backends.launch_policy.hopper import HOPPER
 from flashsim.backends.launch_policy.hopper_fp8 import HOPPER_FP8
 from flashsim.backends.launch_policy.portable import PORTABLE
@@ -59,6 +59,14 @@ def alibi(s, b, h, q, k):
     return s + slopes[h] * (k - q)
 
 
+def steep(s, b, h, q, k):
+    return s + 7.77 * slopes[h] * (k - q)
+
+
+def falling(s, b, h, q, k):  # another step per head, and one that no 16-bit number holds
+    return s - (q - 2 * k + 7) * 0.3 * slopes[h] * (h - 1)
+
+
 def relative(s, b, h, q, k):
     return s + table[h, q - k + 512]
 
@@ -89,6 +97,8 @@ def bounded(s, b, h, q, k):
 
 CAPTURED = {
     alibi: {"slopes": slopes},
+    falling: {"slopes": slopes},
+    steep: {"slopes": slopes},
     relative: {"table": table},
     relative_and_keys: {"table": table, "bias": bias},
     biased: {"bias": bias},
@@ -147,6 +157,10 @@ PACKED = {"cu_seqlens_q": (0, 70, 71, 170), "cu_seqlens_k": (0, 100, 103, 200)}
 HOPPER_CASES = {
     "causal 64": (problem(150, 200, 64, causal), None),
     "alibi 64": (problem(150, 200, 64, causal, alibi, batch=2), alibi),
+    "falling 64": (problem(200, 250, 64, late, falling, sinks=True), falling),
+    "falling 128": (problem(150, 400, 128, None, falling), falling),
+    "alibi packed 64": (problem(170, 200, 64, None, alibi, **PACKED), alibi),
+    "alibi dilated 64": (problem(200, 300, 64, dilated, alibi, causal=True), alibi),
     "relative 128": (problem(150, 200, 128, None, relative), relative),
     "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
     "documents 128": (problem(300, 300, 128, documents, batch=2), None),
@@ -162,7 +176,7 @@ HOPPER_CASES = {
     "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
     "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
 }
-OFTEN = ("alibi 64", "relative and keys 64", "documents 128", "packed 64")
+OFTEN = ("alibi 64", "falling 128", "relative and keys 64", "documents 128", "packed 64")
 
 
 @pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])
@@ -203,8 +217,8 @@ AHEAD_FAULTS = {
         "row = it.own.start + (FAULT ? 64 - 64 * g : 64 * g);",
     ),
     "a table's element of another distance": (
-        "from + (8 - 8 * i - y)",
-        "from + FAULT + (8 - 8 * i - y)",
+        "query - key - (BLOCK_K - 1) + n)",
+        "query - key - (BLOCK_K - 1) + n + FAULT)",
     ),
 }
 AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
@@ -212,7 +226,7 @@ AHEAD = emulator.Faulty(900, AHEAD_FAULTS, "hopper/forward.cu")
 
 @pytest.mark.parametrize("fault", ["", *AHEAD_FAULTS])
 def test_faults_of_elements_that_come_ahead_are_caught(fault):
-    """A bias that comes by TMA, and a table that is read before the scores are there."""
+    """A bias that comes by TMA, and a table that another warp reads."""
     score = relative if "table" in fault else of_planes
     p = problem(128, 128, 64, None, score)
     AHEAD.seeded = fault
@@ -222,6 +236,37 @@ def test_faults_of_elements_that_come_ahead_are_caught(fault):
         return
     with pytest.raises(AssertionError):
         forward(p, score, HOPPER, AHEAD)
+
+
+RAMP_FAULTS = {
+    "the running maximum stays where it was": (
+        "step * BLOCK_K * (visit.tile - tile)",
+        "step * BLOCK_K * (FAULT ? 0 : visit.tile - tile)",
+    ),
+    "a step rounded to 16 bits": ("if (row < 3)", "if (row < 3 - 2 * FAULT)"),
+    "another head's step": (
+        "flash_ramp_step(a.captured, at.at)",
+        "flash_ramp_step(a.captured, FAULT ? head_at(a, 0, 0, 0).at : at.at)",
+    ),
+    "the LSE without the row's own number": (
+        "flash_score(a.captured, 0.0f, at.at, at.query(row), first_key)",
+        "flash_score(a.captured, 0.0f, at.at, at.query(FAULT ? 0 : row), first_key)",
+    ),
+}
+RAMP = emulator.Faulty(900, RAMP_FAULTS, "hopper/forward.cu")
+
+
+@pytest.mark.parametrize("fault", ["", *RAMP_FAULTS])
+def test_faults_of_linear_functions_are_caught(fault):
+    """ALiBi as a part of the scores' product; the same kernel without a fault passes."""
+    p = problem(130, 300, 64, None, steep)
+    assert ramp_of(p) is not None
+    RAMP.seeded = fault
+    if not fault:
+        forward(p, steep, HOPPER, RAMP)
+        return
+    with pytest.raises(AssertionError):
+        forward(p, steep, HOPPER, RAMP)
 
 
 @pytest.mark.parametrize("fault", ["", *FAULTS])
@@ -458,6 +503,28 @@ def test_what_comes_by_tma_or_is_read_ahead():
     assert of_reads(lambda s, b, h, q, k: s + table[h, 300 - (q - k)])[1][1:] == (-1, 300)
     assert of_reads(lambda s, b, h, q, k: s + table[h, q + k]) == (None, None)
     assert of_reads(lambda s, b, h, q, k: s + table[h, k]) == (None, None)
+
+
+def test_functions_that_are_linear_in_the_positions():
+    def ramp(score, **more):
+        return ramp_of(problem(150, 200, 64, None, score, **more))
+
+    assert ramp(alibi).steps == ramp(steep).steps == 1
+    assert (ramp(falling).steps, len(ramp(falling).factors)) == (2, 3)
+    assert ramp(lambda s, b, h, q, k: 0.5 * (k + 3) + s).steps == 1
+    for other in (
+        lambda s, b, h, q, k: s + slopes[h] * np.abs(k - q),
+        lambda s, b, h, q, k: s + slopes[h] * q,  # the same for all keys
+        lambda s, b, h, q, k: s * slopes[h],
+        lambda s, b, h, q, k: slopes[h] * (k - q) - s,
+        lambda s, b, h, q, k: s + s,
+        lambda s, b, h, q, k: s + 0.1 * (k * k),
+        lambda s, b, h, q, k: s + table[h, k] * (k - q),
+    ):
+        assert ramp(other) is None
+    assert ramp(alibi, dtype="float16") is None, "its exponents are too small for steps"
+    assert ramp(alibi, softcap=3.0) is None
+    assert ramp(alibi, scale=-0.1) is None
 
 
 def test_scores_that_are_bounded_need_no_maximum():

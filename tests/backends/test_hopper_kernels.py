@@ -218,6 +218,19 @@ def test_the_backward_compiles_in_every_cluster(case):
         assert "have one block" in compile_log(kernel, TIMELINE=1) or blocks == 1
 
 
+@pytest.mark.parametrize(
+    "case", some(((192, 4),), ((256, 2),), product((160, 192, 256), (2, 4, 8))), ids=str
+)
+def test_the_backward_that_divides_columns_compiles_in_every_cluster(case):
+    head_dim, blocks = case
+    problem = Problem(512, 512, head_dim, heads=2, dtype="bfloat16", causal=True)
+    for stage, fused in (("fused", True), ("dkdv", False)):
+        variant = Variant(spans=True, descending=False, cluster=blocks, fused=fused)
+        kernel = HOPPER.kernel(stage, problem, Tiling(64, 64), variant, H200)
+        assert (kernel.name, kernel.cluster) == ("hopper_backward_wide", blocks)
+        check(kernel, SPILL_BYTES[False])
+
+
 @pytest.mark.parametrize("head_dim", some((128,), (64,), (64, 128, 192)))
 def test_the_backward_of_grouped_heads_in_step_compiles(head_dim):
     p = replace(GROUPED, head_dim=head_dim, head_dim_v=head_dim)
@@ -242,7 +255,12 @@ def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
     assert keys_outside(p, replace(H200, multiprocessors=16)).kernel.cluster == 1
     assert keys_outside(p, report="timeline").kernel.cluster == 1
     assert keys_outside(p, ordered=True).kernel.cluster == 1
-    assert keys_outside(replace(p, head_dim=256, head_dim_v=256)).kernel.cluster == 1
+    wide = replace(p, head_dim=256, head_dim_v=256, heads=4, kv_heads=1)  # 16 items
+    assert keys_outside(wide).kernel.cluster == 8
+    wide = replace(wide, head_dim=192, head_dim_v=192)
+    for tiling, blocks in ((Tiling(64, 64), 8), (ROLES, 1)):  # roles have no clusters
+        given = wide, tiling, H200, "ascending", "", "flash2-fused"
+        assert HOPPER.backward_passes(*given)[1].kernel.cluster == blocks
     dkdv, dq = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")[1:]
     assert (dkdv.kernel.cluster, dq.kernel.cluster) == (2, 1)
     assert dq.grid == (132,)

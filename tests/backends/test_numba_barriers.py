@@ -218,10 +218,10 @@ class Block:
         self.named[barrier] = (count % threads, laps + count // threads)
         return laps
 
-    def sync_all(self):
+    def sync_all(self, roles=6):
         """As many threads as roles."""
         count, laps = self.named.get(0, (0, 0))
-        self.named[0] = ((count + 1) % len(ROLES), laps + (count + 1) // len(ROLES))
+        self.named[0] = ((count + 1) % roles, laps + (count + 1) // roles)
         self.lots.step(lambda: self.named[0][1] > laps)
 
     def named_sync(self, barrier, threads):
@@ -388,7 +388,7 @@ def played(block):
         store_ds=lambda *_: store_ds,
         stage_dq=lambda rows: stage_dq,
         queue_dq=lambda *_: block.read,
-        reduce_dq=lambda rows, packed: reduce_dq,
+        reduce_dq=lambda rows, wide, packed: reduce_dq,
         reduce_wait_read=lambda: None,
         wait_turn=None,
         pass_turn=None,

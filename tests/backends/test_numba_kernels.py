@@ -328,6 +328,47 @@ def test_hoppers_backward_assembles_in_registers_and_asynchronously(name, stage,
     check_overlap(kernel, text, lets=stage in LETS_OTHERS_START)
 
 
+#: Of the backwards beyond 128 columns: head_dim, algorithm, stage, tile and groups of products.
+#: Where a warpgroup has 64 and 32 columns, each product for them is two groups.
+WIDE = {
+    "roles": (192, "flash2-fused", "fused", Tiling(64, 96), 2 + 1 + 3 + 3),
+    "192": (192, "flash2", "dkdv", Tiling(64, 64), 2 + 2 * 2),
+    "192 fused": (192, "flash2-fused", "fused", Tiling(64, 64), 2 + 2 * 3),
+    "256": (256, "flash2", "dkdv", Tiling(64, 64), 2 + 2),
+    "256 fused": (256, "flash2-fused", "fused", Tiling(64, 64), 2 + 3),
+}
+#: Bytes a thread may spill: the scores' warpgroup with roles has few registers, in C++ as well.
+WIDE_SPILLS = {"roles": 16}
+
+
+@pytest.mark.parametrize(
+    ("name", "softcap"),
+    [
+        *(("192", 0.0), kernels_only("roles", 0.0), kernels_only("256", 0.0)),
+        *(thorough("192 fused", 0.0), thorough("256 fused", 0.0)),
+        *(thorough(name, 3.0) for name in WIDE),
+    ],
+)
+def test_the_wide_backwards_assemble_in_registers_and_asynchronously(name, softcap):
+    from flashsim.backends.launch_policy.hopper import HOPPER as CPP
+
+    d, algorithm, stage, tiling, groups = WIDE[name]
+    p = Problem(4096, 4096, d, heads=64, dtype="bfloat16", causal=True, softcap=softcap)
+    given = p, tiling, GPUS["sm_90a"], "ascending", "", algorithm
+    mine, other = (
+        next(x.kernel for x in family.backward_passes(*given) if x.stage.name == stage)
+        for family in (HOPPER, CPP)
+    )
+    assert (mine.name, mine.threads, mine.boxes) == (other.name, other.threads, other.boxes)
+    assert mine.shared_bytes <= other.shared_bytes
+    text = compiled(mine)
+    assert ".local" not in text
+    assert ("cp.reduce.async.bulk.tensor" in text) == (stage == "fused" and d < 256)
+    assert ("red.global.add.v2.f32" in text) == (stage == "fused" and d == 256)
+    check_hopper(mine, text, groups, WIDE_SPILLS.get(name, 0))
+    check_overlap(mine, text, lets=stage in LETS_OTHERS_START)
+
+
 @pytest.mark.parametrize(
     ("name", "loads"),
     [("64 causal", 128 // 8), kernels_only("128", 0), kernels_only("64 softcap", 0)],
@@ -595,8 +636,7 @@ def test_hoppers_kernels_are_taken_where_they_run():
     assert chosen(asked, h200, "backward") is HOPPER
     wide = replace(asked, problem=replace(job.problem, head_dim=192, head_dim_v=192))
     assert chosen(wide, h200, "forward") is HOPPER
-    assert chosen(wide, h200, "backward") is TENSOR  # Hopper's have none
-    assert "a head_dim up to 128" in HOPPER.refusal(wide.problem, None, h200, "backward")
+    assert chosen(wide, h200, "backward") is HOPPER
 
 
 @pytest.mark.kernels

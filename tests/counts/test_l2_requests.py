@@ -213,6 +213,26 @@ def test_in_step_the_heads_of_a_group_are_at_a_tile_in_turn():
     assert np.array_equal(dq.ids, straight.ids)
 
 
+def test_blocks_of_a_cluster_divide_the_visits_of_a_tile():
+    """Six visits, of two heads with three row tiles: two blocks begin three visits apart."""
+    p = Problem(48, 16, head_dim=8, heads=2, kv_heads=1, dtype="bfloat16")
+    traffic = flashsim.count(p, algorithm="flash2", direction="backward", tiling=Tiling(16, 16))
+    traffic.device = small_device(1, sms=2)
+    given = {"jitter": 0, "blocks_per_sm": 1}
+    tiles, (_, shared, dq) = streams(traffic, l2.L2Model("grouped", cluster=2, **given))
+    _, (_, alone, dq_alone) = streams(traffic, l2.L2Model("grouped", **given))
+    first, count = tiles.first["Q"], tiles.tiles(tiles.tensors["Q"])
+
+    def order(part):
+        ids = part.ids[(part.ids >= first) & (part.ids < first + 2 * count)] - first
+        return [divmod(int(x), count) for x in ids]  # head, tile
+
+    assert order(alone) == [(head, tile) for head in (0, 1) for tile in (0, 1, 2)]
+    assert order(shared) == [(head, tile) for tile in (0, 1, 2) for head in (0, 1)]
+    assert np.array_equal(np.sort(shared.ids), np.sort(alone.ids))  # K, V, dK and dV once
+    assert np.array_equal(dq.ids, dq_alone.ids)  # a cluster is for KV-outer kernels
+
+
 def test_longest_first_starts_with_the_last_causal_rows():
     traffic = flashsim.count(Problem(64, head_dim=8, heads=2, causal=True), tiling=Tiling(16, 16))
     stage = traffic.stages[0]

@@ -73,6 +73,22 @@ def test_portable_kernels(name, mask):
     judge(masks(2, 4, 300, 430)[mask], score, wanted, sized((300, 430)), kernel="portable")
 
 
+@pytest.mark.parametrize(
+    ("name", "mask", "dtype"),
+    [
+        ("alibi", "causal", "bfloat16"),
+        thorough("biased", "dilated", "float16"),
+        thorough("relative", "of_documents", "bfloat16"),
+        thorough("capped", "late", "float16"),
+    ],
+)
+def test_python_tensor_core_kernels(name, mask, dtype):
+    pytest.importorskip("numba_cuda")
+    _, score, wanted = scores(2, 4, 150, 200)[name]
+    given = masks(2, 4, 150, 200)[mask], score, wanted, sized((150, 200))
+    judge(*given, dtype=getattr(torch, dtype), backend="numba_cuda", kernel="tensor")
+
+
 class TestHopper:
     pytestmark = ON_HOPPER
 

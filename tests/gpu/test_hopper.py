@@ -134,6 +134,29 @@ def test_every_cluster(name, head_dim, blocks, choose):
     check_counts(p, HOPPER)
 
 
+@pytest.fixture
+def by_columns(monkeypatch):
+    """A backward beyond 128 columns that divides columns, fused up to 192, whatever is faster."""
+    monkeypatch.setattr(hopper, "HOPPER_FUSED_WIDE", {Tiling(64, 64): Times(1.0, 1.0)})
+
+
+WIDE_IN_CLUSTERS = ["1 x 1", "causal", "more keys", "window", "varlen", "softcap", "blocks"]
+
+
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+@pytest.mark.parametrize("head_dims", [(160, 136), (192, 192), (200, 256)])
+@pytest.mark.parametrize("name", WIDE_IN_CLUSTERS)
+@pytest.mark.usefixtures("by_columns")
+def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):
+    """With blocks that have no visit among them."""
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
+    p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
+    assert clusters_of(hopper.HOPPER, p) == (blocks,)
+    check(p, HOPPER)
+    check_counts(p, HOPPER)
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_without_turns(name, without_turns):  # noqa: F811
     """Every mask and length where warpgroups queue products as they come."""

@@ -28,13 +28,16 @@ from test_hopper import (  # noqa: F401
     FEATURES,
     MANY_KEYS,
     REMAINDERS,
+    WIDE_IN_CLUSTERS,
+    by_columns,
+    by_roles,
     choose,
     choose_launches,
     clusters_of,
 )
 
 from flashsim import Problem, Tiling
-from flashsim.backends.launch_policy.cost_model import CLUSTERS
+from flashsim.backends.launch_policy.cost_model import CLUSTERS, ROLES
 from flashsim.errors import BackendUnavailable, UnsupportedError
 
 try:
@@ -49,7 +52,7 @@ run = partial(cupy_checks.run, family=PYTHON_HOPPER)
 FUSED = replace(PYTHON_HOPPER, forms=(False,))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 192, 256])
 @pytest.mark.parametrize("name", FEATURES)
 def test_features(name, head_dim):
     check(Problem(head_dim=head_dim, dtype="bfloat16", **FEATURES[name]), PYTHON_HOPPER)
@@ -158,6 +161,57 @@ def test_head_dims(head_dims, dtype):
     check(Problem(300, 500, *head_dims, heads=2, dtype=dtype, causal=True), PYTHON_HOPPER)
 
 
+@pytest.mark.parametrize("head_dims", [(136, 136), (176, 150), (192, 192)])
+@pytest.mark.parametrize("name", [name for name in FEATURES if name != "blocks"])
+@pytest.mark.usefixtures("by_roles")
+def test_the_backward_by_roles(name, head_dims):
+    d, dv = head_dims
+    p = Problem(head_dim=d, head_dim_v=dv, dtype="bfloat16", **FEATURES[name])
+    check(p, FUSED)
+    check_counts(p, FUSED)
+    grads = run(p, make(p)).backward(make(p)["dout"], deterministic=False)
+    assert (grads.kernel, grads.tiling) == ("hopper", ROLES)
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+@pytest.mark.parametrize("head_dims", [(160, 136), (200, 256)])
+@pytest.mark.parametrize("name", WIDE_IN_CLUSTERS)
+@pytest.mark.usefixtures("by_columns")
+def test_every_cluster_that_divides_columns(name, head_dims, blocks, choose):  # noqa: F811
+    choose("cluster", lambda self, walk, *_: blocks if walk.stage.outer == "keys" else 1)
+    choose("fuses", lambda self, problem, gpu: max(head_dims) <= 192)
+    p = Problem(head_dim=head_dims[0], head_dim_v=head_dims[1], dtype="bfloat16", **FEATURES[name])
+    assert clusters_of(launch_policy.HOPPER, p) == (blocks,)
+    check(p, PYTHON_HOPPER)
+    check_counts(p, PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "varlen", "many items", "softcap"])
+def test_the_fused_backward_that_divides_columns(name):
+    p = Problem(head_dim=176, head_dim_v=192, dtype="float16", **FEATURES[name])
+    truth = Truth(p, "normal", tf32=False)
+    grads = gradients(run(p, truth.x), truth.x["dout"], False, tiling=Tiling(64, 64))
+    assert grads.kernel == "hopper"
+    for which, (exact, plain) in truth.gradients.items():
+        within(getattr(grads, which), exact, plain, p, which)
+
+
+@pytest.mark.usefixtures("by_roles")
+def test_bits_and_timelines_of_the_backward_by_roles():
+    p = Problem(1024, 1024, 192, heads=4, dtype="float16", causal=True)
+    check_bits(p, PYTHON_HOPPER, runs=60)
+    check_timelines(Problem(head_dim=160, dtype="float16", **FEATURES["window"]), PYTHON_HOPPER)
+
+
+@pytest.mark.parametrize("name", ["causal", "window", "varlen", "softcap", "ragged"])
+def test_the_widest_fused_backward(name, choose):  # noqa: F811
+    """Which the rule never takes."""
+    choose("fuses", lambda *_: True)
+    p = Problem(head_dim=200, head_dim_v=250, dtype="bfloat16", **FEATURES[name])
+    check(p, FUSED)
+    check_counts(p, FUSED)
+
+
 @pytest.mark.parametrize("kind", ["rising", "falling", "below", "outliers"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kinds_of_scores(head_dim, kind):
@@ -249,7 +303,7 @@ def test_what_runs_is_chosen_by_rule_and_named():
     with pytest.raises(UnsupportedError, match="they have no 64 x 64 tiles"):
         run(p, x, tiling=Tiling(64, 64))
     wide = Problem(256, 256, 192, dtype="bfloat16")
-    assert run(wide, make(wide)).backward(make(wide)["dout"]).kernel == "tensor"
+    assert run(wide, make(wide)).backward(make(wide)["dout"]).kernel == "hopper"
 
 
 def test_launches_side_by_side_count_their_own_items():

@@ -338,6 +338,19 @@ def errors(benchmark, times):
     return benchmark.errors(times.measured())
 
 
+def test_a_fit_uses_the_stages_that_a_prediction_gives_its_constants(fitting, times):
+    """The Python forward has one set of constants for all head widths, Hopper's one for each."""
+    everything = [one for one in times.measured() if one.name == "forward"]
+
+    def widths(kernels, name):
+        points = fitting.points(everything, kernels, name)
+        return {p.traffic.problem.head_dim for p in points}
+
+    assert {64, 128} <= widths("python", "forward")
+    assert max(widths("hopper", "forward")) == 64
+    assert min(widths("hopper", "forward, 128")) > 96
+
+
 def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
     assert benchmark.errors_table(errors).markdown() in RESULTS
     assert benchmark.library_table().markdown() in RESULTS
@@ -356,13 +369,13 @@ def test_docs_print_the_errors_of_predicted_times(benchmark, errors):
 
 def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     """As docs/notebooks/predictions.md says: for each kernel family and pass the mean within 5 %,
-    and all passes except two within 12 %; the single-KV-tile backward within 7 and 12.6 %."""
+    and all passes except three within 12 %; the single-KV-tile backward within 7 and 13.8 %."""
     held = {key: [x for x, _ in known] for key, known in errors.items() if key[2] == "held out"}
     assert len(held) == 10
     once = held.pop(("hopper", "flash2-once", "held out"))
     assert len(once) == 15
     assert sum(map(abs, once)) / 15 < 0.07
-    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "12.6 %"
+    assert f"{max(map(abs, once)):.1%}".replace("%", " %") == "13.8 %"
     means = [100 * sum(map(abs, x)) / len(x) for x in held.values()]
     said = f"on shapes not fitted, the mean error per kernel and pass is {min(means):.1f} to "
     said += f"{max(means):.1f} %; single-KV-tile backward: {100 * sum(map(abs, once)) / 15:.1f} %"
@@ -370,7 +383,7 @@ def test_shapes_kept_out_of_the_fit_are_predicted(benchmark, errors):
     assert sum(map(len, held.values())) == 405
     assert all(sum(map(abs, x)) / len(x) < 0.05 for x in held.values())
     beyond = sorted(abs(x) for known in held.values() for x in known if abs(x) >= 0.12)
-    assert len(beyond) == 2
+    assert len(beyond) == 3
     assert all(f"{x:.1%}".replace("%", " %") in " ".join(RESULTS.split()) for x in beyond)
 
 
@@ -411,7 +424,7 @@ def test_the_fit_sees_the_calibration_set_alone(times, fitting):
 
 def test_a_form_of_which_times_come_is_fitted_to_them(benchmark, times, fitting):
     """Of one visit: as a run of benchmarks/times.py will have them."""
-    made = fitting.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
+    made = fitting.Constants(tensor=1.0, scores=30.0, item=1e-6, launch=3e-6)
     everything = []
     for p in times.time_shapes.FUSED_ALONE & times.SETS["fitted"]:
         if p.n_kv <= 128:
@@ -449,7 +462,7 @@ def test_constants_that_made_the_times_are_found_again(times, fitting):
 
 def test_constants_for_a_seed_ignore_its_times(benchmark, times, fitting):
     """Times that are three times too long change the fit to all seeds, not the one without them."""
-    made = fitting.Constants(scores=30.0, masked=4.0, visit=2e-6, item=1e-6, launch=3e-6)
+    made = fitting.Constants(tensor=1.0, scores=30.0, item=1e-6, launch=3e-6)
     everything, how = [], {"direction": "backward", "algorithm": "flash2-once"}
     shapes = (p for p in times.time_shapes.CALIBRATION if p in times.time_shapes.FUSED_ALONE)
     for number, p in enumerate(p for p in shapes if p.n_kv <= 128):

@@ -11,6 +11,7 @@ import flashsim
 from flashsim import Device, OptionError, Problem, Tiling, UnsupportedError, functions
 from flashsim.backends.launch_policy import family
 from flashsim.backends.launch_policy.hopper import Hopper
+from flashsim.l2 import L2Model, dram
 from flashsim.schedule import tables
 from flashsim.studies.predict import Constants, model, predict
 from flashsim.studies.predict.blocks import makespan
@@ -213,7 +214,32 @@ def test_what_l2_does_not_hold_crosses_hbm_again():
     assert again(kv_heads=32) == 0  # each block has one query head
     assert again(causal=False) == 0  # all blocks are at the same head
     assert again(n_q=512, n_kv=512) == 0  # everything fits
-    assert again(n_q=65_536) == 0  # of a long head, blocks that run together are equally long
+    # of a long head, blocks that run together are equally long: once per wave, of each of which
+    # 512 tiles of 128 keys make four
+    assert 0 < again(n_q=65_536) < 4 / 512
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        # co-scheduled, five waves; one head group of all heads, under a window; two waves
+        {"n_q": 3776, "head_dim": 192, "batch": 2, "heads": 32, "kv_heads": 8},
+        {"n_q": 1025, "head_dim": 96, "batch": 32, "heads": 16, "kv_heads": 2, "window": (364, 0)},
+        {"n_q": 2007, "head_dim": 192, "batch": 1, "heads": 44, "kv_heads": 11},
+    ],
+)
+def test_each_wave_reads_row_tiles_again(shape):
+    p = Problem(**shape, dtype="bfloat16", causal=True)
+    given = p, "backward", "flash2-fused", "hopper", None, Device.get("H100")
+    passes, traffic = model._prepare(*given)
+    one = next(x for x in passes if x.stage.name == "fused")
+    walk = "in-step" if dict(one.kernel.constants)["FS_IN_STEP"] else "straight"
+    l2 = L2Model("grouped", walk=walk, heads_in_group=one.clump, blocks_per_sm=1, flush=False)
+    replayed = dram(traffic, l2)
+    moved = sum(replayed.bytes(op, stage="fused") for op in ("read", "write"))
+    found = once_bytes(traffic, "fused") + bytes_again(one, traffic)
+    assert moved > 1.2 * once_bytes(traffic, "fused")
+    assert found == pytest.approx(moved, rel=0.06)
 
 
 def test_in_step_no_bytes_cross_hbm_again():
@@ -475,7 +501,7 @@ MASKS = {
 
 
 def test_times_with_a_mask_function_against_an_h100():
-    """As docs/reference/predictions.md says: 0.84 to 1.01 of the measured times."""
+    """As docs/reference/predictions.md says: 0.84 to 1.03 of the measured times."""
     ratios = []
     for row in csv.DictReader(FLEX_CSV.read_text().splitlines()):
         if (row["implementation"], row["n"]) != ("functions", "4096") or row["row"] not in MASKS:
@@ -493,7 +519,7 @@ def test_times_with_a_mask_function_against_an_h100():
         ratios.append(found.seconds * 1e3 / float(row["ms"]))
     assert len(ratios) == 16
     assert min(ratios) == pytest.approx(0.84, abs=0.005)
-    assert max(ratios) == pytest.approx(1.01, abs=0.005)
+    assert max(ratios) == pytest.approx(1.03, abs=0.005)
 
 
 def test_captured_elements_are_not_padded():

@@ -94,9 +94,10 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert f"Forward, {BEHIND[0]} reached {forward} of its throughput;" in GPU
     assert f"backward, {BEHIND[1]} reached {backward}. Both were behind FA-CuTe" in GPU
     best = "× the fastest competitor's throughput"
-    assert f"On the H200, {BEHIND[0]} reached {forward} {best} forward in one of two runs." in GUIDE
-    said = f"In the backward pass, {BEHIND[1]} reached {backward} {best} in one of two runs."
-    assert said in GUIDE
+    said = f"On the H200, for {BEHIND[0]}, flashsim's forward pass reached {forward} {best} in one"
+    assert f"{said} of two runs." in GUIDE
+    said = f"On the H200, for {BEHIND[1]}, flashsim's backward pass reached {backward} {best}"
+    assert f"{said} in one of two runs." in GUIDE
     both = [ends(sorted(way + other)) for way, other in zip(papers, first, strict=True)]
     said = (
         f"{both[0]} × the fastest competitor forward, {both[1]} × backward | measured, two runs |"
@@ -121,19 +122,21 @@ def test_the_guides_sentences_are_of_the_kept_measurements(tables):
     assert "64 sequences of 256 tokens reach 0.97 of FA-CuTe's throughput each." in GPU
     behind = f"{short[1][0]:.2f} to {short[1][3]:.2f}"
     assert f"64 sequences of 256 to 768 tokens reach {behind} of it." in GPU
-    said = f"some short sequences reach {behind} {best}. The slower shapes are one sequence of 128"
-    said = f"{said} tokens and 64 sequences of 256 tokens forward, and 64 sequences of 256 to 768"
-    assert f"{said} tokens backward." in GUIDE
+    assert f"some short sequences reach {behind} {best}." in GUIDE
+    slower = "flashsim is slower than the fastest competitor on"
+    said = f"In the forward pass, {slower} one sequence of 128 tokens and on 64 sequences of 256"
+    assert f"{said} tokens." in GUIDE
+    assert f"In the backward pass, {slower} 64 sequences of 256 to 768 tokens." in GUIDE
     serving = of("gpu-serving-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in serving] == [13, 12]
     last = f"32 heads on 8 at 32,768 tokens reach {serving[1][0]:.3f}."
     assert f"competitor on all thirteen shapes, and our backward on twelve; {last}" in GPU
-    assert f"8 KV heads at 32,768 tokens reach {serving[1][0]:.3f} {best} backward," in GUIDE
+    assert f"8 KV heads at 32,768 tokens reach {serving[1][0]:.3f} {best} backward." in GUIDE
     widths = of("gpu-widths-h200.csv", tables.Shape.ratio)
     assert [sum(x >= 1 for x in way) for way in widths] == [16, 15]
     assert "forward is at least as fast as the fastest competitor on all sixteen," in GPU
     assert f"backward on fifteen; d = 32 without a mask reaches {widths[1][0]:.3f}." in GPU
-    assert f"d = 32 without a mask reaches {widths[1][0]:.3f} × backward." in GUIDE
+    assert f"d = 32 without a mask reaches {widths[1][0]:.3f} {best} backward." in GUIDE
     h100 = [ends(way) for way in of("gpu-papers-h100.csv", tables.Shape.ratio)]
     said = f"{h100[0]} × the faster of cuDNN and FlashAttention-2 forward, {h100[1]} × backward |"
     assert f'| H100, 16-bit inputs | `"cupy"` | {said}' in GUIDE
@@ -155,7 +158,7 @@ def test_the_sentences_of_portable_kernels_are_of_the_kept_measurement(tables):
     backward = backward.removesuffix(" FlashAttention-2")
     said = f"on the H200, the portable kernels for these GPUs reach {forward} forward,"
     assert f"{said} {backward} backward |" in GUIDE
-    assert f"reach {ratios('flashsim numba_cuda', 'backward')} backward." in GUIDE
+    assert f"reach {ratios('flashsim numba_cuda', 'backward')}'s throughput backward." in GUIDE
 
 
 def test_the_sentences_of_fp8_are_of_the_kept_measurements(tables):
@@ -256,7 +259,8 @@ def test_the_sentences_of_decoding_are_of_the_kept_measurements(tables):
         f"Of {len(ratios['1'])} shapes with one query {ahead['1']} are at least as fast" in DECODING
     )
     behind = [x for x in ratios["1"] if x < 1]
-    said = f"{len(behind)} of {len(ratios['1'])} shapes with one query on a cache are"
+    said = f"On {len(behind)} of {len(ratios['1'])} decoding shapes on the H200 (one query per KV"
+    said = f"{said} cache), flashsim is"
     slower = [100 * (1 - x) for x in sorted(behind, reverse=True)]
     assert f"{said} {slower[0]:.1f} to {slower[-1]:.1f} % behind cuDNN's throughput." in GUIDE
     least, most = min(ratios["4"]), max(ratios["4"])
@@ -287,7 +291,7 @@ def test_the_sentence_of_amx_is_of_the_kept_measurement(bench):
     said = f"N = 1024 reaches {lacking[0]}, and d = 128 reaches {lacking[1]};"
     assert f"two forward passes without a mask miss it in this run: {said}" in CPU
     said = "2 of 6 forward shapes miss their target of 1.25 × PyTorch's throughput: they reach"
-    assert f"{said} {' and '.join(lacking)}." in GUIDE
+    assert f"{said} {' × and '.join(lacking)} ×." in GUIDE
 
 
 def test_the_sentence_of_float32_beside_amx_is_of_the_kept_measurement(bench):

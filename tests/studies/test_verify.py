@@ -589,6 +589,7 @@ def test_what_the_blocks_of_a_cluster_send_each_other():
     assert product_columns("dkdv", narrow, Tiling(64, 128), cluster=2) == (96, 0)  # pieces of 32
     wide = replace(p, head_dim=72, head_dim_v=144)  # dK and dV: 192; dQ: 192, or 160
     assert product_columns("fused", wide, Tiling(64, 64)) == (144, 3 * 48)
+    assert product_columns("fused", wide, Tiling(64, 64), cluster=2) == (144, 3 * 48)
     assert product_columns("fused", wide, Tiling(64, 96)) == (144, 2 * 48 + 16)
 
 

@@ -28,6 +28,18 @@ SAVED, TRUTH = DATA / "xray-sdpa-h100.json", DATA / "xray-truth-h100.json"
 TRAITS = re.compile(r"Flash_(?:fwd|bwd)_kernel_traits<\d+, (\d+), (\d+)")
 
 
+def test_tiles_of_flash_attention_4_are_those_in_its_source():
+    """A user's program at d = 128, causal: 128 x 128 forward, 64 x 128 backward."""
+    record = Profile.load(DATA / "xray-cute-h100.json")
+    assert record.calls[0]["api"] == "FlashAttention"  # found without an operator of torch
+    kernels = [one for one in XRay(record).kernels if one.launch.seen.tensor_flops]
+    forward, backward = (one.found for one in kernels)
+    assert (forward.sides("block_q"), forward.sides("block_k")) == ((128,), (128,))
+    assert backward.form == "fused"
+    assert 64 in backward.sides("block_q")
+    assert backward.sides("block_k") == (128,)
+
+
 @pytest.fixture(scope="module")
 def xray():
     return XRay(Profile.load(SAVED))

@@ -79,7 +79,7 @@ def stores_dq(problem):
 PORTABLE = Family("cupy", "portable")
 HOPPER = Family("cupy", "hopper", (None, True, False))
 PYTHON = Family("numba_cuda", "tensor")
-PYTHON_HOPPER = Family("numba_cuda", "hopper", (None, True, False), widest=128)
+PYTHON_HOPPER = Family("numba_cuda", "hopper", (None, True, False))
 #: The families by their names in tests/tools/sanitize.py.
 FAMILIES = {
     "portable": PORTABLE,

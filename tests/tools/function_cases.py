@@ -160,6 +160,7 @@ def judge(
     d=64,
     dtype=torch.bfloat16,
     kernel="auto",
+    backend="cupy",
     sinks=None,
     forms=(False, True),
 ):
@@ -173,7 +174,7 @@ def judge(
     exact, lse = with_gradients(*(x.double() for x in (q, k, v, dout)), *given)
     rough, _ = with_gradients(q, k, v, dout, *given)
     result = flashsim.run(
-        *(q, k, v), mask_mod=mask, score_mod=score, sinks=sinks, backend="cupy", kernel=kernel
+        *(q, k, v), mask_mod=mask, score_mod=score, sinks=sinks, backend=backend, kernel=kernel
     )
     assert ((result.lse.double() - lse).nan_to_num(0).abs() < 1e-3).all()
     assert (result.lse.isinf() == lse.isinf()).all()

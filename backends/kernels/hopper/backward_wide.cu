@@ -5,7 +5,8 @@
 // multiplies them for its own columns of dV, dK and dQ. With 192 columns, dQ is staged and sent as
 // in backward.cu. With 256, dQ does not fit in shared memory beside the rest and is added to the
 // accumulator from registers. Without FS_FUSED there is no dQ. For the fused backward with 192
-// columns and many work tiles, backward_roles.cu is faster.
+// columns and many work tiles, backward_roles.cu is faster. The blocks of a cluster share the visits
+// of a work tile, as in backward.cu.
 #include "tile_scheduler.cuh"
 
 constexpr int D = FS_D, BLOCK_Q = FS_BLOCK_Q, BLOCK_K = FS_BLOCK_K;  // D: both head dims, padded
@@ -21,6 +22,7 @@ constexpr int WIDE = D == 256 ? 128 : 64, NARROW = D == 256 ? 0 : 32;
 // narrow ones.
 [[maybe_unused]] constexpr int DQ_ROWS = BLOCK_Q, DQ_BOXES = (WIDE + NARROW) / 32;
 __device__ inline int dq_row(int) { return 0; }
+// First column of a warpgroup's 32 columns number `box`.
 __device__ inline int dq_column(int g, int box) {
     return 32 * box < WIDE ? 128 * g + 32 * box : 64 + 32 * g;
 }
@@ -44,8 +46,8 @@ struct OnChip {
 static_assert(sizeof(OnChip) == FS_SMEM_BYTES, "hopper_kernels.py and OnChip must agree");
 
 // Named barriers. SCORES_READY: P and dS are written. DQ_FREE, DQ_FULL: a warpgroup's piece of dQ
-// is sent; is staged.
-enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4 };
+// is sent; is staged. TILES_READ: no product of a shared work tile reads a tile any more.
+enum NamedBarrier { SCORES_READY = 1, DQ_FREE = 2, DQ_FULL = 4, TILES_READ = 6 };
 
 #if FS_FUSED && FS_D == 192
 #define STAGES_DQ
@@ -112,6 +114,21 @@ __device__ __forceinline__ void store_scores(u16* to, const float (&S)[QUERIES /
         store_matrices(shared_address(&to[row * 64 + (piece ^ row % 8) * 8]), rounded[x]);
     }
 }
+
+#if FS_CLUSTER > 1
+// The sums of a shared work tile take the place of the tiles: a row of all consumers' threads for
+// each of a thread's sums, the wide columns first.
+constexpr int ROW_OF_THREADS = 128 * WARPGROUPS * 4;
+static_assert(32 * DQ_BOXES * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D,
+              "room for both");
+__device__ __forceinline__ void lay_down(u32 mine, const Columns& c) {
+#pragma unroll
+    for (int e = 0; e < WIDE / 2; ++e) store_float(mine + e * ROW_OF_THREADS, c.wide[e]);
+#pragma unroll
+    for (int e = 0; e < NARROW / 2; ++e)
+        store_float(mine + (WIDE / 2 + e) * ROW_OF_THREADS, c.narrow[e]);
+}
+#endif
 
 // Adds two neighbours of a row of dQ to the accumulator in HBM.
 __device__ __forceinline__ void add_pair(float* to, float x, float y) {
@@ -287,6 +304,39 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
         // -- dK and dV, straight from registers ---------------------------------------------------
         const int kv_head = it.walk % kv_heads, batch = it.walk / kv_heads;
         u32 dk_bytes = 0, dv_bytes = 0;
+#if FS_CLUSTER > 1
+        // Each block writes its sums where the tiles were. Then each block reads some of the
+        // columns of all blocks, and adds them in the order of the blocks.
+        const u32 mine = shared_address(s.k) + (threadIdx.x - 128) * 4;
+        named_sync(TILES_READ, 128 * WARPGROUPS);  // no product reads a tile any more
+        lay_down(mine, dK);
+        lay_down(mine + 16 * DQ_BOXES * ROW_OF_THREADS, dV);
+        cluster_sync();
+#pragma unroll 1
+        for (int piece = cluster_rank(); piece < 2 * DQ_BOXES; piece += FS_CLUSTER) {
+            float sum[16];
+#pragma unroll
+            for (int e = 0; e < 16; ++e) sum[e] = 0.0f;
+#pragma unroll 1
+            for (int block = 0; block < FS_CLUSTER; ++block)
+#pragma unroll
+                for (int e = 0; e < 16; ++e)
+                    sum[e] += load_from(mine + (16 * piece + e) * ROW_OF_THREADS, block);
+            const int column = dq_column(g, piece % DQ_BOXES);
+#pragma unroll
+            for (int r = 0; r < 2; ++r) {
+                const int row = key + 8 * r;
+                const bool exists = row < it.own.stop;
+                if (piece < DQ_BOXES)
+                    dk_bytes += store_row<KeyRow>(a.dk, batch, kv_head, row, sum, r, a.scale,
+                                                  exists, column);
+                else
+                    dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, sum, r, 1.0f,
+                                                    exists, column);
+            }
+        }
+        cluster_sync();  // the other blocks have read this block's sums
+#else
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
             const int row = key + 8 * r;
@@ -301,6 +351,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             dv_bytes += store_row<ValueRow>(a.dv, batch, kv_head, row, dV.narrow, r, 1.0f,
                                                  exists, narrow_column(g));
         }
+#endif
         u32* counts = a.tile_counts + (i64(it.walk) * a.tiles + it.outer) * 8;
         report(counts + 2, dk_bytes), report(counts + 3, dv_bytes);
         stamp_item(a, it.walk, it.outer, true);
@@ -312,6 +363,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if FS_CLUSTER > 1
+__cluster_dims__(FS_CLUSTER, 1, 1)
+#endif
 hopper_backward_wide(const __grid_constant__ TensorMap map_q,
                      const __grid_constant__ TensorMap map_k,
                      const __grid_constant__ TensorMap map_v,
@@ -326,6 +380,9 @@ hopper_backward_wide(const __grid_constant__ TensorMap map_q,
     constexpr int SENDERS = 0;
 #endif
     begin_barriers(s, SENDERS);
+#if FS_CLUSTER > 1
+    cluster_sync();  // no block copies to another block whose barriers do not exist yet
+#endif
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);

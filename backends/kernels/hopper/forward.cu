@@ -32,6 +32,9 @@ constexpr bool TURNS = FS_TURNS;
 // are computed. Otherwise O is rescaled as soon as it is complete, between the exponentials.
 // Bounded scores need no rescaling.
 constexpr bool RESCALE_LATE = DV > 128;
+// Named barriers: 1 to 3 order the warpgroups' products (TURNS). STEP_FREE + g: no product of
+// warpgroup g reads the last step, or its new step is written (see Ramp).
+enum NamedBarrier { STEP_FREE = 4 };
 
 #if FS_TILE
 // Captured elements that the score function reads per query and key. The elements of a tile pair
@@ -65,6 +68,55 @@ struct Elements {
 };
 #endif
 
+#if FS_DISTANCES
+// Captured elements that depend only on the distance between query and key, for all distances in a
+// tile pair, the smallest first. A distance out of range has the nearest element.
+constexpr int DISTANCES = BLOCK_Q + BLOCK_K;  // one more than there are
+struct Distances {
+    const float* mine;  // the element of this thread's first row and first key
+
+    template <class A, class H>
+    __device__ __forceinline__ float operator()(const A&, const H&, int e) const {
+        return mine[e / 2 % 2 * 8 - e / 4 * 8 - e % 2];
+    }
+};
+#endif
+
+#if FS_RAMP
+// A score function adds a linear function of the positions (ALiBi). Within a tile pair, that is a
+// number per row plus `step` times the key's column. Softmax does not depend on the number per row.
+// The columns' part is a product of two matrices of 16 rows: it is one more product of 16 columns
+// of Q and K, so no instruction per score is needed. A step is the sum of three 16-bit numbers, and
+// columns are below 256, so all products are exact.
+struct Ramp {
+    alignas(1024) u16 step[WARPGROUPS][16 * 64];             // rows 0 to 2: high, middle, low part
+    alignas(1024) u16 column[(BLOCK_K + 63) / 64][16 * 64];  // rows 0 to 2: the columns' numbers
+
+    // All threads: writes what does not depend on the head.
+    __device__ void init() {
+        u32* words = reinterpret_cast<u32*>(this);
+        for (int i = threadIdx.x; i < int(sizeof(Ramp)) / 4; i += THREADS) {
+            const int tile = i / 512 - WARPGROUPS, row = i % 512 / 32, piece = i % 32 / 4 ^ row % 8;
+            const float first = tile * 64 + piece * 8 + i % 4 * 2;
+            words[i] = tile >= 0 && row < 3 ? pack(first, first + 1.0f) : 0;
+        }
+        fence_async_shared();
+    }
+    // Warpgroup g, none of whose products runs: sets the step of a head, in units of raw scores.
+    __device__ __forceinline__ void set(int g, float x) {
+        named_sync(STEP_FREE + g, 128);
+        const int row = threadIdx.x % 128 / 8;
+        if (row > 0) x -= unpack(pack(x, x)).x;
+        if (row > 1) x -= unpack(pack(x, x)).x;
+        const u32 two = pack(x, x);
+        if (row < 3)
+            reinterpret_cast<uint4*>(step[g])[threadIdx.x % 128] = make_uint4(two, two, two, two);
+        fence_async_shared();
+        named_sync(STEP_FREE + g, 128);  // the step is written
+    }
+};
+#endif
+
 struct OnChip {
     alignas(1024) u16 q[WARPGROUPS][CHUNKS][64 * 64];     // lives for one work tile
     alignas(1024) u16 k[STAGES][CHUNKS][BLOCK_K * 64];    // ring; a stage lives for one visit
@@ -72,6 +124,13 @@ struct OnChip {
 #if FS_TILE
     Elements tile[WARPGROUPS][FS_TILE];                   // rings; a stage lives for one visit
     u64 tile_full[WARPGROUPS][FS_TILE], tile_empty[WARPGROUPS][FS_TILE];
+#endif
+#if FS_DISTANCES
+    float distances[FS_DISTANCES][DISTANCES];             // ring; a stage lives for one visit
+    u64 distances_full[FS_DISTANCES], distances_empty[FS_DISTANCES];
+#endif
+#if FS_RAMP
+    Ramp ramp;
 #endif
     // Full: TMA has written the tile. Empty: the product that reads the tile is complete: the
     // scores for Q and K, the output for V.
@@ -163,13 +222,42 @@ __device__ void produce_elements(OnChip& s, const Args& a, const TensorMap* map,
 }
 #endif
 
-// Issues and commits S = Q K^T without waiting; `dk` is K's descriptor.
-__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], const u16* q, u64 dk) {
-    const u64 dq = descriptor(q, 0);
+#if FS_DISTANCES
+// One warp: reads the elements of each visit's distances.
+__device__ void produce_distances(OnChip& s, const Args& a) {
+    Ring ring, slot;
+    wait_for_what_ran_before();  // the previous kernel may have written the array
+    while (true) {
+        const Item it = s.items.read(slot);
+        if (it.walk < 0) return;
+        const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
+        const int query = at.query(it.own.start).base;
+        for (int v = 0; v < it.visits.count; ++v) {
+            const int key = at.key(it.base + it.visits(a, v).tile * BLOCK_K).base;
+            wait(&s.distances_empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#pragma unroll
+            for (int i = 0; i < DISTANCES; i += 32) {
+                const int n = i + threadIdx.x % 32;
+                s.distances[ring.stage][n] =
+                    flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
+            }
+            arrive(&s.distances_full[ring.stage]);
+            ring.next(FS_DISTANCES);
+        }
+    }
+}
+#endif
+
+// Issues and commits S = Q K^T of warpgroup g without waiting; `dk` is K's descriptor.
+__device__ __forceinline__ void issue_scores(float (&S)[BLOCK_K / 2], OnChip& s, int g, u64 dk) {
+    const u64 dq = descriptor(s.q[g][0], 0);
     wgmma_fence();
+#if FS_RAMP
+    wgmma_ss<1, 1>(S, descriptor(s.ramp.step[g], 0), descriptor(s.ramp.column, 2048), 0);
+#endif
 #pragma unroll
     for (int x = 0; x < D / 16; ++x)
-        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), x > 0);
+        wgmma_ss<0, 0>(S, dq + along_row(x, 64), dk + along_row(x, BLOCK_K), FS_RAMP || x > 0);
     wgmma_commit();
 }
 
@@ -190,40 +278,7 @@ __device__ __forceinline__ void rescale(float (&O)[DV / 2], const float (&alpha)
 }
 
 #if FS_FLEX
-struct Nothing {};  // no captured element is loaded ahead for the function
-
-#if FS_BAND
-// Captured elements that depend only on the distance between query and key. A thread's scores have
-// few distinct distances. In exact tiles the elements are read while the product of the scores
-// runs.
-struct Band {
-    int first;  // distance between the thread's first row and first key
-    float x[BLOCK_K / 8 + 1][2];
-
-    __device__ __forceinline__ void load(const Args& a, const Head& at, FlashAt query, FlashAt key,
-                                         bool exact) {
-        first = at.query(query).base - at.key(key).base;
-        // If the tile is not exact, these reads stay within the array and are not used.
-        const int from = exact ? first : flash_band_inside();
-#pragma unroll
-        for (int i = 0; i <= BLOCK_K / 8; ++i)
-#pragma unroll
-            for (int y = 0; y < 2; ++y)
-                x[i][y] = flash_band<true>(a.captured, at.at, from + (8 - 8 * i - y));
-    }
-    __device__ __forceinline__ float operator()(const Args&, const Head&, int e) const {
-        return x[e / 4 - e / 2 % 2 + 1][e % 2];
-    }
-};
-// As Band, for tiles that are not exact: a position that does not exist is replaced by the nearest
-// one that does.
-struct LateBand {
-    int first;
-    __device__ __forceinline__ float operator()(const Args& a, const Head& at, int e) const {
-        return flash_band<false>(a.captured, at.at, first + (e / 2 % 2 * 8 - e / 4 * 8 - e % 2));
-    }
-};
-#endif
+struct Nothing {};  // no captured element is in shared memory for the function
 
 // Applies the score function, with the captured element if it is loaded already.
 __device__ __forceinline__ float with_element(const Args& a, const Head& at, float raw, FlashAt q,
@@ -265,18 +320,11 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
                                              const Head& at, const Visit& visit, int query,
                                              const Tile& tile) {
     const int key = it.base + visit.tile * BLOCK_K + fragment_column();
-#if FS_READS || FS_BAND
+#if FS_READS
     if (!is_exact(it, visit)) {
-#if FS_BAND
-        const LateBand beside{tile.first};
-#else
-        const Tile& beside = tile;
-#endif
-        ask_functions<!FS_READS, true, true>(S, a, it, at, beside, query, key);
+        ask_functions<false, true, true>(S, a, it, at, tile, query, key);
         return;
     }
-#endif
-#if FS_READS
     ask_functions<true, true, false>(S, a, it, at, tile, query, key);
     if (visit.masked) ask_functions<true, false, true>(S, a, it, at, tile, query, key);
 #else
@@ -285,34 +333,25 @@ __device__ __forceinline__ void shape_scores(float (&S)[BLOCK_K / 2], const Args
 #endif
 }
 
-// Captured elements of a visit's scores that are loaded ahead of use.
-#if FS_BAND
-using Ahead = Band;
-#else
-using Ahead = Nothing;
-#endif
-__device__ __forceinline__ Ahead ahead_of(const Args& a, const Item& it, const Head& at,
-                                          const Visit& visit, int query) {
-    Ahead made;
-#if FS_BAND
-    made.load(a, at, query, it.base + visit.tile * BLOCK_K + fragment_column(),
-              is_exact(it, visit));
-#endif
-    return made;
-}
-
 // As shape_scores, after waiting for captured elements in shared memory.
 __device__ __forceinline__ void shape_visit(float (&S)[BLOCK_K / 2], OnChip& s, const Args& a,
                                             const Item& it, const Head& at, const Visit& visit,
-                                            int query, int g, Ring& ring, const Ahead& ahead) {
+                                            int query, int g, Ring& ring) {
 #if FS_TILE
     wait(&s.tile_full[g][ring.stage], ring.parity);
     shape_scores(S, a, it, at, visit, query, s.tile[g][ring.stage]);
     __syncwarp();  // the whole warp has read its elements
     if (threadIdx.x % 32 == 0) arrive(&s.tile_empty[g][ring.stage]);
     ring.next(FS_TILE);
+#elif FS_DISTANCES
+    wait(&s.distances_full[ring.stage], ring.parity);
+    const int mine = 64 * g + fragment_row() - fragment_column() + BLOCK_K - 1;
+    shape_scores(S, a, it, at, visit, query, Distances{s.distances[ring.stage] + mine});
+    __syncwarp();  // the whole warp has read its elements
+    if (threadIdx.x % 32 == 0) arrive(&s.distances_empty[ring.stage]);
+    ring.next(FS_DISTANCES);
 #else
-    shape_scores(S, a, it, at, visit, query, ahead);
+    shape_scores(S, a, it, at, visit, query, Nothing());
 #endif
 }
 #else
@@ -334,7 +373,6 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
     const float to_log2 = exponent_factor(a);
     const int lane = threadIdx.x % 32;
     const bool speaks = lane == 0;                                 // one arrival per warp
-    // Named barriers.
     [[maybe_unused]] const int turn = 1 + g, next_turn = 1 + (g + 1) % WARPGROUPS;
     Ring ring_k, ring_v, slot;
     [[maybe_unused]] Ring ring_tile;
@@ -359,6 +397,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_FLEX
         const Head at = head_at(a, it.walk / a.heads, it.walk % a.heads, it.outer);
 #endif
+#if FS_RAMP
+        // m counts from a row's value at the first key of the current tile
+        const float step = flash_ramp_step(a.captured, at.at) / a.scale;
+        int tile = n > 0 ? it.visits(a, 0).tile : 0;
+        s.ramp.set(g, step);
+#endif
         wait(&s.q_full[g], q_parity);
         q_parity ^= 1;
         if (n > 0) {
@@ -368,10 +412,9 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 stamp(visit_stamps(a, first + 0), 0);
                 wait(&s.k_full[ring_k.stage], ring_k.parity);
                 stamp(visit_stamps(a, first + 0), 1);
-                issue_scores(S, s.q[g][0], descriptor(s.k[ring_k.stage][0], 0));
+                issue_scores(S, s, g, descriptor(s.k[ring_k.stage][0], 0));
 #if FS_FLEX
                 const Visit visit = it.visits(a, 0);
-                const Ahead ahead = ahead_of(a, it, at, visit, query);
 #endif
                 wgmma_wait<0>();
                 pin(S);
@@ -382,7 +425,7 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 ring_k.next(STAGES);
                 stamp(visit_stamps(a, first + 0), 2);
 #if FS_FLEX
-                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
 #else
                 shape_scores(S, a, it, 0, query);
 #endif
@@ -410,14 +453,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 const Visit visit = it.visits(a, v);
 #endif
                 if (TURNS) named_sync(turn, 256);  // the previous warpgroup has issued its products
-                issue_scores(S, s.q[g][0], dk);
+                issue_scores(S, s, g, dk);
                 if (!FS_BOUNDED && RESCALE_LATE) rescale(O, alpha);
                 wait(&s.v_full[ring_v.stage], ring_v.parity);
                 issue_output(O, P, s.v[ring_v.stage][0]);
                 if (TURNS) named_arrive(next_turn, 256);
-#if FS_FLEX
-                const Ahead ahead = ahead_of(a, it, at, visit, query);
-#endif
                 wgmma_wait<1>();
                 pin(S);
                 if (RELEASE_EARLY && speaks) arrive(&s.k_empty[ring_k.stage]);
@@ -425,9 +465,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
                 if (speaks && v == last) arrive(&s.q_empty[g]);
                 stamp(visit_stamps(a, first + v), 2);
 #if FS_FLEX
-                shape_visit(S, s, a, it, at, visit, query, g, ring_tile, ahead);
+                shape_visit(S, s, a, it, at, visit, query, g, ring_tile);
 #else
                 shape_scores(S, a, it, v, query);
+#endif
+#if FS_RAMP
+                const float shift = step * BLOCK_K * (visit.tile - tile);
+                softmax.m[0] -= shift, softmax.m[1] -= shift;
+                tile = visit.tile;
 #endif
                 softmax(S, alpha, to_log2);
                 // The wait for O belongs after both maxima and the first exponentials, when O is
@@ -481,6 +526,10 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             l += __shfl_xor_sync(~0u, l, 2);
             const int row = query + 8 * r;
             const bool exists = row < it.own.stop;
+#if FS_RAMP
+            const FlashAt first_key = at.key(it.base + tile * BLOCK_K);
+            softmax.m[r] += flash_score(a.captured, 0.0f, at.at, at.query(row), first_key) / a.scale;
+#endif
 #if FS_SINKS
             const float lse = with_sink(a.sinks[head], softmax.m[r] * (to_log2 * LN2), l);
             if (exists && lane % 4 == 0) {
@@ -516,12 +565,20 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
                const __grid_constant__ Args a, u32* counter) {
     extern __shared__ __align__(1024) char shared[];
     OnChip& s = *reinterpret_cast<OnChip*>(shared);
+#if FS_RAMP
+    s.ramp.init();
+#endif
     if (threadIdx.x == 0) {
 #if FS_TILE
         for (int i = 0; i < WARPGROUPS * FS_TILE; ++i)
             barrier_init(&s.tile_full[0][i], 1), barrier_init(&s.tile_empty[0][i], 4);
 #endif
-        init_rings<WARPGROUPS, STAGES>(s, FS_TILE ? WARPGROUPS : 0);
+#if FS_DISTANCES
+        for (int i = 0; i < FS_DISTANCES; ++i)
+            barrier_init(&s.distances_full[i], 32),
+                barrier_init(&s.distances_empty[i], 4 * WARPGROUPS);
+#endif
+        init_rings<WARPGROUPS, STAGES>(s, FS_TILE ? WARPGROUPS : FS_DISTANCES ? 1 : 0);
     }
     const int role = take_role<PRODUCER_REGISTERS, CONSUMER_REGISTERS>();
     if (role == 0) {
@@ -529,6 +586,9 @@ hopper_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ 
 #if FS_TILE
         const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
         if (warp > 0 && warp <= WARPGROUPS) produce_elements(s, a, &map_tile, warp - 1);
+#endif
+#if FS_DISTANCES
+        if (__shfl_sync(~0u, threadIdx.x / 32, 0) == 1) produce_distances(s, a);
 #endif
     } else {
         consume(s, a, role - 1);

@@ -28,7 +28,7 @@ from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
-from flashsim.backends.numba_gpu.hopper.kv_outer import producer, share_of, statistics
+from flashsim.backends.numba_gpu.hopper.kv_outer import producer, sender, share_of, statistics
 from flashsim.backends.numba_gpu.hopper.smem_layout import KEYS_OUTSIDE_REGISTERS, KeysOutside
 from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
 from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
@@ -39,7 +39,6 @@ from flashsim.backends.numba_gpu.traversal import (
     constants,
     device,
     quotient,
-    read_int,
     rows_of,
     shared_base,
     walk_functions,
@@ -64,8 +63,10 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     assert c.cluster == 1 or not (c.ordered or c.timeline), "items have one block there"
     w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w, by_row=False, part=bool(c.after or c.more))
-    produce, produce_statistics = producer(c, at, w, items), statistics(c, at, w, items)
-    send_dq, consume = _sender(c, at, w, items), _consumer(c, at, w, items)
+    produce = producer(c, at, w, items)
+    produce_statistics = statistics(c, at, w, items, start=not c.scaled)
+    send_dq = sender(c, at, w, items, (_DQ_FREE, _DQ_FULL))
+    consume = _consumer(c, at, w, items)
     barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
     give, take = KEYS_OUTSIDE_REGISTERS
     give_registers = hopper.registers(give, more=False)
@@ -96,68 +97,6 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
             consume(a, shared, int32(role - 1))
 
     return hopper_backward
-
-
-def _sender(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
-
-    As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
-    accumulator in HBM.
-    """
-    block_q, ordered, dq_rows, split = c.block_q, bool(c.ordered), at.dq_rows, at.split_columns
-    dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
-    reduce_dq = gradients.reduce_dq(dq_rows, packed=bool(c.varlen))
-    reduce_wait = gradients.reduce_wait_read
-    wait_turn, pass_turn, share = gradients.wait_turn, gradients.pass_turn, share_of(c)
-    piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
-    take, leave, visits_of, place_rows = i.take, i.leave, i.visits, i.place
-    visit_of, report_one = w.visit, w.report_one
-    get, speaks = hopper.get, hopper.speaks
-    map_address, uncounted = hopper.map_address, hopper.uncounted
-
-    @device
-    def send_dq(map_dq, a, shared, group):
-        item, leads, kv_heads = int32(0), speaks(), quotient(a.heads, a.group)
-        source, column = int32(shared + dq_at + group * dq_bytes), int32(64 * group if split else 0)
-        below = int32(0 if split else dq_rows * group)  # rows of the tile above the piece
-        piece_free(_DQ_FREE + group)
-        while True:
-            slot = take(shared, item)
-            if get(slot + word.WALK) < 0:
-                break
-            batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
-            kv_head = int32(get(slot + word.WALK) - batch * kv_heads)
-            head = int32(kv_head * a.group)
-            member, n, left = share(a.group, count)
-            head = int32(head + member)
-            while left > 0:
-                tile, _ = visit_of(a, visits_of(slot), n)
-                query = int32(get(slot + word.BASE) + tile * block_q)
-                walk = int32(batch * a.heads + head)
-                turn = a.turns + ((int64(walk) * a.n_q + query) * 2 + group) * 4
-                piece_full(_DQ_FULL + group)  # the piece is complete
-                if leads:
-                    if ordered:
-                        rank = read_int(a.ptr, get(slot + word.OUTER)) + n
-                        wait_turn(turn, read_int(a.ranks, rank))
-                    row, last = place_rows(query + below, get(slot + word.END), batch)
-                    reduce_dq(map_address(map_dq), source, column, row, head, last)
-                    number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
-                    rows = max(0, min(dq_rows, get(slot + word.END) - query - below))
-                    columns = max(0, min(64, counted - column))
-                    report_one(a.visit_counts + number * (SLOTS * 4) + 16, rows * columns * 4)
-                    reduce_wait()
-                cuda.syncwarp()
-                piece_free(_DQ_FREE + group)  # the piece may be overwritten
-                if ordered and leads:
-                    pass_turn(turn)
-                left, n = uncounted(left - 1), int32(n + 1)
-                if n == count:
-                    head, n = int32(head + 1), int32(0)
-            leave(shared, item, leads)
-            item = int32(item + 1)
-
-    return send_dq
 
 
 def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:

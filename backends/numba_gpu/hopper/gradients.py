@@ -333,8 +333,8 @@ def stage_dq(rows: int) -> Any:
     return stage_dq_
 
 
-def reduce_dq(rows: int, *, packed: bool) -> Any:
-    """Return the function that adds a staged piece of dQ to the accumulator.
+def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
+    """Return the function that adds `wide` columns of a staged piece of dQ to the accumulator.
 
     The function is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that the
     thread starts form one group. For `packed` see `wgmma_tiles.copy_tile`.
@@ -350,7 +350,7 @@ def reduce_dq(rows: int, *, packed: bool) -> Any:
         *place_in_tensor: ir.Value,
     ) -> None:
         row, head, batch = place_in_tensor
-        for box in range(2):
+        for box in range(wide // 32):
             where = [b.add(column, i32(32 * box)), row, head, *back, batch]
             at = b.add(source, i32(box * rows * 128))
             ptx_hopper.reduce_box(b, tensor_map, at, where)

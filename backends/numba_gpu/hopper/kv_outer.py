@@ -1,4 +1,7 @@
-"""The warps that load data for the KV-outer backward, as in kernels/hopper/kv_outer.cuh."""
+"""The KV-outer backward's warps that load tiles and send dQ.
+
+The warps do the same as those of kernels/hopper/kv_outer.cuh.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ from numba.cuda import types
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
-from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, KeysOutside
-from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, ByKeys
+from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient, read_int
 
 int32, int64 = types.int32, types.int64
 
@@ -41,7 +44,7 @@ def share_of(c: SimpleNamespace) -> Any:
     return whole if blocks == 1 else share
 
 
-def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
 
     One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
@@ -53,17 +56,36 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
     full, free = at.barrier("full"), at.barrier("free")
     item_full, item_free, items = at.barrier("item_full"), at.barrier("item_free"), at.items
-    expect_kv, expect_q = hopper.expect(2 * at.key_bytes), hopper.expect(2 * query_bytes)
+    expect_kv = hopper.expect(2 * at.key_bytes)
+    # Of dO there are as many stages as of Q, or one whose chunks have barriers of their own.
+    one_dout = "dout_full" in at.arrivals
+    expect_q = hopper.expect((1 if one_dout else 2) * query_bytes)
     blocks, share = c.cluster, share_of(c)
     again = blocks == 1  # a block may process several work tiles
     copy_k = hopper.copy_tile(c.block_k, at.chunks, packed=packed, blocks=blocks)
     copy_q = hopper.copy_tile(block_q, at.chunks, packed=packed)
+    if one_dout:
+        dout_full, dout_free = at.barrier("dout_full"), at.barrier("dout_free")
+        copy_chunks = hopper.copy_chunks(block_q, at.chunks, packed=packed)
     first_of, stop_of, write_item, after = i.first, i.stop, i.write, i.after
     visits_of, place_rows = i.visits, i.place
     visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
     visit_of, report_one, stamp, stamp_block = w.visit, w.report_one, w.stamp, w.stamp_block
     put, get, map_address = hopper.put, hopper.get, hopper.map_address
     wait, wait_free, arrive, stage = hopper.wait, hopper.wait_free, hopper.arrive, hopper.stage
+
+    @device
+    def bring_stage(map_dout, shared, barrier, done, row, head, last):
+        to = int32(shared + dout_at + (done & 1) * query_bytes)
+        copy_q(to, map_address(map_dout), barrier, row, head, last)
+
+    @device
+    def bring_chunks(map_dout, shared, barrier, done, row, head, last):
+        parity, to = int32(done & 1), int32(shared + dout_at)
+        here, gone = int32(shared + dout_full), int32(shared + dout_free)
+        copy_chunks(to, map_address(map_dout), here, gone, parity, row, head, last)
+
+    bring_dout = bring_chunks if one_dout else bring_stage
 
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
@@ -81,7 +103,7 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
         row, last = place_rows(query, get(slot + word.END), batch)
         shift = int32((done & 1) * query_bytes)
         copy_q(shared + q_at + shift, map_address(map_q), barrier, row, head, last)
-        copy_q(shared + dout_at + shift, map_address(map_dout), barrier, row, head, last)
+        bring_dout(map_dout, shared, barrier, done, row, head, last)
         stamp(visit_stamp, 4)
         rows = int32(min(block_q, get(slot + word.END) - query))
         visit_count = a.visit_counts + number * (SLOTS * 4)
@@ -157,13 +179,16 @@ def producer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleN
     return produce
 
 
-def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
+def statistics(
+    c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace, *, start: bool
+) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
     For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO.
+    same barriers as the tiles of Q and dO. Unless the scores' accumulators `start` at them, the
+    scores' values are -lse in base 2.
     """
-    block_q, start, fused, share = c.block_q, not c.scaled, bool(c.fused), share_of(c)
+    block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
     # it ends waits for the previous one, and through it for all earlier kernels.
     first, lets = not c.after, not fused or bool(c.more)
@@ -223,3 +248,84 @@ def statistics(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simpl
             wait_for_what_ran_before()
 
     return produce_statistics
+
+
+def sender(
+    c: SimpleNamespace,
+    at: ByKeys,
+    w: SimpleNamespace,
+    i: SimpleNamespace,
+    barriers: tuple[int, int],
+) -> Any:
+    """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
+
+    As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
+    accumulator in HBM. The first warpgroup's named barriers are `barriers`: its piece is free, and
+    its piece is full.
+    """
+    block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
+    dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted
+    further = 0 if dq_rows == block_q else dq_rows  # rows between the warpgroups' pieces
+    (first, apart, wide), *more = at.dq_columns
+    two = bool(more)
+    first_2, apart_2, wide_2 = more[0] if two else (0, 0, 0)
+    packed, second_at = bool(c.varlen), wide * dq_rows * 4
+    reduce_dq = gradients.reduce_dq(dq_rows, wide, packed=packed)
+    reduce_second = gradients.reduce_dq(dq_rows, wide_2, packed=packed)
+    reduce_wait = gradients.reduce_wait_read
+    wait_turn, pass_turn, share = gradients.wait_turn, gradients.pass_turn, share_of(c)
+    dq_free, dq_full = barriers
+    piece_free, piece_full = hopper.named_arrive(160), hopper.named_sync(160)
+    take, leave, visits_of, place_rows = i.take, i.leave, i.visits, i.place
+    visit_of, report_one = w.visit, w.report_one
+    get, speaks = hopper.get, hopper.speaks
+    map_address, uncounted = hopper.map_address, hopper.uncounted
+
+    @device
+    def send_dq(map_dq, a, shared, group):
+        item, leads, kv_heads = int32(0), speaks(), quotient(a.heads, a.group)
+        source, column = int32(shared + dq_at + group * dq_bytes), int32(first + apart * group)
+        column_2 = int32(first_2 + apart_2 * group)
+        below = int32(further * group)  # rows of the tile above the piece
+        piece_free(dq_free + group)
+        while True:
+            slot = take(shared, item)
+            if get(slot + word.WALK) < 0:
+                break
+            batch, count = quotient(get(slot + word.WALK), kv_heads), get(slot + word.COUNT)
+            kv_head = int32(get(slot + word.WALK) - batch * kv_heads)
+            head = int32(kv_head * a.group)
+            member, n, left = share(a.group, count)
+            head = int32(head + member)
+            while left > 0:
+                tile, _ = visit_of(a, visits_of(slot), n)
+                query = int32(get(slot + word.BASE) + tile * block_q)
+                walk = int32(batch * a.heads + head)
+                turn = a.turns + ((int64(walk) * a.n_q + query) * 2 + group) * 4
+                piece_full(dq_full + group)  # the piece is complete
+                if leads:
+                    if ordered:
+                        rank = read_int(a.ptr, get(slot + word.OUTER)) + n
+                        wait_turn(turn, read_int(a.ranks, rank))
+                    row, last = place_rows(query + below, get(slot + word.END), batch)
+                    reduce_dq(map_address(map_dq), source, column, row, head, last)
+                    number = int64(walk) * a.n_visits + get(slot + word.FIRST) + n
+                    rows = max(0, min(dq_rows, get(slot + word.END) - query - below))
+                    columns = max(0, min(wide, counted - column))
+                    if two:
+                        to = map_address(map_dq)
+                        reduce_second(to, source + second_at, column_2, row, head, last)
+                        columns += max(0, min(wide_2, counted - column_2))
+                    report_one(a.visit_counts + number * (SLOTS * 4) + 16, rows * columns * 4)
+                    reduce_wait()
+                cuda.syncwarp()
+                piece_free(dq_free + group)  # the piece may be overwritten
+                if ordered and leads:
+                    pass_turn(turn)
+                left, n = uncounted(left - 1), int32(n + 1)
+                if n == count:
+                    head, n = int32(head + 1), int32(0)
+            leave(shared, item, leads)
+            item = int32(item + 1)
+
+    return send_dq

@@ -219,6 +219,23 @@ def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
 
+def store_transposed(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
+    """Store four 8 x 8 matrices as `store_matrices` does, each transposed."""
+    text = "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1, $2, $3, $4};"
+    asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
+
+
+def transposed(b: ir.IRBuilder, word: ir.Value) -> ir.Value:
+    """Transpose an 8 x 8 matrix of which each lane holds two neighbours of a row ("movmatrix")."""
+    text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
+    return asm(b, text, "=r,r", [word], I32, effects=True, together=True)
+
+
+def store_pair(b: ir.IRBuilder, to: ir.Value, x: ir.Value, y: ir.Value) -> None:
+    """Store two neighbouring float32 in shared memory."""
+    asm(b, "st.shared.v2.f32 [$0], {$1, $2};", "r,f,f", [to, x, y], effects=True)
+
+
 def store_float(b: ir.IRBuilder, to: ir.Value, value: ir.Value) -> None:
     """Store a float32 in shared memory."""
     asm(b, "st.shared.f32 [$0], $1;", "r,f", [to, value], effects=True)

@@ -12,6 +12,14 @@ WALK, OUTER, START, STOP, OFFSET, BASE, END, FIRST, COUNT, LO, FULL_LO, FULL_HI 
 ITEM = 48
 
 
+def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
+    """Return the columns that products compute: the wider head_dim in whole `step`s.
+
+    A tile in shared memory may have more columns, which TMA pads with zeros.
+    """
+    return -(-max(head_dim, head_dim_v) // step) * step
+
+
 @dataclass(frozen=True)
 class Layout(ABC):
     """A kernel's shared-memory layout, as byte offsets.
@@ -132,8 +140,49 @@ class OnChip(Layout):
         }
 
 
+class ByKeys(Layout):
+    """A shared-memory layout of a KV-outer backward kernel."""
+
+    @property
+    def key_bytes(self) -> int:
+        """The number of bytes in a tile of K, or in a tile of V."""
+        return self.block_k * 128 * self.chunks
+
+    @property
+    def query_bytes(self) -> int:
+        """The number of bytes in one pipeline stage of Q, or in one of dO."""
+        return self.block_q * 128 * self.chunks
+
+    @property
+    def dq_rows(self) -> int:
+        """The number of queries in one warpgroup's piece of dQ."""
+        return self.block_q
+
+    @property
+    @abstractmethod
+    def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
+        """The one or two ranges of columns in a warpgroup's piece of dQ.
+
+        Each is (first column of warpgroup 0, columns to the next warpgroup's first, width).
+        """
+
+    @property
+    def dq_bytes(self) -> int:
+        """The bytes of one warpgroup's piece of dQ, in float32."""
+        return self.dq_rows * 4 * sum(wide for _, _, wide in self.dq_columns)
+
+    @property
+    def row_of_threads(self) -> int:
+        """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
+
+        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
+        cluster stores its dK and dV for the other blocks.
+        """
+        return 128 * self.groups * 4
+
+
 @dataclass(frozen=True)
-class KeysOutside(Layout):
+class KeysOutside(ByKeys):
     """The shared-memory layout of the KV-outer backward kernel.
 
     K and V stay for one work tile. Q, dO and their row statistics are in ring buffers of two
@@ -151,16 +200,6 @@ class KeysOutside(Layout):
     def groups(self) -> int:
         """The number of consumer warpgroups, each of which has 64 keys."""
         return self.block_k // 64
-
-    @property
-    def key_bytes(self) -> int:
-        """The number of bytes in a tile of K, or in a tile of V."""
-        return self.block_k * 128 * self.chunks
-
-    @property
-    def query_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of Q, or in one of dO."""
-        return self.block_q * 128 * self.chunks
 
     @property
     def ds_wide(self) -> int:
@@ -183,18 +222,9 @@ class KeysOutside(Layout):
         return self.block_q if self.split_columns else self.block_q // 2
 
     @property
-    def dq_bytes(self) -> int:
-        """The bytes of one warpgroup's piece of dQ, in float32."""
-        return self.dq_rows * 64 * 4 if self.fused else 0
-
-    @property
-    def row_of_threads(self) -> int:
-        """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
-
-        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
-        cluster stores its dK and dV for the other blocks.
-        """
-        return 128 * self.groups * 4
+    def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
+        """Implement `ByKeys.dq_columns`."""
+        return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)
 
     @property
     def regions(self) -> dict[str, int]:
@@ -220,6 +250,115 @@ class KeysOutside(Layout):
             **{"kv_full": (1, 1), "k_free": (1, warps), "v_free": (1, warps)},
             **{"full": (2, 1 + 32), "free": (2, warps), **ds},
             **{"item_full": (2, 1), "item_free": (2, readers)},
+        }
+
+
+@dataclass(frozen=True)
+class ColumnsDivided(ByKeys):
+    """The shared-memory layout of the KV-outer backward for head dims of 192 and 256.
+
+    The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, which have one row per
+    key, pass through shared memory, in two stages. If dQ is `staged`, each warpgroup has a staging
+    area for its columns of dQ, in boxes of 32 columns. At 256 columns a `fused` kernel has no room
+    for it.
+    """
+
+    fused: bool
+
+    groups = 2
+
+    @property
+    def staged(self) -> bool:
+        """Whether dQ is staged in shared memory, and sent by warps of its own."""
+        return self.fused and self.d < 256
+
+    @property
+    def wide(self) -> int:
+        """A warpgroup's columns in whole chunks of 64; the first ones are 128 apart."""
+        return 128 if self.d == 256 else 64
+
+    @property
+    def narrow(self) -> int:
+        """A warpgroup's other columns: its half of the middle one of three chunks."""
+        return 0 if self.d == 256 else 32
+
+    @property
+    def scores_bytes(self) -> int:
+        """The bytes of one stage of P^T, or of dS^T."""
+        return self.block_q * self.block_k * 2
+
+    @property
+    def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
+        """Implement `ByKeys.dq_columns`."""
+        return ((0, 128, self.wide), (64, 32, self.narrow)) if self.staged else ((0, 0, 0),)
+
+    @property
+    def regions(self) -> dict[str, int]:
+        """Implement `Layout.regions`."""
+        return {
+            **{"k": self.key_bytes, "v": self.key_bytes},
+            **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
+            **{"p": 2 * self.scores_bytes, "ds": 2 * self.scores_bytes, "dq": 2 * self.dq_bytes},
+            **{"lse": 2 * self.block_q * 4, "delta": 2 * self.block_q * 4},
+        }
+
+    @property
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """Implement `Layout.arrivals`; the barrier "full" is that of `KeysOutside`."""
+        readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
+        return {
+            **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
+            **{"full": (2, 1 + 32), "free": (2, 8)},
+            **{"item_full": (2, 1), "item_free": (2, readers)},
+        }
+
+
+@dataclass(frozen=True)
+class Roles(ByKeys):
+    """The shared-memory layout of the fused backward whose warpgroups compute different products.
+
+    One warpgroup computes P, dS and dQ, one dV, and one dK. P^T and dS^T, which have one row per
+    key, have one stage each, and so has dO, whose chunks have barriers of their own. dQ has
+    `dq_wide` columns.
+    """
+
+    dq_wide: int
+
+    groups = 3
+
+    @property
+    def scores_bytes(self) -> int:
+        """The bytes of P^T, or of dS^T."""
+        return self.block_q * self.block_k * 2
+
+    @property
+    def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
+        """Implement `ByKeys.dq_columns`."""
+        return ((0, 0, self.dq_wide),)
+
+    @property
+    def regions(self) -> dict[str, int]:
+        """Implement `Layout.regions`."""
+        return {
+            **{"k": self.key_bytes, "v": self.key_bytes},
+            **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
+            **{"p": self.scores_bytes, "ds": self.scores_bytes, "dq": self.dq_bytes},
+            **{"lse": 2 * self.block_q * 4, "delta": 2 * self.block_q * 4},
+        }
+
+    @property
+    def arrivals(self) -> dict[str, tuple[int, int]]:
+        """Implement `Layout.arrivals`; the barrier "full" is that of `KeysOutside`.
+
+        The warps of dK release a stage of Q: they wait for dS, and so for all other readers. A
+        chunk of dO is read by the warps of dP and of dV.
+        """
+        chunks = self.chunks
+        return {
+            **{"kv_full": (1, 1), "k_free": (1, 4), "v_free": (1, 4)},
+            **{"full": (2, 1 + 32), "free": (2, 4)},
+            **{"dout_full": (chunks, 1), "dout_free": (chunks, 8)},
+            **{"item_full": (2, 1), "item_free": (2, 4 * self.groups + 2)},
         }
 
 
@@ -280,3 +419,5 @@ def registers(groups: int) -> tuple[int, int]:
 
 #: Registers of a producer and of a consumer of the KV-outer backward.
 KEYS_OUTSIDE_REGISTERS = 24, 240
+#: Registers of a producer, of the scores' warpgroup, and of those that accumulate dV and dK.
+ROLES_REGISTERS = 24, 136, 176

@@ -23,6 +23,7 @@ from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
 from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
 
 int32, int64 = types.int32, types.int64
+_BARRIER = 8  # bytes
 
 
 # -- thread indices -------------------------------------------------------------------------------
@@ -247,6 +248,36 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
     return copy_tile_
 
 
+def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
+    """Return a function that copies a tile by TMA, whose chunks have barriers of their own.
+
+    The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
+    starts once its readers have released the previous tile. `parity` is that of the tile's number;
+    for `packed` see `copy_tile`.
+    """
+    back = [i32(ROUND)] if packed else []
+
+    @emitted(None, int32, int64, *[int32] * 6)
+    def copy_chunks_(
+        b: ir.IRBuilder,
+        to: ir.Value,
+        tensor_map: ir.Value,
+        full: ir.Value,
+        free: ir.Value,
+        parity: ir.Value,
+        *coordinates: ir.Value,
+    ) -> None:
+        row, head, batch = coordinates
+        for chunk in range(chunks):
+            barrier = b.add(full, i32(chunk * _BARRIER))
+            ptx_hopper.barrier_wait(b, b.add(free, i32(chunk * _BARRIER)), b.xor(parity, i32(1)))
+            ptx_hopper.barrier_expect(b, barrier, rows * 128)
+            where = [i32(chunk * ptx_hopper.CHUNK), row, head, *back, batch]
+            ptx_hopper.copy_box(b, b.add(to, i32(chunk * rows * 128)), tensor_map, barrier, where)
+
+    return copy_chunks_
+
+
 #: ``uncounted(value)`` returns a loop's counter unchanged. LLVM cannot know that, so does not
 #: unroll.
 uncounted = emitted(int32, int32)(ptx.again)
@@ -376,7 +407,7 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
                     at = (first // 8 + piece) * 4 + 2 * half
                     pair = [b.fmul(x, factors[half]) for x in o[at : at + 2]]
                     four.append(ptx.pack(b, bf16, *pair) if pair else i32(0))
-                four = _transposed(b, four, odd, high)
+                four = transposed_quad(b, four, odd, high)
                 inside = exists
                 if later or first + 32 > row_of.width:
                     fits = b.icmp_unsigned("<", b.add(column, i32(first)), i32(row_of.width))
@@ -390,7 +421,7 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
     return store_output_
 
 
-def _transposed(b: ir.IRBuilder, x: Values, odd: ir.Value, high: ir.Value) -> Values:
+def transposed_quad(b: ir.IRBuilder, x: Values, odd: ir.Value, high: ir.Value) -> Values:
     """Transpose 4 x 4 words in a quad: lane t sends word s to lane s, and gets word t of lane s."""
     for mask, mine, pairs in ((1, odd, ((0, 1), (2, 3))), (2, high, ((0, 2), (1, 3)))):
         x = list(x)

@@ -26,7 +26,8 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
-from flashsim.backends.numba_gpu.tensor import gradients, output
+from flashsim.backends.numba_gpu.tensor import gradients, output, softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -93,9 +94,15 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     multiply_dsq = mma_tiles.multiply(bf16, blocks, d_part, chunk, "accumulators", right_q)
     multiply_pdo = mma_tiles.multiply(bf16, blocks, dv_part, chunk, "accumulators", right_do)
     load_columns = gradients.load_columns(chunk)
-    probabilities = gradients.probabilities(blocks, chunk, False, scaled, softcap)
+    f = fragment_functions(kernel, blocks, chunk, by_row=False)
+    has_mask, has_score, varlen = f.has_mask, f.has_score, f.varlen
+    apply_score, keep, alive = f.score, f.keep, f.alive
+    slope_of, slope_alone, first_rows = f.slope, f.slope_alone, first_rows_of(f.starts)
+    scale_scores = softmax.scale_scores(blocks, chunk, softcap)
+    own = not has_score  # the softcap's slope is that of `probabilities`
+    probabilities = gradients.probabilities(blocks, chunk, False, scaled and own, softcap and own)
     mask = gradients.mask_probabilities(blocks, chunk, False, bool(c.left), bool(c.right))
-    score_gradients = gradients.score_gradients(blocks, chunk, False, softcap)
+    score_gradients = gradients.score_gradients(blocks, chunk, False, softcap and own)
     scale_dk = mma_tiles.scale_all(blocks * d_part // 2)
     stage_dk = output.stage(bf16, blocks, d_part, tile_k)
     stage_dv = output.stage(bf16, blocks, dv_part, tile_v)
@@ -175,6 +182,9 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
         do_pieces, do_columns = pieces_do(shared + do_at), columns_do(shared + do_at)
         dk, dv_sum = new_dk(), new_dv()
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
+        q_first, k_first = int32(0), int32(0)  # of the packed sequence
+        if varlen:
+            q_first, k_first = first_rows(a, outer)
         member, n = int32(0), int32(0)  # query head of the group, visit in its loop
         last_walk, last_slot, last_start, last_rows = first_walk, slot, start, int32(0)
 
@@ -220,7 +230,17 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                 # -- Phase 3: S^T = K Q^T, P^T = exp(S^T - L) -----------------------------------
                 s = multiply_kq(new_scores(), k_pieces, q_pieces + q_shift)
                 lse = load_columns(lse_now + q0 * 4)
-                p, slope = probabilities(s, lse, a.scale, a.softcap, to_log2)
+                if has_score or has_mask:
+                    head_now = walk_now - batch * a.heads
+                    q_pos, q_last = start_now + q0 - q_first, stop_now - 1 - q_first
+                    k_pos, k_last = key + my_keys - k_first, key_stop - 1 - k_first
+                if has_score:
+                    s = scale_scores(s, a.scale, a.softcap)
+                    t = apply_score(a, batch, head_now, s, q_pos, k_pos, q_last, k_last)
+                    p, slope = probabilities(t, lse, a.scale, a.softcap, to_log2)
+                    p = alive(t, p)
+                else:
+                    p, slope = probabilities(s, lse, a.scale, a.softcap, to_log2)
                 if q0 == 0:
                     stamp(visit_stamp, 2)
                 # -- Phase 4: dP^T = V dO^T -----------------------------------------------------
@@ -228,8 +248,14 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
                 if masked_now:
                     query = start_now + q0
                     p = mask(p, query, key + my_keys, offset, key_stop, a.left, a.right)
+                    if has_mask:
+                        p = keep(a, batch, head_now, p, q_pos, k_pos, q_last, k_last)
                 # -- Phase 5: dS^T = P^T (dP^T - delta); dV += P^T dO ---------------------------
                 ds = score_gradients(p, dp, load_columns(delta_now + q0 * 4), slope)
+                if has_score and part == 0:
+                    ds = slope_of(a, batch, head_now, s, ds, q_pos, k_pos, q_last, k_last)
+                elif has_score:  # another warp adds the gradients of captured arrays
+                    ds = slope_alone(a, batch, head_now, s, ds, q_pos, k_pos, q_last, k_last)
                 if fused and part == 0:
                     stage_ds(shared + (u & 1) * ds_bytes + ds_at, my_keys, q0, ds)
                 dv_sum = multiply_pdo(dv_sum, p, do_columns + do_shift, part * dv_part)

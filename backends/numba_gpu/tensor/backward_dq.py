@@ -18,7 +18,8 @@ from numba.cuda import types
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
-from flashsim.backends.numba_gpu.tensor import gradients, output
+from flashsim.backends.numba_gpu.tensor import gradients, output, softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -73,9 +74,16 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
     multiply_dov = mma_tiles.multiply(bf16, blocks, chunk, dv, Operand(tile_do), swapped_v)
     multiply_dsk = mma_tiles.multiply(bf16, blocks, d, chunk, "accumulators", Operand(tile_k))
     load_rows = gradients.load_rows(blocks)
-    probabilities = gradients.probabilities(blocks, chunk, True, scaled, softcap)
+    f = fragment_functions(kernel, blocks, chunk, by_row=True)
+    has_mask, has_score, varlen = f.has_mask, f.has_score, f.varlen
+    apply_score, keep, alive, slope_of = f.score, f.keep, f.alive, f.slope_alone
+    first_rows, scale_scores = first_rows_of(f.starts), softmax.scale_scores(blocks, chunk, softcap)
+    apart = not has_score  # the softcap's slope is that of `probabilities`
+    probabilities = gradients.probabilities(
+        blocks, chunk, True, scaled and apart, softcap and apart
+    )
     mask = gradients.mask_probabilities(blocks, chunk, True, bool(c.left), bool(c.right))
-    score_gradients = gradients.score_gradients(blocks, chunk, True, softcap)
+    score_gradients = gradients.score_gradients(blocks, chunk, True, softcap and apart)
     scale_dq, stage_dq = mma_tiles.scale_all(blocks * d // 2), output.stage(bf16, blocks, d, tile_q)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
@@ -128,6 +136,9 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
         v_pieces = pieces_v(shared + v_at)
         dq = new_dq()
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)
+        q_first, k_first = int32(0), int32(0)  # of the packed sequence
+        if varlen:
+            q_first, k_first = first_rows(a, outer)
 
         for n in range(count):
             now = (n & 1) if two_stages else 0
@@ -157,10 +168,23 @@ def flash_dq_kernel(kernel: Kernel) -> Any:
                 if k0 == 0:
                     stamp(visit_stamp, n * VISIT_STAMPS + 2)
                 # -- Phase 3: P = exp(S - L), dS = P (dP - delta) -------------------------------
-                p, slope = probabilities(s, lse, a.scale, a.softcap, to_log2)
+                if has_score or has_mask:
+                    q_pos, q_last = start + row0 - q_first, stop - 1 - q_first
+                    k_pos, k_last = key_now + k0 - k_first, stop_now - 1 - k_first
+                if has_score:
+                    s = scale_scores(s, a.scale, a.softcap)
+                    t = apply_score(a, batch, head, s, q_pos, k_pos, q_last, k_last)
+                    p, slope = probabilities(t, lse, a.scale, a.softcap, to_log2)
+                    p = alive(t, p)
+                else:
+                    p, slope = probabilities(s, lse, a.scale, a.softcap, to_log2)
                 if masked_now:
                     p = mask(p, start + row0, key_now + k0, offset, stop_now, a.left, a.right)
+                    if has_mask:
+                        p = keep(a, batch, head, p, q_pos, k_pos, q_last, k_last)
                 ds = score_gradients(p, dp, delta, slope)
+                if has_score:
+                    ds = slope_of(a, batch, head, s, ds, q_pos, k_pos, q_last, k_last)
                 if k0 == 0:
                     stamp(visit_stamp, n * VISIT_STAMPS + 3)
                 # -- Phase 4: dQ += dS K --------------------------------------------------------

@@ -17,6 +17,7 @@ from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.mma_tiles import Operand, Tile
 from flashsim.backends.numba_gpu.tensor import output, softmax
+from flashsim.backends.numba_gpu.tensor.functions import first_rows_of, fragment_functions
 from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, NEG_INF
 from flashsim.backends.numba_gpu.traversal import (
     SLOTS,
@@ -67,6 +68,9 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
     row_max, softmax_base = softmax.row_max(blocks, block_k), softmax.softmax_base(blocks)
     rescaling, scale_o = softmax.rescaling(blocks), softmax.scale_rows(blocks, dv)
     exponentials, finish_rows = softmax.exponentials(blocks, block_k), softmax.finish_rows(blocks)
+    f = fragment_functions(kernel, blocks, block_k, by_row=True)
+    has_mask, has_score, varlen = f.has_mask, f.has_score, f.varlen
+    apply_score, apply_mask, first_rows = f.score, f.mask, first_rows_of(f.starts)
     stage_o, store_lse = output.stage(bf16, blocks, dv, tile_o), output.store_rows(blocks)
     take_work, row_tile, col_tile = w.take_work, w.row_tile, w.col_tile
     begin, visit_of, report = w.begin, w.visit, w.report
@@ -110,6 +114,9 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             q_left = keep_q(q_left)
         k_pieces, v_pieces = pieces_k(shared + k_at), pieces_v(shared + v_at)
         to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
+        q_first, k_first = int32(0), int32(0)  # of the packed sequence
+        if varlen:
+            q_first, k_first = first_rows(a, outer)
 
         for n in range(count):
             now = n & 1
@@ -135,8 +142,15 @@ def flash_forward_kernel(kernel: Kernel) -> Any:
             # -- Phase 3: scale and cap (if the exponent cannot apply the scale), mask ----------
             if scaled:
                 s = scale_scores(s, a.scale, a.softcap)
+            if has_score or has_mask:
+                q_pos, q_last = start + row0 - q_first, stop - 1 - q_first
+                k_pos, k_last = key - k_first, key_stop - 1 - k_first
+            if has_score:
+                s = apply_score(a, batch, head, s, q_pos, k_pos, q_last, k_last)
             if masked_now:
                 s = mask(s, start + row0, key, offset, key_stop, a.left, a.right)
+                if has_mask:
+                    s = apply_mask(a, batch, head, s, q_pos, k_pos, q_last, k_last)
             # -- Phase 4: m_new = max(m, rowmax S); O, l rescaled; P = exp(S - m_new) -----------
             # The rescaling precedes the exponentials, so that these can overlap with the first
             # products of phase 5.

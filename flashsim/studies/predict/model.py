@@ -454,26 +454,36 @@ def _blocks(
     The grid is the number of loops and of loops per group.
     """
     p, blocks = traffic.problem, one.kernel.cluster
+    if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
+        parts = -(-work.visits // blocks), work.masked / blocks, work.own / blocks
+        work = replace(work, visits=parts[0], masked=parts[1], own=parts[2])
     shared, waiting = durations(work, c)
-    if blocks > 1:  # blocks that share a work tile have equal parts of it
+    if blocks > 1:
         width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
-        adding_up = 1e-6 * cost_model.ADDING_UP[width]
-        shared, waiting = shared / blocks, (waiting - c.item) / blocks + c.item + adding_up
+        waiting = waiting + 1e-6 * cost_model.ADDING_UP[width]
     places = int(traffic.device.sm_count * cost_model.CLUSTERS[blocks])
     return shared, waiting, (one.walks * blocks, one.clump * blocks), places
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return the constants of a launch: for its head width if they exist, else for any width."""
-    named = constants_name(one, traffic.problem)
-    without, _, width = named.rpartition(", ")
-    names = [named, without] if without == "forward" or width == "128" else [named]
+    """Return the constants of a launch, under the first of its names that exists."""
+    names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
             return constants[name]
     raise OptionError(
-        f"constants= must have an entry for {named!r}, got entries for {', '.join(constants)}"
+        f"constants= must have an entry for {names[0]!r}, got entries for {', '.join(constants)}"
     )
+
+
+def constants_names(one: KernelPass, problem: Problem) -> list[str]:
+    """Return the names under which to look for a launch's constants.
+
+    The first name is for the launch's head width; a second one, if any, is for any width.
+    """
+    named = constants_name(one, problem)
+    without, _, width = named.rpartition(", ")
+    return [named, without] if without == "forward" or width == "128" else [named]
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:

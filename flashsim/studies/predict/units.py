@@ -20,6 +20,7 @@ from flashsim.counts.work import stage_work, total_flops
 from flashsim.problem.hardware import Device
 from flashsim.problem.problem import Problem
 from flashsim.schedule import plans
+from flashsim.schedule.head_grouping import held
 from flashsim.schedule.tensors import shape, whole_bytes
 from flashsim.studies.energy import Use
 
@@ -210,33 +211,56 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 
 
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
-    """Return the bytes that are read from HBM again, because concurrent blocks' data exceeds L2.
+    """Return the bytes that are read from HBM again, because L2 does not keep them.
 
-    In a fused kernel with grouped heads, a block processes the query heads of its group one after
-    the other. If the long and the short blocks of a head all run at the same time, they soon work
-    on different query heads. Then the Q, dO and dQ of all these heads are in use at the same time.
-    Each request for data that does not fit in L2 then goes to HBM, and each addition to such data
-    is a read and a write. The L2 model (`flashsim.l2`), which takes seconds, agrees with this
-    function to within a seventh in the cases tried. Co-scheduled blocks process the query heads
-    together and cause no such additional bytes.
+    The function is about fused kernels with grouped heads, in two situations. In both, a head group
+    loops over more data (Q, dO and dQ) than L2 holds, and only the part that does not fit is
+    requested again. The L2 model (`flashsim.l2`), which takes seconds, agrees to within a seventh
+    in the cases tried.
+
+    If all blocks of a head group run at once, but not co-scheduled, the long and the short blocks
+    of a head soon work on different query heads. Then each request for data that does not fit goes
+    to HBM, and each addition to such data is a read and a write.
+
+    If a head group has more blocks than SMs, or if its blocks are co-scheduled, the blocks of one
+    wave read each row tile together. But each further wave that visits a row tile reads it again.
     """
-    if dict(one.kernel.constants).get("FS_IN_STEP"):
-        return 0.0
-    p, stage, visits = traffic.problem, one.stage, one.tables.visits
+    p, stage, tables = traffic.problem, one.stage, one.tables
     asked = {"load": 0, "reduce": 0}
     for (name, op, _), nbytes in traffic.transfers.items():
         if name == stage.name and op in asked:
             asked[op] += nbytes
-    if p.group == 1 or not asked["reduce"] or (visits == visits[0]).all():
+    if p.group == 1 or not asked["reduce"] or (tables.visits == tables.visits[0]).all():
         return 0.0
-    row = (p.head_dim + p.head_dim_v) * p.itemsize + 4 * p.head_dim
-    heads = min(one.clump, one.walks)
-    if (
-        heads * one.tables.tiles > traffic.device.sm_count
-    ):  # concurrent blocks are neighbours of about equal length
+    heads, processors = min(one.clump, one.walks), traffic.device.sm_count
+    missing = max(0.0, 1 - traffic.device.l2_bytes / (heads * held(stage, p)))
+    if not missing:
         return 0.0
-    missing = max(0.0, 1 - traffic.device.l2_bytes / (heads * p.group * p.n_q * row))
-    return missing * (asked["load"] + 2 * asked["reduce"] - once_bytes(traffic, stage.name))
+    together = dict(one.kernel.constants).get("FS_IN_STEP") or heads * tables.tiles > processors
+    if not together:
+        return missing * (asked["load"] + 2 * asked["reduce"] - once_bytes(traffic, stage.name))
+    looped = sum(
+        whole_bytes(p, move.tensor) * (2 if move.op == "reduce" else 1)
+        for move in stage.visit
+        if move.op in asked
+    )
+    return missing * (_waves_per_row(one, heads, processors) - 1) * looped
+
+
+def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
+    """Return the mean number of waves of a head group's blocks that visit a row tile.
+
+    A wave has as many consecutive outer tiles of each head as SMs per head, and visits all row
+    tiles from the first to the last of them.
+    """
+    tables = one.tables
+    first, stop = (tables.index[tables.ptr[a:][: tables.tiles] - b] for a, b in ((0, 0), (1, 1)))
+    ends = np.stack([first, stop + 1])[:, tables.order]
+    ends = ends[:, tables.visits[tables.order] > 0]
+    each = processors / heads
+    starts = np.unique(np.arange(0.0, ends.shape[1], max(1.0, each)).astype(int))
+    begin, end = np.minimum.reduceat(ends[0], starts), np.maximum.reduceat(ends[1], starts)
+    return float((end - begin).sum() / len(np.unique(tables.index)))
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:

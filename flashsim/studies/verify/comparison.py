@@ -202,11 +202,12 @@ class _Dram:
 
     def predicted(self, stage: plans.Stage, launch: MeasuredLaunch) -> dict[str, int]:
         blocks = self.l2.blocks_per_sm or launch.blocks_per_sm
-        heads, walk = self.l2.heads_in_group, self.l2.walk
+        heads, walk, cluster = self.l2.heads_in_group, self.l2.walk, self.l2.cluster
         if self.l2.launch == "grouped" and heads is None and "hopper_" in launch.kernel:
-            heads, in_step = _together(self.traffic, stage)
+            heads, in_step, cluster = _together(self.traffic, stage)
             walk = "in-step" if in_step else walk
-        model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads, walk=walk)
+        model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)
+        model = replace(model, walk=walk, cluster=cluster)
         if model not in self.replayed:
             self.replayed[model] = {
                 part.name: {
@@ -229,15 +230,19 @@ def _filled(traffic: Traffic) -> Traffic:
     return predict(filled, *how)
 
 
-def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool]:
-    """Return how many heads a Hopper kernel processes together, and whether it co-schedules them.
+def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
+    """Return how a Hopper kernel assigns its work tiles to thread blocks.
+
+    The result is the number of heads that it processes together, whether it co-schedules them, and
+    the number of blocks that share a work tile, or 1 if that number differs between launches.
 
     Kernels of other families follow the L2 model's rule. The Hopper kernels written in Python never
     co-schedule heads, but the prediction for the C++ kernels is used for them too.
     """
     tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
     how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))
-    return how.clump, how.in_step
+    cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
+    return how.clump, how.in_step, cluster
 
 
 def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:

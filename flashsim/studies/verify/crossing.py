@@ -145,7 +145,10 @@ def crossing(
             total += rows * (width + uneven)
     if op == "load":  # parts of dK and dV, float32
         for n, blocks, _ in launches:
-            columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
+            # Beyond 128 columns, the columns of a whole tile are divided between warpgroups.
+            columns, _ = hopper_kernels.tile_columns(stage.name, p)
+            if columns <= 128:
+                columns, _ = hopper_kernels.product_columns(stage.name, p, traffic.tiling, blocks)
             total += (blocks - 1) * n * traffic.tiling.block_k * 2 * columns * 4
     return total
 
@@ -153,8 +156,8 @@ def crossing(
 #: The sectors of a row that arrive at each block of a cluster, by the row's bytes, if they are more
 #: than the row's boxes have. A multicast delivers some sectors of a box that the row's end cuts
 #: more than once. The figures are an H100's counters, exact to the byte, for clusters of 2, 4 and 8
-#: blocks (224: only clusters of 2). The cause is unknown.
-MULTICAST = {48: 5.5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
+#: blocks (64: only clusters of 2 and 4; 224: only of 2). The cause is unknown.
+MULTICAST = {48: 5.5, 64: 5, 80: 6.5, 96: 6.5, 112: 7.5, 144: 11, 160: 9.5, 176: 10.5, 192: 9}
 MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 
 
@@ -294,7 +297,7 @@ def tensor_flops(
     items = sum(one.items for one in launches) or 1
     for n, blocks, unused in launches or [SharedItems(1)]:
         if hopper and stage.name != "forward":
-            if python:
+            if python and (stage.name == "dq" or max(padded_dims(p)) <= 128):
                 d, dv = hopper_kernels.tile_columns(stage.name, p)
             else:
                 d, beyond = hopper_kernels.product_columns(stage.name, p, tiling, blocks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -169,7 +171,17 @@ class Biased(torch.nn.Module):
         return flex_attention(q, k, v, score, blocks)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.thorough,
+        pytest.mark.skipif(shutil.which("g++") is None, reason="no g++, which inductor needs"),
+        pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # torch's, of its own
+    ],
+)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", INDUCTOR])
 def test_fullgraph_with_a_module_and_a_block_mask(backend):
     """Gradients too, of inputs and of the parameter."""
     q, k, v = inputs()

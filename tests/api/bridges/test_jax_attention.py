@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -368,6 +369,65 @@ def test_an_interface_of_another_major_version_is_refused(monkeypatch):
     monkeypatch.setattr(xla_ffi, "_MAJOR", 1)
     with pytest.raises(BackendUnavailable, match=r"uses version 1.x .* uses 0.x"):
         xla_ffi.register("flashsim_never_called", "cpu", print)
+
+
+def test_a_layout_of_a_foreign_call_says_what_the_call_says():
+    seen = []
+
+    def look(call):
+        layout, addresses = call.layout()
+        whole = [x.address for x in (*call.arguments, *call.results)]
+        seen.append((layout, call.text("question"), call.looks(), addresses == whole))
+
+    xla_ffi.register("flashsim_test_layout", "cpu", look)
+    for n in (3, 5, 3, 5):
+        for text in "ab":
+            x = jnp.zeros((n, 2))
+            call = jax.ffi.ffi_call("flashsim_test_layout", jax.ShapeDtypeStruct((n,), x.dtype))
+            run = jax.jit(lambda x, call=call, text=text: call(x, x, question=text))
+            for _ in range(3):
+                jax.block_until_ready(run(x))
+    assert len(seen) == 24
+    assert all(same for *_, same in seen)
+    assert len({(text, looks) for _, text, looks, _ in seen}) == 4
+    found = {}
+    for layout, *says, _ in seen:
+        assert found.setdefault(layout, says) == says
+    assert len(found) <= 8  # a function's later calls have the layout of its first
+
+
+@pytest.mark.parametrize("change", ["dims", "rank", "dtype", "buffer", "text"])
+def test_memory_that_holds_another_call_is_not_taken_for_the_first(change):
+    """XLA may free a call's structures, and another call may be stored at the same addresses."""
+    word = ctypes.c_uint64
+    at = ctypes.addressof
+    dims, other_dims = (word * 2)(3, 4), (word * 2)(3, 4)
+    buffer = (word * 6)(48, 0, 12, 4096, 2, at(dims))
+    other = (word * 6)(48, 0, 12, 8192, 1, at(other_dims))
+    text = ctypes.create_string_buffer(b"one")
+    spans = [(word * 2)(at(text), 3), (word * 2)(at(text), 3)]
+    arguments, names, texts = (word * 1)(at(buffer)), *((word * 1)(at(x)) for x in spans)
+    kinds = (ctypes.c_uint32 * 1)(4)
+    frame = (word * 21)()
+    frame[7], frame[9] = 1, at(arguments)
+    frame[17:21] = 1, at(kinds), at(names), at(texts)
+    layout, addresses = xla_ffi.ForeignCall(at(frame)).layout()
+    assert addresses == [4096]
+    buffer[3] = 8192
+    assert xla_ffi.ForeignCall(at(frame)).layout() == (layout, [8192])
+    if change == "dims":
+        dims[1] = 5
+    elif change == "rank":
+        buffer[4] = 1
+    elif change == "dtype":
+        buffer[2] = 11
+    elif change == "buffer":
+        arguments[0] = at(other)
+    else:
+        text[0] = b"x"
+    again, addresses = xla_ffi.ForeignCall(at(frame)).layout()
+    assert again is not layout
+    assert addresses == [8192]
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_flash3_bw_compatibility():
     raise AssertionError
 """,
     **dict.fromkeys(flash_attention_files.FILES[2:], "mark = 1\n"),
-    "tests/cute/test_flash_attn.py": """
+    next(iter(flash_attention_files.CUTE)): """
 import pytest
 from flash_attn.cute import flash_attn_varlen_func
 from flash_attn.cute.cache_utils import JITCache

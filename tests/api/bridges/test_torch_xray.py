@@ -1,16 +1,18 @@
 """The ranges by which Nsight Compute labels a program's attention kernels, and their calls."""
 
 import json
+import warnings
 from contextlib import contextmanager
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 from flashsim import Problem  # noqa: E402
-from flashsim.torch import xray  # noqa: E402
+from flashsim.torch import compiled_calls, xray  # noqa: E402
 from flashsim.torch.watch import in_ranges  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -58,3 +60,104 @@ def test_without_a_gpu_the_child_says_so(tmp_path, capsys):
         return
     assert xray.main(str(tmp_path / "calls.json"), "program.py") == 1
     assert "no GPU" in capsys.readouterr().err
+
+
+def doubled_if_compiled(score, *_):
+    return score * 2 if torch.compiler.is_compiling() else score
+
+
+@pytest.mark.parametrize("way", ["function", "around", "module", "in place"])
+def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way):
+    q = torch.randn(1, 2, 128, 16)
+    given = {"score_mod": doubled_if_compiled}
+
+    class Layer(torch.nn.Module):
+        def forward(self, x):
+            return flex.flex_attention(x, x, x, **given)
+
+    opened = []
+
+    @contextmanager
+    def note(name):
+        opened.append(name)
+        yield
+
+    with in_ranges(note) as ranges:
+        if way == "function":
+            found = torch.compile(flex.flex_attention, backend="eager")(q, q, q, **given)
+        elif way == "around":
+            compiled = torch.compile(backend="eager")(
+                lambda x: flex.flex_attention(x, x, x, **given)
+            )
+            found = compiled(q)
+        else:
+            layer = Layer()
+            if way == "module":
+                layer = torch.compile(layer, backend="eager")
+            else:
+                layer.compile(backend="eager")
+            found = layer(q)
+    torch.testing.assert_close(found, sdpa(q, q, q, scale=2 / 4))
+    call, direction = ranges.calls[opened[0]]
+    assert (call.api, direction, len(opened)) == ("flex_attention", "forward", 1)
+    assert call.notes == ["score_mod: what it computes is not counted"]
+
+
+def test_a_module_compiled_without_options_keeps_its_result():
+    """Its hooks return nothing: a hook's result would replace the module's."""
+    layer, around, x = torch.nn.Linear(4, 2), [], torch.ones(3, 4)
+    expected = layer(x)
+    noted = []
+    layer.register_forward_pre_hook(lambda *_: noted.append(len(around)))
+    torch.testing.assert_close(compiled_calls._entered(layer, around, {})(x), expected)
+    assert (noted, around) == ([0], [])
+
+
+def test_flex_attention_outside_of_compiled_code_stays_uncompiled():
+    q = torch.randn(1, 2, 128, 16)
+    mask = flex.create_block_mask(lambda b, h, i, j: i >= j, None, None, 128, 128, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's advice to compile it
+        with in_ranges(torch.profiler.record_function) as ranges:
+            found = flex.flex_attention(q, q, q, score_mod=doubled_if_compiled)
+            compiled = torch.compile(flex.flex_attention, backend="eager")(q, q, q, None, mask)
+    torch.testing.assert_close(compiled, sdpa(q, q, q, is_causal=True))
+    torch.testing.assert_close(found, sdpa(q, q, q))  # not doubled
+    calls = [call for call, direction in ranges.calls.values() if direction == "forward"]
+    assert [call.pattern.causal for call in calls] == [False, True]
+
+
+def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
+    """FlashAttention's CuTe kernels are launched by an autograd function, not by an operator."""
+
+    class FlashAttnFunc(torch.autograd.Function):
+        @staticmethod
+        def forward(
+            ctx, q, k, v, softmax_scale=None, causal=False, window_size=(None, None), softcap=0.0
+        ):
+            ctx.save_for_backward(q, k, v)
+            return v * 1.0, q[..., 0]
+
+        @staticmethod
+        def backward(ctx, dout, _):
+            return dout, dout, dout, None, None, None, None
+
+    monkeypatch.setattr(FlashAttnFunc, "__module__", "flash_attn.cute.interface")
+    log = []
+
+    @contextmanager
+    def opened(name):
+        log.append(name)
+        yield
+
+    q, k, v = (torch.randn(2, 8, 4, 16, requires_grad=True) for _ in range(3))
+    with in_ranges(opened) as ranges:
+        out, _ = FlashAttnFunc.apply(q, k, v, None, True, (5, 0))
+        out.sum().backward()
+    (name, *_), (call, _) = log, next(iter(ranges.calls.values()))
+    assert log == [name, f"{name} backward"]
+    expected = Problem(8, head_dim=16, batch=2, heads=4, causal=True, window=(5, 0))
+    assert call.problem == expected
+    with in_ranges(opened) as others:
+        FlashAttnFunc.apply(q, k, v, None, False)
+    assert next(iter(others.calls.values()))[0].pattern.window is None

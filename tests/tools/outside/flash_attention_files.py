@@ -33,11 +33,14 @@ URL = "https://raw.githubusercontent.com/Dao-AILab/flash-attention"
 FA2, FA3 = (f"{room}/test_flash_attn.py" for room in ("tests", "hopper"))
 #: The group of each file of the CuTe kernels.
 CUTE = {
-    "tests/cute/test_flash_attn.py": "CuTe",
-    "tests/cute/test_flash_attn_fast.py": "CuTe fast",
-    "tests/cute/test_flash_attn_race_condition.py": "CuTe race",
-    "tests/cute/test_flash_attn_varlen.py": "CuTe varlen",
-    "tests/cute/test_flash_attn_combine.py": "CuTe combine",
+    f"tests/cute/{name}.py": group
+    for name, group in (
+        ("test_flash_attn", "CuTe"),
+        ("test_flash_attn_fast", "CuTe fast"),
+        ("test_flash_attn_race_condition", "CuTe race"),
+        ("test_flash_attn_varlen", "CuTe varlen"),
+        ("test_flash_attn_combine", "CuTe combine"),
+    )
 }
 TESTING = "flash_attn/cute/testing.py"
 FILES = (

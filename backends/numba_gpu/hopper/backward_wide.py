@@ -1,0 +1,317 @@
+"""The KV-outer backward for head dims of 192 and 256 on Hopper, in Python.
+
+The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators of dK and dV for 64
+keys fill the registers of both consumer warpgroups, so the warpgroups divide the columns. Each
+computes the scores of all 64 keys by its half of the queries. P^T and dS^T pass through shared
+memory as a whole, and each warpgroup then multiplies them for its own columns of dV, dK and dQ.
+At 256 columns dQ does not fit in shared memory beside the rest, and is added to the accumulator
+from registers. Without FUSED there is no dQ, which `dq` then computes. For the fused backward with
+many work tiles, `backward_roles` is faster. The blocks of a CLUSTER share the visits of a work
+tile, as in `backward`.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from numba import cuda
+from numba.cuda import types
+
+from flashsim.backends.launch.kernel import Kernel
+from flashsim.backends.numba_gpu import mma_tiles
+from flashsim.backends.numba_gpu.hopper import gradients, wide_gradients
+from flashsim.backends.numba_gpu.hopper import smem_layout as word
+from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
+from flashsim.backends.numba_gpu.hopper.kv_outer import producer, sender, share_of, statistics
+from flashsim.backends.numba_gpu.hopper.smem_layout import (
+    KEYS_OUTSIDE_REGISTERS,
+    ColumnsDivided,
+    columns_taken,
+)
+from flashsim.backends.numba_gpu.hopper.work_tiles import item_functions
+from flashsim.backends.numba_gpu.tensor import gradients as tensor_gradients
+from flashsim.backends.numba_gpu.tensor import softmax
+from flashsim.backends.numba_gpu.tensor.softmax import LOG2E
+from flashsim.backends.numba_gpu.traversal import (
+    SLOTS,
+    constants,
+    device,
+    quotient,
+    rows_of,
+    shared_base,
+    walk_functions,
+)
+
+int32, int64, float32 = types.int32, types.int64, types.float32
+#: Named barriers: P and dS are written; each warpgroup's piece of dQ is free, and full; no product
+#: of a work tile that a cluster shares reads a tile any more.
+_SCORES_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
+
+
+def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+
+    Its parameters are those of `backward.hopper_backward_kernel`.
+    """
+    c = constants(kernel)
+    at = ColumnsDivided(c.block_q, c.block_k, c.d, bool(c.fused))
+    w = walk_functions(c, every=128)  # one thread per warpgroup
+    items = item_functions(c, at, w, by_row=False)
+    produce = producer(c, at, w, items)
+    produce_statistics = statistics(c, at, w, items, start=False)
+    send_dq = sender(c, at, w, items, (_DQ_FREE, _DQ_FULL))
+    consume = _consumer(c, at, w, items)
+    barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
+    give, take = KEYS_OUTSIDE_REGISTERS
+    give_registers = hopper.registers(give, more=False)
+    take_registers = hopper.registers(take, more=True)
+    warpgroup, warp_of, staged = hopper.warpgroup, hopper.warp, at.staged
+    clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
+
+    def hopper_backward_wide(map_q, map_k, map_v, map_dout, map_dq, a, counter):
+        shared = shared_base()
+        if cuda.threadIdx.x == 0:
+            barriers_begin(shared)
+        if clustered:
+            cluster_sync()  # no block copies to another block whose barriers do not exist yet
+        cuda.syncthreads()  # no thread uses a barrier before it is initialised
+        role = warpgroup()
+        if role == 0:
+            give_registers()
+            warp = warp_of()
+            if warp == 1:
+                produce_statistics(a, shared)
+            elif warp >= 2:
+                if staged:
+                    send_dq(map_dq, a, shared, int32(warp - 2))
+            elif cuda.threadIdx.x == 0:
+                produce(map_q, map_k, map_v, map_dout, a, counter, shared)
+        else:
+            take_registers()
+            consume(a, shared, int32(role - 1))
+
+    return hopper_backward_wide
+
+
+def _consumer(
+    c: SimpleNamespace, at: ColumnsDivided, w: SimpleNamespace, i: SimpleNamespace
+) -> Any:
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
+
+    The warpgroup computes the scores of its 32 queries of every visit, and its columns of dV, dK
+    and dQ.
+    """
+    block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
+    dq_row_bytes = c.head_dim * 4  # of the accumulator
+    scaled, softcap = bool(c.scaled), bool(c.softcap)
+    queries, columns = block_q // 2, at.wide + at.narrow
+    k_at, v_at, q_at, dout_at, p_at, ds_at, dq_at, lse_at, delta_at = map(at.region, at.regions)
+    query_bytes, scores_bytes, dq_bytes = at.query_bytes, at.scores_bytes, at.dq_bytes
+    kv_full, k_free, v_free = at.barrier("kv_full"), at.barrier("k_free"), at.barrier("v_free")
+    full, free = at.barrier("full"), at.barrier("free")
+
+    # -- Fragments
+    depth = columns_taken(c.head_dim, c.head_dim_v, 16)
+    new_sums, load_columns = mma_tiles.zeros(columns // 2), tensor_gradients.load_columns(queries)
+    queue_scores = hopper.queue_scores(bf16, queries, depth, rows=c.block_k, of=block_q)
+    scores_done = hopper.product_wait(1, queries)  # dP's product may be pending
+    dp_done = hopper.product_wait(0, queries)
+    scale_scores = softmax.scale_scores(1, queries, softcap)
+    mask = gradients.mask_columns(queries, bool(c.left), bool(c.right))
+    probabilities = wide_gradients.column_probabilities(queries, softcap)
+    score_gradients = wide_gradients.column_gradients(bf16, queries)
+    round_scores = hopper.round_operand(bf16, queries)
+    scores_place = wide_gradients.scores_place
+    store_scores = gradients.store_ds(c.block_k, queries, 64)
+    queue_sums = wide_gradients.queue_columns(bf16, at, down=False, more=True)
+    queue_dq = wide_gradients.queue_columns(bf16, at, down=True, more=False)
+    groups = 2 if at.narrow else 1  # of products, for all columns of a warpgroup
+    dq_done, sums_done = (hopper.product_wait(n * groups, columns) for n in (2, 0))
+    # Without a staged dQ: everything except dK.
+    dv_done = hopper.product_wait(groups, columns)
+    add_dq = wide_gradients.add_columns(at, rows_of(c)[0]) if fused and not staged else None
+    rows_place = wide_gradients.rows_place
+    stage_dq = wide_gradients.stage_rows(columns, block_q)
+    key_row, value_row = rows_of(c)
+    store_dk = wide_gradients.store_columns(bf16, at, key_row)
+    store_dv = wide_gradients.store_columns(bf16, at, value_row)
+    # The blocks of a cluster divide each warpgroup's columns of dK and of dV in pieces of 32.
+    blocks, share, across = c.cluster, share_of(c), at.row_of_threads
+    assert columns * across <= at.region("p"), "room for both"
+    pieces, wide_pieces = columns // 32, at.wide // 32
+    lay_down, add_from = gradients.lay_down(columns, across), gradients.add_from(32, across)
+    new_piece, uncounted = mma_tiles.zeros(16), hopper.uncounted
+    store_piece_dk = hopper.store_output(bf16, 32, key_row, later=True)
+    store_piece_dv = hopper.store_output(bf16, 32, value_row, later=True)
+    tiles_read, cluster_sync = hopper.named_sync(128 * at.groups), hopper.cluster_sync
+    take, leave, visits_of = i.take, i.leave, i.visits
+    visit_stamps, tile_stamps = i.visit_stamps, i.tile_stamps
+    visit_of, report, stamp, stamp_block = w.visit, w.report, w.stamp, w.stamp_block
+    get, speaks, wait, stage = hopper.get, hopper.speaks, hopper.wait, hopper.stage
+    wait_full, arrive = hopper.wait_full, hopper.arrive
+    fence_shared = gradients.fence_shared
+    scores_ready = hopper.named_sync(128 * at.groups)
+    piece_free, piece_full = hopper.named_sync(160), hopper.named_arrive(160)
+
+    @device
+    def store(a, shared, slot, kv_heads, row0, group, dk, dv):
+        """Store dV, and dK times the scale, from registers to HBM."""
+        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
+        batch = quotient(walk, kv_heads)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
+        to = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
+        factors = a.scale, a.scale
+        report(tile_count + 8, store_dk(to, a.dk_row * 2, dk, factors, key, stop, group))
+        to = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
+        ones = float32(1.0), float32(1.0)
+        report(tile_count + 12, store_dv(to, a.dv_row * 2, dv, ones, key, stop, group))
+
+    @device
+    def add_up(a, shared, slot, kv_heads, row0, group, dk, dv):
+        """Store dV, and dK times the scale, both summed over the blocks of a cluster.
+
+        Each block writes its sums to shared memory, over the tiles that it no longer needs. After
+        that, each block adds up some columns of all blocks' sums, in the order of the blocks.
+        """
+        mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
+        tiles_read(int32(_TILES_READ))  # no product reads a tile any more
+        lay_down(mine, dk)
+        lay_down(mine + columns // 2 * across, dv)
+        cluster_sync()  # all blocks' sums are written
+        walk, stop = get(slot + word.WALK), get(slot + word.STOP)
+        batch = quotient(walk, kv_heads)
+        head, key = int32(walk - batch * kv_heads), int32(get(slot + word.START) + row0)
+        to_dk = a.dk_data + (batch * a.dk_batch + head * a.dk_head) * 2
+        to_dv = a.dv_data + (batch * a.dv_batch + head * a.dv_head) * 2
+        scales, ones = (a.scale, a.scale), (float32(1.0), float32(1.0))
+        piece, dk_bytes, dv_bytes = int32(cuda.blockIdx.x & (blocks - 1)), int32(0), int32(0)
+        while piece < 2 * pieces:
+            which = quotient(piece, pieces)  # 0: dK, 1: dV
+            part = int32(piece - which * pieces)
+            column = int32(128 * group + 32 * part)
+            if part >= wide_pieces:  # the narrow columns
+                column = int32(64 + 32 * group)
+            source, sums, block = int32(mine + piece * (16 * across)), new_piece(), int32(0)
+            while block < blocks:
+                sums = add_from(sums, source, block)
+                block = uncounted(block + 1)
+            if which == 0:
+                row_bytes = a.dk_row * 2
+                dk_bytes += store_piece_dk(to_dk, row_bytes, sums, scales, key, stop, column)
+            else:
+                row_bytes = a.dv_row * 2
+                dv_bytes += store_piece_dv(to_dv, row_bytes, sums, ones, key, stop, column)
+            piece = uncounted(piece + blocks)
+        cluster_sync()  # the other blocks have read this block's sums
+        tile_count = a.tile_counts + (int64(walk) * a.tiles + get(slot + word.OUTER)) * (SLOTS * 4)
+        report(tile_count + 8, dk_bytes)
+        report(tile_count + 12, dv_bytes)
+
+    put_gradients = store if blocks == 1 else add_up
+
+    @device
+    def consume(a, shared, group):
+        speaking = speaks()  # one arrival per warp
+        to_log2 = float32(LOG2E) if scaled else a.scale * float32(LOG2E)  # exponents in base 2
+        kv_heads = quotient(a.heads, a.group)
+        row0 = int32(int32(cuda.threadIdx.x) % 128 // 32 * 16)  # first row of the warp in the tile
+        k, v = int32(shared + k_at), int32(shared + v_at)
+        mine = int32(queries * group)  # first query of the warpgroup in the tile
+        p_mine = scores_place(shared + p_at, group)
+        ds_mine = scores_place(shared + ds_at, group)
+        dq_mine = rows_place(shared + dq_at + group * dq_bytes)
+        item, done = int32(0), int32(0)  # as in the producer
+        while True:
+            slot = take(shared, item)
+            walk = get(slot + word.WALK)
+            if walk < 0:
+                break
+            count = get(slot + word.COUNT)
+            tile_stamp = tile_stamps(a, walk, get(slot + word.OUTER), 1 + group)
+            stamp_block(tile_stamp, False)
+            member = int32(walk * a.group)  # index of the query head
+            further, n, total = share(a.group, count)
+            member = int32(member + further)
+            left = total
+            dk, dv = new_sums(), new_sums()
+            wait(shared + kv_full, item & 1)
+            while left > 0:
+                visit_stamp = visit_stamps(a, member, get(slot + word.FIRST) + n, 1 + group)
+                tile, masked = visit_of(a, visits_of(slot), n)
+                shift, now = int32((done & 1) * query_bytes), int32((done & 1) * (block_q * 4))
+                turn = int32((done & 1) * scores_bytes)
+                # -- S^T = K Q^T and dP^T = V dO^T, queued after the last visit's products --------
+                stamp(visit_stamp, 0)
+                wait_full(shared + full, done)
+                stamp(visit_stamp, 1)
+                lse = load_columns(shared + lse_at + now + mine * 4)
+                deltas = load_columns(shared + delta_at + now + mine * 4)
+                s = queue_scores(k, shared + q_at + shift + mine * 128)
+                dp = queue_scores(v, shared + dout_at + shift + mine * 128)
+                s = scores_done(s)  # and dV and dK of the last visit
+                arrive(stage(shared + free, done + 1), speaking & (left < total))
+                stamp(visit_stamp, 2)
+                # -- P^T = exp2(c S^T - lse), under dP --------------------------------------------
+                if scaled:
+                    s = scale_scores(s, a.scale, a.softcap)
+                if masked:
+                    query = int32(get(slot + word.BASE) + tile * block_q + mine)
+                    key = int32(get(slot + word.START) + row0)
+                    limits = get(slot + word.OFFSET), get(slot + word.STOP)
+                    s = mask(s, key, query, limits[0], limits[1], a.left, a.right)
+                p, sloped = probabilities(s, lse, to_log2, a.softcap)
+                # The other warpgroup may still read the other stage's P and dS. It finished reading
+                # this stage before it reached the last visit's _SCORES_READY, which this warpgroup
+                # has passed.
+                store_scores(p_mine + turn, round_scores(p))
+                dp = dp_done(dp)
+                stamp(visit_stamp, 3)
+                # -- dS^T = P^T (dP^T - delta) ----------------------------------------------------
+                store_scores(ds_mine + turn, score_gradients(sloped, dp, deltas))
+                fence_shared()
+                scores_ready(int32(_SCORES_READY))
+                # -- dV += P^T dO, dQ = dS K, dK += dS^T Q ----------------------------------------
+                p_now, ds_now = int32(shared + p_at + turn), int32(shared + ds_at + turn)
+                if staged:  # first, so that it is sent while the others run
+                    dq = queue_dq(ds_now, k, group)
+                dv = queue_sums(dv, p_now, shared + dout_at + shift, group)
+                if fused and not staged:
+                    dq = queue_dq(ds_now, k, group)
+                dk = queue_sums(dk, ds_now, shared + q_at + shift, group)
+                if staged:
+                    dq = dq_done(dq)  # dV and dK continue into the next visit
+                    piece_free(_DQ_FREE + group)  # the previous piece is sent
+                    stage_dq(dq_mine, dq)
+                    fence_shared()
+                    piece_full(_DQ_FULL + group)
+                else:
+                    dv = dv_done(dv)  # dK continues into the next visit
+                    if fused:
+                        dq = dv_done(dq)
+                        query = int32(get(slot + word.BASE) + tile * block_q)
+                        row = int64(member) * a.n_q + query
+                        rows = int32(get(slot + word.END) - query)
+                        added = add_dq(a.dq_acc + row * dq_row_bytes, dq, rows, group)
+                        number = int64(member) * a.n_visits + get(slot + word.FIRST) + n
+                        report(a.visit_counts + number * (SLOTS * 4) + 16, added)
+                stamp(visit_stamp, 4)
+                done, left, n = int32(done + 1), int32(left - 1), int32(n + 1)
+                if n == count:
+                    member, n = int32(member + 1), int32(0)
+            if total > 0:
+                dk, dv = sums_done(dk), sums_done(dv)
+                arrive(stage(shared + free, done + 1), speaking)
+            # the next work tile's V and K may be loaded
+            arrive(shared + v_free, speaking)
+            arrive(shared + k_free, speaking)
+            put_gradients(a, shared, slot, kv_heads, row0, group, dk, dv)
+            leave(shared, item, speaking)
+            stamp_block(tile_stamp, True)
+            item = int32(item + 1)
+        if staged:
+            # the block must not exit before the copies have read its shared memory
+            piece_free(_DQ_FREE + group)
+
+    return consume

@@ -1,0 +1,389 @@
+"""Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
+
+P and dS of a tile pair pass from warpgroup to warpgroup through shared memory, transposed: a row
+has one key and 64 queries. `backward_wide` computes transposed scores, with keys in rows;
+`backward_roles` computes scores with queries in rows. dQ is computed with queries in rows, so its
+staging differs from that of `gradients`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.cuda import types
+
+from flashsim.backends.numba_gpu import ptx
+from flashsim.backends.numba_gpu.emit import I1, I64, Values, emitted, f32, floats, i32, words
+from flashsim.backends.numba_gpu.hopper import ptx as ptx_hopper
+from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided
+from flashsim.backends.numba_gpu.hopper.wgmma_tiles import rounded, store_output, transposed_quad
+from flashsim.backends.numba_gpu.mma_tiles import RowWidth, lane_of
+
+int32, int64, float32 = types.int32, types.int64, types.float32
+
+
+def _warp(b: ir.IRBuilder) -> ir.Value:
+    """Return the number of the warp in its warpgroup."""
+    return b.and_(b.lshr(ptx.special(b, "tid.x"), i32(5)), i32(3))
+
+
+def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
+    """Return a softcap's derivative, 1 - tanh^2, from the capped score (which may be -inf)."""
+    t = ptx.maximum(b, b.fmul(score, inverse), f32(-1.0))
+    return b.fsub(f32(1.0), b.fmul(t, t))
+
+
+# -- scores with keys in rows (`backward_wide`) ---------------------------------------------------
+
+
+@emitted(int32, int32, int32)
+def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
+    """Return where this thread's row of P^T or dS^T begins: ``(tile, group) -> address``.
+
+    A warpgroup has 32 of the row's 64 queries. `gradients.store_ds` takes the address.
+    """
+    lane = lane_of(b)
+    row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
+    piece = b.or_(b.shl(group, i32(2)), b.lshr(lane, i32(4)))
+    at = b.add(tile, b.shl(row, i32(7)))
+    return b.add(at, b.shl(b.xor(piece, b.and_(row, i32(7))), i32(4)))
+
+
+def column_probabilities(n: int, softcap: bool) -> Any:
+    """Return ``column_probabilities(s, lse, to_log2, cap) -> p, sloped``: P = exp2(c S - lse).
+
+    `lse` holds -lse in base 2 of each of the lane's columns. `sloped` is P, with a softcap times
+    the cap's slope.
+    """
+    kind = floats(n // 2)
+
+    @emitted([kind, kind], kind, floats(n // 4), float32, float32)
+    def column_probabilities_(
+        b: ir.IRBuilder, s: Values, lse: Values, to_log2: ir.Value, cap: ir.Value
+    ) -> list[Values]:
+        p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 4 * 2 + e % 2])) for e, x in enumerate(s)]
+        if not softcap:
+            return [p, p]
+        inverse = ptx.reciprocal(b, cap)
+        return [p, [b.fmul(x, _slope(b, y, inverse)) for x, y in zip(p, s, strict=True)]]
+
+    return column_probabilities_
+
+
+def column_gradients(bf16: bool, n: int) -> Any:
+    """Return ``column_gradients(p, dp, delta) -> ds``: it rounds dS = P (dP + delta).
+
+    `delta` holds -delta of each of the lane's columns.
+    """
+    kind = floats(n // 2)
+
+    @emitted(words(n // 4), kind, kind, floats(n // 4))
+    def column_gradients_(b: ir.IRBuilder, p: Values, dp: Values, delta: Values) -> Values:
+        ds = [
+            b.fmul(x, b.fadd(y, delta[e // 4 * 2 + e % 2]))
+            for e, (x, y) in enumerate(zip(p, dp, strict=True))
+        ]
+        return rounded(b, ds, bf16=bf16)
+
+    return column_gradients_
+
+
+def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> Any:
+    """Return the function that queues a product for the columns of a warpgroup.
+
+    The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
+    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
+    its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
+    of the wide columns come first, then those of the narrow ones; each part is a group of products.
+    """
+    parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
+    if at.narrow:
+        parts.append((at.narrow, 64, at.block_q * 128, at.wide // 2))
+    steps, kind = range(4), floats((at.wide + at.narrow) // 2)
+    left_at = [ptx_hopper.down_rows(x) if down else ptx_hopper.along_row(x, 64) for x in steps]
+    right_at = [ptx_hopper.down_rows(x) for x in steps]
+
+    def queue(
+        b: ir.IRBuilder, sums: Values | None, scores: ir.Value, tile: ir.Value, group: ir.Value
+    ) -> Values:
+        found = []
+        for n, apart, first, begin in parts:
+            where = b.add(b.add(tile, i32(first)), b.mul(group, i32(apart)))
+            found += ptx_hopper.wgmma(
+                *(b, bf16, n, sums[begin : begin + n // 2] if sums else None),
+                ptx_hopper.descriptor(b, scores, 0),
+                ptx_hopper.descriptor(b, where, at.block_q * 128),
+                *(left_at, right_at),
+                left_down=down,
+                right_down=True,
+            )
+        return found
+
+    @emitted(kind, int32, int32, int32)
+    def queue_columns_(
+        b: ir.IRBuilder, scores: ir.Value, tile: ir.Value, group: ir.Value
+    ) -> Values:
+        return queue(b, None, scores, tile, group)
+
+    @emitted(kind, kind, int32, int32, int32)
+    def queue_more_(
+        b: ir.IRBuilder, sums: Values, scores: ir.Value, tile: ir.Value, group: ir.Value
+    ) -> Values:
+        return queue(b, sums, scores, tile, group)
+
+    return queue_more_ if more else queue_columns_
+
+
+def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
+    """Return the function that rounds and stores 64 rows of a warpgroup's columns.
+
+    The function is ``store_columns(address, row_bytes, sums, factors, row, stop, group) -> bytes``,
+    with the parameters of `wgmma_tiles.store_output`.
+    """
+    count = (at.wide + at.narrow) // 2
+    store_wide = store_output(bf16, at.wide, row_of, later=True).__wrapped__
+    store_narrow = store_output(bf16, at.narrow, row_of, later=True).__wrapped__
+
+    @emitted(int32, int64, int32, floats(count), floats(2), *[int32] * 3)
+    def store_columns_(
+        b: ir.IRBuilder,
+        address: ir.Value,
+        row_bytes: ir.Value,
+        sums: Values,
+        factors: Values,
+        row: ir.Value,
+        stop: ir.Value,
+        group: ir.Value,
+    ) -> ir.Value:
+        given, cut = (b, address, row_bytes), at.wide // 2
+        first = b.shl(group, i32(7))
+        stored = store_wide(*given, sums[:cut], factors, row, stop, first)
+        if at.narrow:
+            first = b.add(i32(64), b.shl(group, i32(5)))
+            more = store_narrow(*given, sums[cut:], factors, row, stop, first)
+            stored = b.add(stored, more)
+        return stored
+
+    return store_columns_
+
+
+def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
+    """Return the function that adds a warpgroup's columns of dQ to the accumulator in HBM.
+
+    The function is ``add_columns(address, dq, rows, group) -> bytes``. `address` is the address of
+    the tile's row 0, and only the tile's first `rows` rows exist. All columns are wide ones.
+    """
+    assert not at.narrow, "the narrow columns are not added"
+
+    @emitted(int32, int64, floats(at.wide // 2), int32, int32)
+    def add_columns_(
+        b: ir.IRBuilder, address: ir.Value, dq: Values, rows: ir.Value, group: ir.Value
+    ) -> ir.Value:
+        lane, added = lane_of(b), i32(0)
+        column = b.add(b.shl(group, i32(7)), b.shl(b.and_(lane, i32(3)), i32(1)))
+        for half in range(2):
+            row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
+            row = b.add(row, i32(8 * half))
+            first = b.add(b.mul(row, i32(row_of.width)), column)
+            to = b.add(address, b.sext(b.shl(first, i32(2)), I64))
+            inside = b.icmp_signed("<", row, rows)
+            for j in range(at.wide // 8):
+                where, exists = b.add(column, i32(8 * j)), inside
+                if row_of.width < at.d:
+                    exists = b.and_(exists, b.icmp_signed("<", where, i32(row_of.width)))
+                e = 4 * j + 2 * half
+                with b.if_then(exists):
+                    ptx.add_float(b, b.add(to, ir.Constant(I64, 32 * j)), dq[e : e + 2])
+                count = row_of.counted(b, where, 2, 4)
+                added = b.add(added, b.select(exists, count, i32(0)))
+        return added
+
+    return add_columns_
+
+
+# -- scores with queries in rows (`backward_roles`) -----------------------------------------------
+
+
+@emitted(floats(2), int32)
+def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
+    """Load the float32 of each of this thread's two rows: ``load_rows(address) -> values``."""
+    row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane_of(b), i32(2)))
+    mine = b.add(address, b.shl(row, i32(2)))
+    return [ptx.load_shared_float(b, b.add(mine, i32(32 * half))) for half in range(2)]
+
+
+@emitted(int32, int32)
+def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
+    """Return where this thread stores the first keys of P^T or dS^T: ``(tile) -> address``."""
+    lane = lane_of(b)
+    key = b.add(b.shl(b.lshr(lane, i32(4)), i32(3)), b.and_(lane, i32(7)))
+    piece = b.add(b.shl(_warp(b), i32(1)), b.and_(b.lshr(lane, i32(3)), i32(1)))
+    at = b.add(tile, b.shl(key, i32(7)))
+    return b.add(at, b.shl(b.xor(piece, b.and_(key, i32(7))), i32(4)))
+
+
+def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
+    """Return the function that computes P = exp2(c S - lse) and stores it.
+
+    The function is ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``: P, with a
+    softcap times the cap's slope. `lse` holds -lse in base 2 of the thread's rows. 16 keys are
+    stored at a time, while the exponentials of the next ones run.
+    """
+    kind = floats(n // 2)
+
+    @emitted(kind, int32, kind, floats(2), float32, float32)
+    def store_probabilities_(
+        b: ir.IRBuilder,
+        place: ir.Value,
+        s: Values,
+        lse: Values,
+        to_log2: ir.Value,
+        cap: ir.Value,
+    ) -> Values:
+        inverse = ptx.reciprocal(b, cap) if softcap else None
+        found: Values = []
+        for first in range(0, n // 2, 8):
+            some = s[first : first + 8]
+            p = [ptx.exp2(b, b.fma(x, to_log2, lse[e // 2 % 2])) for e, x in enumerate(some)]
+            at = b.add(place, i32(first // 8 * 16 * 128))
+            ptx_hopper.store_transposed(b, at, rounded(b, p, bf16=bf16))
+            if softcap:
+                p = [b.fmul(x, _slope(b, y, inverse)) for x, y in zip(p, some, strict=True)]
+            found += p
+        return found
+
+    return store_probabilities_
+
+
+def store_gradients(bf16: bool, n: int) -> Any:
+    """Return ``store_gradients(place, p, dp, delta)``: it stores dS = P (dP + delta), rounded.
+
+    `delta` holds -delta of the thread's rows.
+    """
+    kind = floats(n // 2)
+
+    @emitted(None, int32, kind, kind, floats(2))
+    def store_gradients_(
+        b: ir.IRBuilder, place: ir.Value, p: Values, dp: Values, delta: Values
+    ) -> None:
+        for first in range(0, n // 2, 8):
+            ds = [b.fmul(p[e], b.fadd(dp[e], delta[e // 2 % 2])) for e in range(first, first + 8)]
+            at = b.add(place, i32(first // 8 * 16 * 128))
+            ptx_hopper.store_transposed(b, at, rounded(b, ds, bf16=bf16))
+
+    return store_gradients_
+
+
+def queue_dq(bf16: bool, n: int, keys: int) -> Any:
+    """Return ``queue_dq(ds, k) -> dq``: it queues dQ = dS K, 64 queries by `n` columns."""
+    steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
+
+    @emitted(floats(n // 2), int32, int32)
+    def queue_dq_(b: ir.IRBuilder, ds: ir.Value, k: ir.Value) -> Values:
+        tiles = ptx_hopper.descriptor(b, ds, 0), ptx_hopper.descriptor(b, k, keys * 128)
+        ways = {"left_down": True, "right_down": True}
+        return ptx_hopper.wgmma(b, bf16, n, None, *tiles, steps, steps, **ways)
+
+    return queue_dq_
+
+
+def queue_sum(bf16: bool, keys: int) -> Any:
+    """Return ``queue_sum(sum, chunk, scores) -> sum``: dV^T += dO^T P, or dK^T += Q^T dS.
+
+    The product has the 64 columns of a chunk of dO or Q, by `keys`.
+    """
+    left_at = [ptx_hopper.down_rows(x) for x in range(4)]
+    right_at = [ptx_hopper.along_row(x, keys) for x in range(4)]
+    kind = floats(keys // 2)
+
+    @emitted(kind, kind, int32, int32)
+    def queue_sum_(b: ir.IRBuilder, c: Values, chunk: ir.Value, scores: ir.Value) -> Values:
+        tiles = ptx_hopper.descriptor(b, chunk, 0), ptx_hopper.descriptor(b, scores, 0)
+        return ptx_hopper.wgmma(b, bf16, keys, c, *tiles, left_at, right_at, left_down=True)
+
+    return queue_sum_
+
+
+def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
+    """Return the function that rounds and stores three sums of `queue_sum`, as rows of keys.
+
+    The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
+    bytes``. `first` is the tile's first key; keys from `stop` on, and columns past the width of
+    `row_of`, are not stored.
+    """
+    kind = floats(keys // 2)
+
+    @emitted(int32, int64, int32, kind, kind, kind, float32, int32, int32)
+    def store_sums_(
+        b: ir.IRBuilder,
+        address: ir.Value,
+        row_bytes: ir.Value,
+        low: Values,
+        middle: Values,
+        high: Values,
+        factor: ir.Value,
+        first: ir.Value,
+        stop: ir.Value,
+    ) -> ir.Value:
+        lane, stored = lane_of(b), i32(0)
+        odd, up = b.trunc(lane, I1), b.trunc(b.lshr(lane, i32(1)), I1)
+        mine = b.add(b.shl(_warp(b), i32(4)), b.shl(b.and_(lane, i32(1)), i32(3)))
+        row = b.add(first, b.shl(b.and_(b.lshr(lane, i32(1)), i32(1)), i32(3)))
+        row = b.add(row, b.lshr(lane, i32(2)))
+        for chunk, c in enumerate((low, middle, high)):
+            column = b.add(mine, i32(64 * chunk))
+            fits = b.icmp_unsigned("<", column, i32(row_of.width))
+            for j in range(keys // 16):
+                pairs = [c[8 * j + 2 * x : 8 * j + 2 * x + 2] for x in range(4)]
+                four = [ptx.pack(b, bf16, *(b.fmul(x, factor) for x in pair)) for pair in pairs]
+                four = [ptx_hopper.transposed(b, x) for x in four]
+                four = transposed_quad(b, four, odd, up)
+                here = b.add(row, i32(16 * j))
+                inside = b.and_(fits, b.icmp_signed("<", here, stop))
+                far = b.mul(b.sext(here, I64), b.sext(row_bytes, I64))
+                line = b.add(b.add(address, far), b.sext(b.shl(column, i32(1)), I64))
+                with b.if_then(inside):
+                    ptx.store_16(b, line, four)
+                count = row_of.counted(b, column, 8, 2)
+                stored = b.add(stored, b.select(inside, count, i32(0)))
+        return stored
+
+    return store_sums_
+
+
+# -- dQ with queries in rows: staged in shared memory, then sent ----------------------------------
+
+
+@emitted(int32, int32)
+def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
+    """Return where this thread stages its part of dQ: ``rows_place(dq) -> address``.
+
+    A row of the staging area has 32 columns per box, whose 16-byte pieces are swizzled with the
+    row. Odd rows begin with the other half of a box's columns. Otherwise two rows would use the
+    same banks.
+    """
+    lane = lane_of(b)
+    row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
+    piece = b.xor(b.and_(b.lshr(lane, i32(1)), i32(1)), b.and_(row, i32(7)))
+    piece = b.xor(piece, b.shl(b.and_(row, i32(1)), i32(2)))
+    at = b.add(b.add(dq, b.shl(row, i32(7))), b.shl(b.and_(lane, i32(1)), i32(3)))
+    return b.add(at, b.shl(piece, i32(4)))
+
+
+def stage_rows(n: int, rows: int) -> Any:
+    """Return ``stage_rows(place, dq)``: it writes `rows` by `n` columns of dQ to shared memory."""
+
+    @emitted(None, int32, floats(n // 2))
+    def stage_rows_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:
+        odd = b.trunc(b.lshr(lane_of(b), i32(2)), I1)  # the thread's rows are odd
+        for box in range(n // 32):
+            for j in range(4):
+                at = b.add(b.xor(to, i32(32 * j)), i32(box * rows * 128))
+                for half in range(2):
+                    mine = 16 * box + 4 * j + 2 * half
+                    other = 16 * box + 4 * (j ^ 2) + 2 * half
+                    x, y = (b.select(odd, dq[other + e], dq[mine + e]) for e in range(2))
+                    ptx_hopper.store_pair(b, b.add(at, i32(1024 * half)), x, y)
+
+    return stage_rows_

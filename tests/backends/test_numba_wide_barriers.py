@@ -1,0 +1,444 @@
+"""The barriers of Hopper's backward in Python beyond 128 columns, without a GPU.
+
+As in `test_numba_barriers`, whose lots are drawn and whose block is used: tiles and sums are the
+visits that they are of, and products read shared memory from when they are queued until they are
+waited for.
+"""
+
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("numba_cuda")
+
+from test_numba_barriers import (
+    DATA,
+    ITEMS,
+    NAMED,
+    OF_CLUSTER,
+    ROWS,
+    SHARED,
+    Arguments,
+    Block,
+    Cluster,
+    Cuda,
+    Lots,
+    Stuck,
+    item_functions,
+)
+
+from flashsim.backends.numba_gpu.hopper import backward_roles, backward_wide, kv_outer
+from flashsim.backends.numba_gpu.hopper.smem_layout import ColumnsDivided, Roles
+
+pytestmark = pytest.mark.promise("every barrier is needed")
+
+#: Head dims of the kernel with divided columns, fused or not; None: warpgroups with roles.
+SHAPES = {
+    "192": (192, 0),
+    "256": (256, 0),
+    "192 fused": (192, 1),
+    "256 fused": (256, 1),
+    "roles": None,
+}
+FIRST = {"producer": 0, "statistics": 32, "sender": 64, "consumer": 128}  # threads
+
+
+class WideBlock(Block):
+    """One with either layout; barriers and named barriers that are `ignored` nobody waits for."""
+
+    def __init__(self, at, lots, heads, ignored, cluster):
+        super().__init__(at, lots, heads, (), cluster)
+        self.senders = 1 if isinstance(at, Roles) else 2
+        self.flying = {group: [] for group in range(at.groups)}
+        counts = {kind: count for kind, (count, _) in at.arrivals.items()}
+        kinds = [kind for kind in ignored if kind in counts]
+        self.ignored = [at.barrier(kind) + 8 * x for kind in kinds for x in range(counts[kind])]
+        self.passed = [NAMED.get(kind, kind) for kind in ignored]
+        apart = {"q": at.query_bytes, "dout": at.query_bytes, "dq": at.dq_bytes}
+        apart |= {"k": at.key_bytes, "v": at.key_bytes}
+        apart |= dict.fromkeys(("p", "ds"), at.scores_bytes)
+        apart |= dict.fromkeys(("lse", "delta"), at.block_q * 4)
+        if isinstance(at, Roles):
+            apart["dout"] = at.block_q * 128  # a chunk
+        self.apart = apart
+
+    @property
+    def thread(self):
+        kind, number = self.lots.mine.role[:2]
+        return FIRST[kind] + number * (128 if kind == "consumer" else 32)
+
+    def where(self, address):
+        """Region, and stage; of dQ the warpgroup, and of a dO with one stage the chunk."""
+        for name, size in self.at.regions.items():
+            first = self.at.region(name)
+            if first <= address < first + size:
+                return name, (address - first) // self.apart[name]
+        raise ValueError(address)
+
+    def sync_all(self):
+        super().sync_all(2 + self.senders + self.at.groups)
+
+
+def played(block):
+    """What the kernels' modules call, by module."""
+    memory, at = block.memory, block.at
+    ring = lambda barriers, n: barriers + 8 * (n & 1)  # noqa: E731
+    roles = isinstance(at, Roles)
+
+    def visit_of(address):
+        value = memory.get(block.where(address))
+        assert value is not None, "nothing is there yet"
+        return value
+
+    def queue_scores(*operands):
+        own, visited = operands if not roles else operands[::-1]
+        chunks = range(at.chunks if roles and block.where(visited)[0] == "dout" else 1)
+        values = block.read(own, *(visited + x * at.block_q * 128 for x in chunks)).values
+        key_head, visit, *others = values
+        assert visit is not None, "nothing is there yet"
+        assert visit[0] // block.heads == key_head, "another item's"
+        assert others in ([], [visit, visit]), "chunks of several visits"
+        return visit
+
+    def same(*visits):
+        assert len(set(visits)) == 1, visits
+        return visits[0]
+
+    def whole_scores(value):
+        """The visit of P or dS in shared memory."""
+        if roles:
+            return value
+        assert len(value) == 2, "a warpgroup's scores are missing"
+        return same(*value.values())
+
+    def store_scores(address, scores):
+        if roles:
+            memory[block.where(address)] = scores
+        else:
+            memory.setdefault(block.where(address), {})[block.group] = scores
+        block.lots.step()
+
+    def queue_columns(bf16, at, down, more):
+        parts = range(2 if at.narrow else 1)
+
+        def queue(*operands):
+            *sums, scores, tile, _ = operands
+            products = [block.read(scores, tile) for _ in parts]
+            if down:
+                return products
+            visit = whole_scores(products[0].values[0])
+            assert products[0].values[1] == visit, "another visit's"
+            return (*sums[0], visit)
+
+        return queue
+
+    def queue_sum(sums, chunk, scores):
+        tile, visit = block.read(chunk, scores).values
+        assert tile == visit is not None, "another visit's"
+        return (*sums, visit)
+
+    def stage(place, dq):
+        for product in dq:
+            assert product.whole, "dS was overwritten while it was read"
+        memory[block.where(place)] = whole_scores(dq[0].values[0])
+        block.lots.step()
+
+    def reduce_dq(rows, wide, packed):
+        def reduce(tensor_map, source, column, row, head, last):
+            assert memory.get(block.where(source)) == (head, row), "another visit's dQ is sent"
+            block.sent.append((block.group, column, wide, head, row))
+            block.lots.step()
+
+        return reduce
+
+    def add_columns(at, row_of):
+        def add(address, dq, rows, group):
+            for product in dq:
+                assert product.whole, "dS was overwritten while it was read"
+            visit = divmod(address // (at.d * 4), ROWS)
+            assert whole_scores(dq[0].values[0]) == visit, "another visit's dQ is added"
+            block.sent.append((group, 128 * group, 128, *visit))
+            return 0
+
+        return add
+
+    def copy_tile(rows, chunks, packed, blocks=1):
+        def copy(to, tensor_map, barrier, row, head, last):
+            name = block.where(to)
+            memory[name] = head if name[0] in "kv" else (head, row)
+            block.landed(barrier, rows * chunks * 128)
+
+        def copy_to_all(to, tensor_map, barrier, row, head, last):
+            for _ in range(block.rank, chunks, blocks):
+                for other in block.cluster.blocks:
+                    assert other.begun, "a barrier that does not exist yet"
+                    other.memory[other.where(to)] = head
+                    other.landed(barrier, rows * 128)
+
+        return copy if blocks == 1 else copy_to_all
+
+    def copy_chunks(rows, chunks, packed):
+        def copy(to, tensor_map, full, free, parity, row, head, last):
+            for x in range(chunks):
+                block.wait(free + 8 * x, parity ^ 1)
+                block.expect(full + 8 * x, rows * 128)
+                memory["dout", x] = head, row
+                block.landed(full + 8 * x, rows * 128)
+
+        return copy
+
+    def store_columns(bf16, at, row_of):
+        def store(to, row_bytes, sums, factors, key, stop, group):
+            block.stored.append((to // DATA, group, sums))
+            return 0
+
+        return store
+
+    def lay_down(n, apart):
+        def lay(place, sums):
+            for name in "k", "v", "q", "dout":
+                for stage in range(2):
+                    memory.pop((name, stage), None)
+            block.laid[place] = sums
+            block.lots.step()
+
+        return lay
+
+    def add_from(n, apart):
+        half = at.wide + at.narrow >> 1  # floats of a thread's dK
+
+        def add(sums, place, rank):
+            there, own = block.cluster.blocks[rank], at.region("k") + 128 * block.group * 4
+            which, first = divmod((place - own) // apart, half)
+            assert block.cluster.lives(rank), "a block that has ended"
+            assert own + which * half * apart in there.laid, "nothing is there yet"
+            assert first % (n // 2) == 0
+            block.lots.step()
+            return (*sums, (first, rank, there.laid[own + which * half * apart]))
+
+        return add
+
+    def store_output(bf16, n, row_of, later):
+        def store(to, row_bytes, sums, factors, key, stop, column):
+            block.stored.append((to // DATA, block.group, column, sums))
+            return 0
+
+        return store
+
+    def store_sums(to, row_bytes, low, middle, high, factor, start, stop):
+        assert low == middle == high, "chunks of several visits"
+        block.stored.append((to // DATA, 0, low))
+        return 0
+
+    def rows_of_visit(lse, delta, rows, unit):
+        visit = divmod(lse // 4, ROWS)
+        return visit, visit
+
+    def passed(pending):
+        return lambda value: block.done(pending) or value
+
+    hopper = SimpleNamespace(
+        warpgroup=lambda: block.thread // 128,
+        warp=lambda: block.thread // 32,
+        registers=lambda *_, **__: lambda: None,
+        barriers_begin=lambda counts: block.begin,
+        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
+        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
+        get=lambda address: block.words[address],
+        put=block.words.__setitem__,
+        speaks=lambda: True,
+        map_address=lambda x: x,
+        uncounted=lambda x: x,
+        wait=block.wait,
+        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
+        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
+        arrive=block.arrive,
+        stage=ring,
+        expect=lambda count: lambda barrier: block.expect(barrier, count),
+        copy_tile=copy_tile,
+        copy_chunks=copy_chunks,
+        cluster_sync=block.cluster.sync,
+        store_output=store_output,
+        queue_scores=lambda *_, **__: queue_scores,
+        product_wait=lambda pending, n: passed(pending),
+        round_operand=lambda *_: lambda s: s,
+    )
+    gradients = SimpleNamespace(
+        load_statistics=lambda n: rows_of_visit,
+        put_rows=lambda n: lambda address, values: memory.update({block.where(address): values}),
+        unit_of_starts=lambda start: lambda scale: 1.0,
+        store_ds=lambda *_: store_scores,
+        reduce_dq=reduce_dq,
+        reduce_wait_read=lambda: None,
+        wait_turn=None,
+        pass_turn=None,
+        mask_columns=lambda *_: None,
+        fence_shared=lambda: None,
+        lay_down=lay_down,
+        add_from=add_from,
+    )
+    wide_gradients = SimpleNamespace(
+        scores_place=lambda tile, group: tile,
+        column_probabilities=lambda *_: lambda s, lse, *_: (same(s, lse), s),
+        column_gradients=lambda *_: lambda p, dp, delta: same(p, dp, delta),
+        queue_columns=queue_columns,
+        add_columns=add_columns,
+        store_columns=store_columns,
+        load_rows=visit_of,
+        keys_place=lambda tile: tile,
+        store_probabilities=lambda *_: (
+            lambda place, s, lse, *_: store_scores(place, same(s, lse)) or s
+        ),
+        store_gradients=lambda *_: (
+            lambda place, p, dp, delta: store_scores(place, same(p, dp, delta))
+        ),
+        queue_dq=lambda *_: lambda ds, k: [block.read(ds, k)],
+        queue_sum=lambda *_: queue_sum,
+        store_sums=lambda *_: store_sums,
+        rows_place=lambda dq: dq,
+        stage_rows=lambda *_: stage,
+    )
+    softmax = SimpleNamespace(scale_scores=lambda *_: None, mask_rows=lambda *_: None)
+    return {
+        **{"hopper": hopper, "gradients": gradients, "wide_gradients": wide_gradients},
+        **{"softmax": softmax, "mma_tiles": SimpleNamespace(zeros=lambda n: tuple)},
+        "tensor_gradients": SimpleNamespace(load_columns=lambda n: visit_of),
+    }
+
+
+@pytest.fixture
+def run(monkeypatch):
+    """``run(shape, heads, seed)``: all roles of a block, which has all items, run to their end; or
+    (`item`) of a cluster of so many `blocks`, which has that one. What they read is asserted."""
+
+    def of(shape, heads, seed, ignored=(), blocks=1, item=None):
+        lots, counts = Lots(seed), (ITEMS if item is None else SHARED)[heads]
+        cluster, mine = Cluster(lots, ignored), range(len(counts)) if item is None else (item,)
+        d, fused = SHAPES[shape] or (192, 1)
+        by_roles = SHAPES[shape] is None
+        at = Roles(64, 96, d, d) if by_roles else ColumnsDivided(64, 64, d, bool(fused))
+        module = backward_roles if by_roles else backward_wide
+        no = ("scaled", "softcap", "ordered", "varlen", "left", "right", "after", "more")
+        sides = dict.fromkeys(("d", "head_dim", "head_dim_v", "counted", "counted_v"), d)
+        c = SimpleNamespace(
+            **{"block_q": at.block_q, "block_k": at.block_k, "cluster": blocks, "bf16": 1},
+            **{"fused": fused, **dict.fromkeys(no, 0), **sides},
+        )
+        a = Arguments(
+            **{"heads": heads * len(counts), "group": heads, "walks": len(counts), "tiles": 1},
+            **{"n_q": ROWS, "scale": 1.0, "dk_data": 0, "dv_data": DATA},
+            **{"first": mine[0], "stop": mine[-1] + 1},
+        )
+        make = "hopper_backward_roles_kernel" if by_roles else "hopper_backward_wide_kernel"
+        roles = {}
+        for rank in range(blocks):
+            block = WideBlock(at, lots, heads, ignored, cluster)
+            items, walk = item_functions(block, counts, iter(mine[1:]))
+            replace_all(module, block, items, walk)
+            names = [("producer", 0), ("statistics", 0)]
+            names += [("sender", x) for x in range(block.senders)]
+            names += [("consumer", x) for x in range(at.groups)]
+            kernel = getattr(module, make)(c)
+            roles |= {(*name, rank): partial(kernel, *[0] * 5, a, 1) for name in names}
+        lots.run(roles)
+        visits = {
+            x: tuple(
+                (x * heads + h, n * at.block_q) for h in range(heads) for n in range(counts[x])
+            )
+            for x in mine
+        }
+        every = [visit for x in mine for visit in visits[x]]
+        ranges = ((0, 128, 128),) if d == 256 else ((0, 128, 64), (64, 32, 32))  # of columns
+        pieces = {g: [(at_0 + g * apart, n) for at_0, apart, n in ranges] for g in (0, 1)}
+        pieces = {0: [(0, d)]} if by_roles else pieces
+        sent = [x for block in cluster.blocks for x in block.sent]
+        for g, columns in pieces.items() if fused else ():
+            for column, wide in columns:
+                assert [x[3:] for x in sent if x[:3] == (g, column, wide)] == every
+        assert len(sent) == fused * len(every) * sum(map(len, pieces.values()))
+        stored = sorted(x for block in cluster.blocks for x in block.stored)
+        if blocks == 1:
+            groups = range(1 if by_roles else 2)
+            assert stored == sorted((w, g, visits[x]) for w in (0, 1) for g in groups for x in mine)
+        else:
+            firsts = {
+                g: [x + y for x, n in of_g for y in range(0, n, 32)] for g, of_g in pieces.items()
+            }
+            places = [(w, g, x) for w in (0, 1) for g in (0, 1) for x in sorted(firsts[g])]
+            assert [x[:3] for x in stored] == places
+            for _, g, column, sums in stored:  # always in the same order
+                assert {first for first, _, _ in sums} == {16 * firsts[g].index(column)}
+                assert [rank for _, rank, _ in sums] == list(range(blocks))
+                assert [visit for *_, share in sums for visit in share] == every
+        assert not any(any(block.flying.values()) for block in cluster.blocks)
+
+    def replace_all(module, block, items, walk):
+        for name, value in {
+            **{"int32": int, "int64": int, "float32": float, "cuda": Cuda(block.cluster)},
+            **{"device": lambda f: f, "quotient": lambda x, y: x // y},
+            **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
+            **{"walk_functions": lambda *_, **__: walk, "rows_of": lambda c: (None, None)},
+            **{"item_functions": lambda *_, **__: items},
+            **played(block),
+        }.items():
+            for where in (module, kv_outer):
+                if hasattr(where, name):
+                    monkeypatch.setattr(where, name, value)
+
+    return of
+
+
+@pytest.mark.parametrize("heads", ITEMS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_role_finds_what_it_waits_for(run, shape, heads):
+    """Of items without visits, of one, of two and of more, in a row."""
+    for seed in range(6):
+        run(shape, heads, seed)
+
+
+#: Barriers by shape: mbarriers, and the numbers of named ones (see the kernels' constants). With
+#: divided columns K is released together with V, which the producer waits for first.
+BARRIERS = {
+    "192": ("full", "free", "kv_full", "v_free", 1),
+    "192 fused": ("free", 1, 2, 4),
+    "roles": (
+        *("full", "free", "kv_full", "k_free", "v_free", "dout_full", "dout_free"),
+        *(1, 2, 3, 5, 6),  # 4 is between a warpgroup's warps, which here are one role
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("shape", "kind"), [(shape, kind) for shape, kinds in BARRIERS.items() for kind in kinds]
+)
+def test_without_a_barrier_some_do_not(run, shape, kind):
+    def forty_times():
+        for seed in range(40):
+            run(shape, 1, seed, ignored=(kind,))
+
+    with pytest.raises((AssertionError, Stuck)):
+        forty_times()
+
+
+#: Those that divide columns.
+CLUSTERED = [shape for shape in SHAPES if shape != "roles"]
+
+
+@pytest.mark.parametrize("blocks", [2, 8])
+@pytest.mark.parametrize("heads", SHARED)
+@pytest.mark.parametrize("shape", CLUSTERED)
+def test_every_role_of_a_cluster_finds_what_it_waits_for(run, shape, heads, blocks):
+    """Blocks with a visit, with several and with none share an item, and add up dK and dV."""
+    for item in range(len(SHARED[heads])):
+        run(shape, heads, item, blocks=blocks, item=item)
+
+
+@pytest.mark.parametrize("kind", [*NAMED, *OF_CLUSTER])
+def test_without_a_barrier_some_of_a_cluster_do_not(run, kind):
+    def twenty_times():
+        for seed in range(20):
+            run("256", 1, seed, ignored=(kind,), blocks=2, item=3)
+
+    with pytest.raises((AssertionError, Stuck)):
+        twenty_times()
