@@ -1,15 +1,16 @@
 """A single interface to the NumPy, CuPy or torch arrays of a GPU call.
 
 If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
-any other library, results are CuPy arrays, which that library can import through DLPack without a
-copy.
+another library, results are CuPy arrays. The inputs' library can import a CuPy array through DLPack
+without a copy.
 
 Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
 read it: its last axis is not contiguous, its rows or its first byte are not 16-byte aligned, or its
-head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and results back.
+head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and their results back to the
+CPU.
 
-Kernels run on the current CUDA stream of the arrays' library (CuPy or torch), and for arrays of any
-other library on CuPy's current stream.
+For CuPy or torch arrays, kernels run on that library's current CUDA stream. For arrays of another
+library, kernels run on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ class Space:
 
     Besides the methods below, every space has these methods:
 
-    - `view`: an array that a kernel can read: the array itself if possible, otherwise a copy.
-    - `vector`: the same as `view`, but for an array with one float32 per row.
-    - `empty`: a new uninitialised array of `like`'s type, or of float32 without `like`.
+    - `view`: the array itself if kernels can read it in place, otherwise a copy that kernels can
+      read.
+    - `vector`: like `view`, for an array with one float32 per row.
+    - `empty`: a new uninitialised array of the type of `like`, or of float32 if `like` is not
+      passed.
     - `duplicate`: a contiguous copy of an array.
     - `full`: an array for the caller, filled with one value, of a type given by name.
     - `prototype`: an empty array of a type given by name.
@@ -251,7 +254,7 @@ class TorchSpace(Space):
 def place(space: Space, x: Any) -> tuple[Place, Any]:
     """Return address and strides of a tensor for kernels, and the tensor that owns the memory.
 
-    The tensor is copied only if it is broadcast or the kernels cannot read it in place.
+    The tensor is copied only if it is broadcast, or if kernels cannot read it in place.
     """
     batch, head, row, last = x.stride()
     at = x.data_ptr()
@@ -303,7 +306,7 @@ class ForeignStream:
 def adopt(name: str, array: Any) -> cupy.ndarray:
     """Return a CuPy array over the memory of an array that only supports DLPack.
 
-    CuPy's current stream waits for the pending work on the array; the array's library ensures this.
+    The array's library makes CuPy's current stream wait for the pending work on the array.
 
     Raises
     ------
@@ -340,7 +343,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` is in the forward pass's library and device (`space`)."""
+    """Raise `DTypeError` unless `array` is in the library and device of the forward pass."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
@@ -355,7 +358,7 @@ def space_of(arrays: dict[str, Any], dtype: str) -> Space:
     Raises
     ------
     DTypeError
-        If the arrays are not all in one space, or not in one that a GPU kernel can reach.
+        If the arrays are in different spaces, or in a space that a GPU kernel cannot reach.
     """
     first = None
     for name, array in arrays.items():
@@ -381,7 +384,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return the same object for equal spaces, so that spaces can be compared with `is`."""
+    """Return one and the same object for equal spaces, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -451,9 +454,9 @@ def _readable(steps: int, last: int, width: int) -> bool:
     """Return whether a kernel's 16-byte accesses can read an array.
 
     Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
-    long. `steps` is the bitwise OR of the address and all strides in bytes; it is a multiple of 16
-    if and only if each of these is. `last` is the last axis' stride and `width` its length, in
-    elements.
+    long. The argument `steps` is the bitwise OR of the address and all strides in bytes. The number
+    `steps` is a multiple of 16 if and only if the address and each stride are. The arguments `last`
+    and `width` are the last axis's stride and length in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

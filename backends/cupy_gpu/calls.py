@@ -1,8 +1,8 @@
-"""The launches of a job: a part that is prepared once, and a part that each call fills in.
+"""A job's launches: a part that is prepared once, and a part that each call fills in.
 
 A `Plan` holds what repeated calls share: passes, compiled functions, and tables in GPU memory. A
 `ReadyPass` is one pass of a plan with its parameter buffer. A call writes the addresses and strides
-of its arrays into this buffer and passes the buffer to the driver.
+of its arrays into the parameter buffer, and passes the buffer to the driver.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return the tables in GPU memory; they are copied there once per device."""
+    """Return the tables in GPU memory, to which they are copied once per device."""
     return Uploaded(tables)
 
 
 class NewArray(NamedTuple):
     """Shape and strides of a contiguous (batch, heads, n, width) array.
 
-    `strides` are those of the first three axes, in elements.
+    The field `strides` has the strides of the first three axes, in elements.
     """
 
     shape: tuple[int, int, int, int]
@@ -82,9 +82,9 @@ class NewArray(NamedTuple):
 
 
 class NewArrays(NamedTuple):
-    """Shapes and strides of the arrays that a call creates: out, lse, dQ, dK and dV.
+    """The shapes and strides of a call's new arrays: out, lse, dQ, dK and dV.
 
-    `rows` is the number of query rows, summed over batch and heads.
+    The field `rows` is the number of query rows, summed over batch and heads.
     """
 
     out: NewArray
@@ -96,7 +96,7 @@ class NewArrays(NamedTuple):
 
     @classmethod
     def of(cls, p: Problem) -> NewArrays:
-        """Return the shapes and strides of the arrays that calls for this problem create."""
+        """Return the shapes and strides of the new arrays of each call for this problem."""
 
         def made(heads: int, n: int, head_dim: int) -> NewArray:
             width = launch.row_elements(head_dim)
@@ -126,9 +126,9 @@ class Call:
         lacks. Then come the addresses of contiguous float32 arrays, those of `launch.SCRATCH`, or
         0.
     captured : ReadByFunctions
-        What functions read, and sinks.
+        The captured arrays of functions, and the sinks.
     keeps : optional
-        What must live until the launches are in the stream.
+        Objects that must stay alive until the launches are in the stream.
     stream : int, optional
         Default: the space's current stream.
     """
@@ -185,8 +185,8 @@ class ReadyPass:
     ) -> Parameters:
         """Return the parameters of a launch, including tensor maps for these addresses and strides.
 
-        `made_of` has address and strides per tensor, in the order of the kernel's boxes. By
-        default, `args` and `counter` are the buffers that all launches of the pass share.
+        The argument `made_of` has address and strides per tensor, in the order of the kernel's
+        boxes. By default, `args` and `counter` are the buffers that all launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args = self._args if args is None else args
@@ -209,7 +209,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """Return a repeatable launch with this call's stream and arrays."""
+        """Return a launch of this call's stream and arrays that can be repeated."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer
@@ -233,7 +233,7 @@ class ReadyPass:
             record[name] = values[name] if name in values else getattr(p, name)
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
-        """Launch the pass on the call's stream; the call's device must be CuPy's current device."""
+        """Launch the pass on the stream of `call`, whose device must be CuPy's current device."""
         made_of = self._made_of(call.head)
         if self._tiled:
             made_of = *made_of, call.captured.tile
@@ -279,8 +279,8 @@ class ReadyPass:
 class Repeated:
     """Cached launches for calls whose arrays have the same addresses as an earlier call.
 
-    Memory allocators often return the same addresses again. A launch is prepared and cached when
-    its addresses occur for the second time.
+    Memory allocators often return the same addresses again. When a call's addresses occur for the
+    second time, its launches are prepared and cached.
     """
 
     def __init__(self, launches: Sequence[ReadyPass]) -> None:
@@ -289,7 +289,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Repeat the launches that `note` cached for this key; return False if there are none.
+        """Repeat the launches that `note` cached for `key`; return False if none are cached.
 
         Parameters
         ----------
@@ -304,7 +304,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Remember a call so that `launch` can repeat it; no array may have been copied."""
+        """Note a call so that `launch` can repeat it; none of the call's arrays may be a copy."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -320,17 +320,17 @@ def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
     A separate counter is needed if the stream's handle stands for several streams (the per-thread
-    stream). It is also needed while a CUDA graph is captured, since the graph may later run in any
-    stream and beside other launches.
+    stream). A separate counter is also needed while a CUDA graph is captured, since the graph may
+    later run in any stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
-    """Return where `Call.head` holds the address and strides that a box's tensor map needs.
+    """Return the range of `Call.head` with the address and strides for a box's tensor map.
 
-    For dQ's accumulator this is the address alone, since its strides never change. For a captured
-    array the range is empty, since `Call.head` does not hold captured arrays.
+    For dQ's accumulator, the range has only the address, since the strides never change. For a
+    captured array the range is empty, since `Call.head` does not hold captured arrays.
     """
     if box.tensor == launch.TILE:
         return range(0)
@@ -342,7 +342,10 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the elements of a backward's float32 dQ accumulator; None if delta is unused too."""
+    """Return the size of a backward's float32 dQ accumulator in elements, or None.
+
+    The result is None if the backward needs neither the accumulator nor delta.
+    """
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"
@@ -364,8 +367,8 @@ class Plan:
         The type of q, k and v.
     gpu : Gpu
     summed : int or None
-        Elements of a backward pass's float32 accumulator of dQ. None if the pass needs neither the
-        accumulator nor delta.
+        The size of a backward pass's float32 accumulator of dQ in elements. None if the pass needs
+        neither the accumulator nor delta.
     ordered : bool
         Whether a backward pass adds to dQ in a fixed order.
     """
@@ -443,7 +446,7 @@ class Plan:
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
         """Launch every pass in order; return each stage's events and the timeline.
 
-        Events and timeline are None unless `trace` requests them.
+        Without a request by `trace`, events and timeline are None.
         """
         if not trace:
             for launch_one in self.launches:

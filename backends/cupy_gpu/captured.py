@@ -17,18 +17,20 @@ from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """The captured arrays and sinks of one call, which kernels read besides q, k and v.
+    """One call's captured arrays and sinks, which kernels read in addition to q, k and v.
 
     Attributes
     ----------
     plain, summing : bytes
-        ``struct FlashCaptured``, for kernels without and with gradients of captured arrays.
+        The bytes of ``struct FlashCaptured``: `plain` for kernels without gradients of captured
+        arrays, and `summing` for kernels with such gradients.
     sinks : int
         The address of one float32 per query head; 0 without sinks.
     tile : int
-        The address of the array that TMA brings tile by tile; 0 without one.
+        The address of the array that TMA loads tile by tile, or 0 without such an array.
     gradients : dict
-        "d:<name>" of each array that gets a gradient: a float32 array of zeros to add to.
+        For each array that gets a gradient, "d:<name>" maps to a float32 array of zeros, to which
+        the kernel adds.
     keeps : tuple
         Objects that keep the memory alive.
     """
@@ -47,7 +49,7 @@ NOTHING = ReadByFunctions()
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     """Return a job's captured arrays and sinks; arrays on the CPU are copied to the GPU.
 
-    In a backward pass, arrays for the gradients named in `problem.score_grads` are created too.
+    In a backward pass, the function also allocates the gradients that `problem.score_grads` names.
     """
     p = job.problem
     if not p.has_functions:
@@ -82,8 +84,8 @@ def gradients(
 ) -> dict[str, Any]:
     """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
-    `lse` and `delta` are GPU addresses. At each, the backward's kernels have stored one float32
-    per row.
+    The arguments `lse` and `delta` are the GPU addresses of two arrays. The backward's kernels have
+    stored one float32 per row in each array.
     """
     p, made = job.problem, dict(given.gradients)
     if p.sinks:
@@ -119,7 +121,7 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
-    """Return a mask's captured arrays on CuPy's current device; each is copied there only once."""
+    """Return a mask's captured arrays on CuPy's current device; each array is copied only once."""
     pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
     made = [_typed(x, spec) for x, spec in pairs]
     cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
@@ -137,7 +139,7 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """Return any library's array as a CuPy array on the current device, without a needless copy."""
+    """Return any library's array as a CuPy array on the current device; copy only if necessary."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):

@@ -1,4 +1,4 @@
-"""Run `algorithm="flash-decode"` on a GPU: one or two launches, with reusable memory."""
+"""Runs `algorithm="flash-decode"` on a GPU, in one or two launches and with reusable memory."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class Workspace:
     """Memory that calls with ``algorithm="flash-decode"`` reuse, passed as ``workspace=``.
 
     A workspace holds the splits' partial results, their arrival counters, and the results `out` and
-    `lse`. Each call overwrites the results of the previous call. An array is reallocated when a
-    call needs more memory than it has. A call that needs no more memory allocates nothing, so a
-    CUDA graph can capture it. Two calls that may run at the same time, on two streams, need two
-    workspaces.
+    `lse`. Each call overwrites the results of the previous call. When a call needs a larger array
+    than the workspace has, the array is reallocated. A call that needs no larger arrays allocates
+    nothing, so a CUDA graph can capture the call. Two calls that may run at the same time, on two
+    streams, need two workspaces.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """Return the (uncleared) arrays for `out`, whose rows are padded, and for `lse`."""
+        """Return uncleared arrays for `out`, whose rows are padded, and for `lse`."""
         p, width = problem, launch.row_elements(problem.head_dim_v)
         shape = (p.batch, p.heads, p.n_q)
         key, held = (space, p.dtype, shape, width), self._held.get("results")
@@ -90,8 +90,8 @@ def _parts(
     """Return the addresses of `Workspace.partial`, and an object that keeps the memory alive.
 
     While a CUDA graph is captured, a call without a workspace allocates from the graph's private
-    memory, because the graph may later run in any stream, beside other work. The arrival counters
-    of such a call are never freed.
+    memory. The reason is that the graph may later run in any stream, beside other work. The arrival
+    counters of such a call are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -117,7 +117,7 @@ _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
     """Return the address of `n` counters that are 0 at every replay of the captured graph.
 
-    Every launch resets its counters to 0 at its end, so a graph need not clear them.
+    Every launch resets its counters to 0 at its end, so a graph need not clear the counters.
     """
     held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
     if not held or held[-1].size < n:
@@ -165,9 +165,10 @@ class _Ready:
             Address and strides of each of `decode_kernels.TENSORS`, then the addresses of its
             `POINTERS`.
         row, pages : int
-            Entries per sequence in the block table; pages of the pool.
+            The number of entries per sequence in the block table, and the number of pages in the
+            pool.
         capacity : int
-            Rows of a sequence in the cache, for a kernel that reads live lengths as it runs.
+            The rows per sequence in the cache, for a kernel that reads live lengths at run time.
         given : ReadByFunctions
             What functions read, and sinks.
         """
@@ -198,22 +199,22 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
     Parameters
     ----------
     job : Job
-        Its k and v are the cache in its own layout. The job's `problem.n_kv` is the capacity of the
-        cache per sequence.
+        The job's k and v are the KV cache, in the cache's layout. The job's `problem.n_kv` is the
+        capacity of the cache per sequence.
     """
     return _forward(job, gpu, space, counts=bool(job.trace))[0]
 
 
 class Decoder:
-    """Decodes torch tensors; the kernel reads the sequences' lengths from GPU memory as it runs.
+    """Decodes torch tensors; the kernel reads sequence lengths from GPU memory at run time.
 
     Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it.
 
     Parameters
     ----------
     problem : Problem
-        Its `n_kv` is the most keys of a sequence that the splits are chosen for. Calls may have
-        fewer or more.
+        The number of splits is chosen for sequences of up to `problem.n_kv` keys. Calls may have
+        fewer or more keys.
     """
 
     def __init__(
@@ -245,7 +246,7 @@ class Decoder:
         q : Tensor, (batch, heads, n_q, head_dim)
         k, v : Tensor, (entries, kv_heads, n, width); with a table (pages, kv_heads, page, width)
         lengths, starts, entries : Tensor of int32, (batch,), contiguous, optional
-            Where the live keys of a sequence end and begin, and its entry of the cache.
+            Per sequence: the end and the begin of its live keys, and its entry in the cache.
         table : Tensor of int32, (batch, pages of a sequence), with contiguous rows, optional
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
@@ -278,7 +279,10 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode arrays given by address, with `keys` live keys per sequence; write out and LSE."""
+        """Decode arrays at the given addresses, with `keys` live keys per sequence.
+
+        The method writes out and the LSE.
+        """
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
@@ -289,7 +293,7 @@ _EXPLAINING = failures.Explaining()
 
 
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
-    """Run decoding once and return the bytes that the kernel's threads report, per tensor.
+    """Run decoding once, and return the bytes per tensor that the kernel's threads report.
 
     The entry "O_part read" is the number of bytes of partial results O that the merging threads
     read.
@@ -389,10 +393,10 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     """Return each sequence's number of keys, and the length of the prefix that all share.
 
-    A block table on the GPU is not copied to the CPU to check it, since the call would have to wait
-    for the GPU. Instead, the kernel skips pages that the pool lacks, and a sequence whose table
-    names such a page gets NaN. If the caller says that sequences share a prefix, this is not
-    checked.
+    The function does not check a block table on the GPU, since the call would have to wait for the
+    GPU to copy the table. Instead, the kernel skips pages that the pool lacks, and a sequence whose
+    table names such a page gets NaN. The function also does not check whether sequences share a
+    prefix if the caller says so.
 
     Raises
     ------

@@ -1,8 +1,8 @@
 """Launch the passes of an already checked request directly on torch tensors.
 
-`flashsim.torch` keeps one `Direct` per combination of shapes, types and options, and calls it both
-in eager mode and inside its operators. A call of `Direct` reads the tensors' addresses and strides,
-allocates the results and launches the kernels.
+The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options. The
+module calls a `Direct` both in eager mode and inside the module's operators. A call of `Direct`
+reads the tensors' addresses and strides, allocates the results and launches the kernels.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Direct:
         head_dim and head_dim_v.
     forward : Plan
     backward : function of a bool
-        Returns the plan of the backward pass, given whether there is a gradient of the LSE.
+        Returns the plan of the backward pass; the bool says whether the LSE has a gradient.
     """
 
     def __init__(

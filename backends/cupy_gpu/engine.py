@@ -1,7 +1,7 @@
 """`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
 
-The kernels loop over the tiles that `Schedule` lists. On request they report which bytes they moved
-and when.
+The kernels loop over the tiles that `Schedule` lists. On request, the kernels report the bytes that
+they moved, and when they moved them.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
     """Return an array filled with `value`, in the library and on the device of the job's arrays.
 
-    No kernel of this package runs.
+    The function runs none of this package's kernels.
     """
     require_gpu()
     decode.check(job) if job.algorithm == DECODE else _check(job)
@@ -93,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, as `constant` does, for an already checked job."""
+    """Return an array filled with `value`, like `constant`, for a job that was checked before."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -102,16 +102,16 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """Return a checked job's passes as functions of torch tensors, which repeat no checks.
+    """Return a checked job's passes as functions of torch tensors, which do not check again.
 
-    The result is None if the job's arrays are not torch tensors, or if its launches need more than
-    the tensors' addresses and strides.
+    The result is None if the job's arrays are not torch tensors, or if the job's launches need more
+    data than the tensors' addresses and strides.
 
     Parameters
     ----------
     backward_job : function
-        Given what `recall` returns, and whether there is a gradient of the LSE: the job of the
-        backward pass.
+        Returns the backward pass's job. The arguments are the result of `recall`, and whether the
+        LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -178,8 +178,8 @@ def adopt(name: str, array: Any) -> Any:
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
 
-    With ordered dQ, thread blocks add their parts of dQ in a fixed order. The answer is for the GPU
-    on which the forward pass ran.
+    With ordered dQ, thread blocks add their parts of dQ in a fixed order. The result holds for the
+    GPU on which the forward pass ran.
 
     Parameters
     ----------
@@ -197,8 +197,8 @@ def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     Parameters
     ----------
     job : Job
-        The backward pass that would run otherwise. The job's algorithm is "flash2" if the pass must
-        be deterministic.
+        The backward pass that runs if the result is False. The job's algorithm is "flash2" if the
+        pass must be deterministic.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -437,7 +437,7 @@ def preset() -> Device:
     BackendUnavailable
         If there is no GPU.
     OptionError
-        If no preset describes it.
+        If no preset describes the current GPU.
     """
     require_gpu()
     runtime = cupy.cuda.runtime

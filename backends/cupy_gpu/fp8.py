@@ -20,7 +20,7 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """Return V^T with its keys permuted for the kernel: `v_transposed`, or else a new copy.
+    """Return V^T, with keys permuted for the kernel: `v_transposed` if passed, else a new copy.
 
     Raises
     ------
@@ -51,7 +51,7 @@ def scales(space: arrays.Space, job: Job) -> dict[str, Any]:
     Raises
     ------
     DTypeError
-        If they are not in the space of q, k and v.
+        If the scales are not in the space of q, k and v.
     """
     given = job.options.get("scales") or ()
     found = {}
@@ -78,7 +78,7 @@ def launch(
     Parameters
     ----------
     inputs : dict
-        The inputs that the kernels read, of q, k and v.
+        Those of q, k and v that the kernels read.
     others : dict
         Other arrays of ``struct Args``, by name.
     q, k : (batch, heads, n, d)

@@ -1,4 +1,4 @@
-"""Launch kernels through the CUDA driver: the argument's memory, and the launch call.
+"""Launches kernels through the CUDA driver: the memory of arguments, and the launch call.
 
 CuPy cannot set launch attributes. Two features need them: thread-block clusters, and launches that
 may begin before the previous kernel ends (programmatic dependent launch). So this module launches
@@ -83,10 +83,10 @@ class Launcher:
     grid : tuple of int
         Thread blocks, along x and y.
     cluster : int
-        Blocks per cluster, along x, unless the kernel itself declares it.
+        Blocks per cluster, along x, unless the kernel itself declares its cluster size.
     overlap : bool
-        Whether the kernel may begin before the previous kernel in the stream has ended. The kernel
-        must then wait itself (griddepcontrol.wait) before it reads or writes memory that the
+        Whether the kernel may begin before the previous kernel in the stream has ended. If so, the
+        kernel itself must wait (griddepcontrol.wait) before it reads or writes memory that the
         previous kernel may access.
     """
 
@@ -121,7 +121,7 @@ class Launcher:
         self._at = ctypes.addressof(self._config)
 
     def fixed(self, stream: int, parameters: Parameters) -> tuple[Any, tuple[Any, ...]]:
-        """Return the driver's launch function and its arguments, to call them repeatedly."""
+        """Return the driver's launch function and its arguments, for repeated calls."""
         if self._config is None:
             plain = *self._plain, stream, parameters.address, 0
             return cupy.cuda.driver.launchKernel, plain
@@ -130,7 +130,7 @@ class Launcher:
         return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
-        """Launch the kernel on a stream; two threads must not call this at the same time.
+        """Launch the kernel on a stream; two threads must not call the launcher at the same time.
 
         Raises
         ------
@@ -154,7 +154,7 @@ class FixedLaunch:
         self._run, self._args = launcher.fixed(stream, parameters)
 
     def __call__(self) -> None:
-        """Launch the kernel; several threads may call this at the same time.
+        """Launch the kernel; several threads may make the same launch at the same time.
 
         Raises
         ------
@@ -174,10 +174,10 @@ def _own_stream(device: int) -> Any:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Run a plan's uploads and compilations in a separate stream, and wait until they are done.
+    """Run a plan's uploads and compilations in a separate stream, and wait for their end.
 
-    A call that prepares a plan therefore does not wait for the caller's other GPU work, and may
-    run while a CUDA graph is captured.
+    So a call that prepares a plan does not wait for the caller's other GPU work. Such a call may
+    also run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -192,7 +192,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """Return the driver's number of the graph capture that a stream takes part in, or 0."""
+    """Return the driver's number for the CUDA graph capture that includes a stream, or 0."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -203,12 +203,12 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return, per cluster size, how many clusters run at once with one block per SM.
+    """Return how many clusters of each size run at once, with one block per SM.
 
     Parameters
     ----------
     shared : int
-        Shared memory of a block that leaves no room for another one on an SM.
+        A block's shared memory in bytes, so large that an SM has no room for a second block.
     """
     code = 'extern "C" __global__ void nothing() {}'
     function = cupy.RawModule(code=code, backend="nvrtc").get_function("nothing")
@@ -231,7 +231,7 @@ def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, in
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
     """Load and launch one of this package's kernels once, on a space's stream.
 
-    `record` is the kernel's ``struct`` argument, which the driver copies.
+    The argument `record` is the kernel's ``struct`` argument, which the driver copies.
     """
     with space.active():
         function = nvrtc.load(kernel, space.device)

@@ -25,7 +25,7 @@ def kernel(width: int, total: str, part: str) -> Kernel:
     Parameters
     ----------
     width : int
-        Elements of a row of out.
+        The number of elements per row of out.
     total, part : str
         The type of the result, and the type of the part that is merged into it.
     """
@@ -78,7 +78,7 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arrays as `merged` takes them: torch tensors unchanged, others as CuPy arrays.
+    """Return the arguments for `merged`: torch tensors unchanged, other arrays as CuPy arrays.
 
     The CuPy arrays share the memory of the originals.
 
@@ -105,7 +105,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Return output and LSE over the keys of both partial results, as new arrays.
 
-    The arguments are arrays from `held`; the results are like `out_a` and `lse_a`.
+    The arguments are arrays that `held` returned; the results have the library and type of `out_a`
+    and `lse_a`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

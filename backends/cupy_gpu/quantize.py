@@ -1,4 +1,4 @@
-"""Quantise 16-bit q, k and v to FP8 on a GPU, and also transpose V for the forward pass."""
+"""Quantises 16-bit q, k and v to FP8 on a GPU, and also transposes V for the forward pass."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Fp8Arrays(NamedTuple):
     q, k, v : (batch, heads, n, d)
     q_scale, k_scale, v_scale : float32, (), (batch, heads) or (batch, heads, blocks)
     v_transposed : (batch, kv_heads, d, n_kv rounded up to a multiple of 16)
-        V as the kernel reads it: keys are permuted within each 16 (kernels/hopper/quantize.cu).
+        V^T as the kernel reads it: each group of 16 keys is permuted (kernels/hopper/quantize.cu).
     """
 
     q: Any
@@ -54,7 +54,8 @@ def quantize(
     block : (int, int)
         The rows of Q, and of K and V, that share a scale, for "block".
     signs : ndarray, (d,), or None
-        Multiply q and k by diag(signs) H / sqrt(d) first, where H is the Hadamard matrix.
+        If passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the Hadamard
+        matrix.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
 
     Raises
@@ -101,7 +102,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """Return the signs of a Hadamard rotation in GPU memory; they are copied there only once."""
+    """Return a Hadamard rotation's signs in GPU memory, to which they are copied only once."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

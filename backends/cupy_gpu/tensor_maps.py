@@ -1,8 +1,8 @@
 """Tensor maps: descriptions of arrays for Hopper's TMA, encoded by the CUDA driver.
 
 ``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which are passed by value as a kernel argument.
-This module calls the driver's library directly: every GPU backend needs that library, so no other
-dependency is added.
+This module calls the driver's library directly. Every GPU backend needs that library, so the call
+adds no dependency.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
     Parameters
     ----------
     box : Box
-        The tensor's name, and the rows and columns that one copy moves. Its rows are swizzled in
-        shared memory.
+        The tensor's name, and the rows and columns that one copy moves. The box's rows are swizzled
+        in shared memory.
     pointer : int
         The tensor's address.
     strides : tuple of int
-        Elements from one batch to the next, from one head to the next, from one row to the next.
+        The strides in elements between batch entries, between heads and between rows.
 
     Raises
     ------
@@ -74,7 +74,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return a captured array's tensor map; all its leading axes become the axis of heads.
+    """Return a captured array's tensor map, in which all leading axes become the axis of heads.
 
     Raises
     ------
@@ -99,7 +99,7 @@ def _encoded(
 ) -> tuple[np.ndarray, int]:
     """Return a tensor map, and the driver's error code or 0.
 
-    `steps` are the byte strides of all axes except the first.
+    The argument `steps` has the byte strides of all axes except the first.
     """
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)

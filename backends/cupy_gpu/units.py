@@ -1,7 +1,8 @@
-"""Measure the throughput or latency of each unit of a GPU with a kernel that uses it alone.
+"""Measures the throughput or latency of each GPU unit with a kernel that uses only that unit.
 
-`flashsim.predict` uses the results as its constants of the chip (it has others for each kernel).
-The measurement takes about ten seconds and runs on NVIDIA GPUs from Ampere on.
+The function `flashsim.predict` uses the results as its constants for the GPU, in addition to its
+constants for each kernel. The measurement takes about ten seconds and runs on NVIDIA GPUs from
+Ampere on.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def measure(device: int = 0) -> list[Unit]:
     Raises
     ------
     BackendUnavailable
-        If there is no GPU, or it is too old.
+        If there is no GPU, or if the GPU is too old.
     """
     engine.require_gpu()
     with cupy.cuda.Device(device):
@@ -89,7 +90,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Return a block's cycles if every SM runs one block; median over SMs and runs."""
+        """Return a block's cycles when every SM runs one block: the median over SMs and runs."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):

@@ -1,4 +1,4 @@
-"""A model of a launch's time, which finds the fastest tile size.
+"""A model that predicts a launch's time, to find the fastest tile size.
 
 A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one
 iteration of a work tile's inner loop: one query tile times one key tile. Persistent thread blocks
@@ -26,7 +26,8 @@ from flashsim.schedule.tiling import Tiling
 class Times(NamedTuple):
     """A thread block's times, in µs: a fixed time per work tile, and a time per visit.
 
-    `item` is the fixed time per work tile, without its visits; `visit` is the time per visit.
+    The field `item` is the time per work tile without its visits. The field `visit` is the time per
+    visit (tile pair).
     """
 
     item: float
@@ -74,7 +75,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of the Hopper backward's kernels: for dK and dV, for dQ, and for all three."""
+    """The times of the Hopper backward's kernels: for dK and dV, for dQ, and fused for all."""
 
     dkdv: Times
     dq: Times
@@ -159,9 +160,9 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, without its delta kernel.
 
     The delta kernel's time is left out, since every form except "flash2-once" begins with that
-    kernel; for "flash2-once", `WITHOUT_DELTA` is added instead. Each kernel begins on an SM as soon
-    as the previous kernel has left that SM, so the kernel for dQ overlaps with the kernel for dK
-    and dV. The kernel that converts dQ waits for all SMs.
+    kernel; for "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
+    the previous kernel has left that SM. So the kernel for dQ overlaps with the kernel for dK and
+    dV. The kernel that converts dQ waits for all SMs.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -192,22 +193,22 @@ def shared_out(
     cluster: int,
     free: Sequence[float],
 ) -> list[float]:
-    """Return the predicted µs at which each SM finishes its last work tile (unordered).
+    """Return the predicted times in µs, unordered, at which SMs finish their last work tile.
 
     Parameters
     ----------
     walks : int
-        Heads, each of which has these work tiles.
+        The number of heads, each of which has these work tiles.
     steps : ndarray of int64, (tiles,)
-        Visits of each work tile of one head.
+        The number of visits (tile pairs) of each work tile of one head.
     times : Times
     adding_up : float
-        µs that a work tile takes only if a cluster shares it.
+        The additional µs of a work tile that a cluster shares.
     cluster : int
-        Blocks that share a work tile. Clusters of several blocks start only on SMs on which nothing
-        ran before.
+        The number of blocks that share a work tile. Clusters of several blocks start only on SMs on
+        which nothing ran before.
     free : sequence of float
-        When each SM is free to begin.
+        The time in µs from which each SM is free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -220,7 +221,7 @@ def shared_out(
 def ends_of_launch(
     takes: Sequence[float], walks: int, cluster: int, places: int, free: Sequence[float]
 ) -> list[float]:
-    """Return the predicted µs at which each SM finishes its work in a launch (unordered).
+    """Return the predicted times in µs, unordered, at which SMs finish their work in a launch.
 
     A `cluster` of SMs works on each work tile, and `places` clusters run at a time. A cluster
     begins when the last of its SMs is free, and consists of SMs that become free at about the same
@@ -236,11 +237,11 @@ def remainder(
 ) -> tuple[tuple[int, int], ...]:
     """Return extra launches for the tail, as (blocks per cluster, number of work tiles).
 
-    The function requires work tiles with equal numbers of visits. After the full waves a few work
-    tiles are left (the tail), during which most SMs would be idle. The launches returned here run
-    this number of work tiles first, each shared by the blocks of a cluster. Either all clusters
-    have the same size, or as many clusters as possible have two blocks and the others have more.
-    The result is empty if the launches would not save `_LAUNCHED` µs each.
+    The function requires work tiles with equal numbers of visits. After the full waves, a few work
+    tiles are left (the tail), during which most SMs would be idle. The returned launches run as
+    many work tiles first. The blocks of a cluster share each of these work tiles. Either all
+    clusters have the same size, or as many clusters as possible have two blocks and the others have
+    more. The result is empty if the launches would not save `_LAUNCHED` µs each.
 
     Parameters
     ----------
@@ -250,7 +251,7 @@ def remainder(
         Visits of each work tile.
     times : Times
     adding_up : float
-        µs that a work tile takes only if a cluster shares it.
+        The additional µs of a work tile that a cluster shares.
     gpu : Gpu
     """
 
@@ -294,9 +295,9 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """Return the average number of busy thread blocks in a Q-outer and in a KV-outer pass.
+    """Return how many thread blocks are busy on average in a Q-outer and in a KV-outer pass.
 
-    The estimate assumes that each thread block has one work tile. The block is busy for a fraction
+    The estimate assumes that each thread block has one work tile. A block is busy for this fraction
     of the time: its visits divided by the visits of the longest work tile.
     """
     visits = Schedule(problem, tiling).visit_counts
@@ -306,19 +307,19 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
-    """Return the µs at which each SM (or cluster) finishes its last work tile (unordered).
+    """Return the times in µs, unordered, at which SMs (or clusters) finish their last work tile.
 
     Each SM (or cluster) processes one work tile at a time.
 
     Parameters
     ----------
     takes : sequence of float
-        The time of each work tile of one head, in the order in which they are taken.
+        The time of each work tile of one head, in the order in which SMs take the work tiles.
     walks, clump : int
         Heads, and heads per head group. The first work tiles of all heads of a group come first,
-        then the second ones, and so on; then the next group begins.
+        then the second work tiles, and so on. Then the next group begins.
     free : sequence of float
-        When each SM (or cluster) is free to begin.
+        The time from which each SM (or cluster) is free.
     """
     return [end for end, _, _ in last_items(takes, walks, clump, free)]
 
@@ -344,8 +345,8 @@ def last_items(
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
     """Return the time at which all work tiles are done, if the longest ones start first.
 
-    `items` holds the times of one head's work tiles; there are `walks` such heads. `places` SMs (or
-    clusters) work at the same time.
+    The argument `items` holds the times of one head's work tiles; there are `walks` such heads. The
+    argument `places` is the number of SMs (or clusters) that work at the same time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
@@ -371,8 +372,8 @@ def fastest_first(
     """Return the tilings of `times`, sorted by the time that the function `launch` predicts.
 
     In a long launch, the first tiling of `times` stays first unless another tiling's gain exceeds
-    the uncertainty of the prediction. The reason: the first tiling does the most arithmetic per
-    byte of shared memory, which helps when a hot chip lowers its clock.
+    the uncertainty of the prediction. The reason is that the first tiling does the most arithmetic
+    per byte of shared memory, which helps when a hot GPU lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

@@ -33,7 +33,7 @@ _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 
 
 def record_dtype(problem: Problem) -> np.dtype:
-    """Return the argument struct's type: `RECORD`, captured arrays, and the address of sinks.
+    """Return the type of the argument struct: `RECORD`, captured arrays, and the sinks' address.
 
     The last two fields exist only if the problem has captured arrays (field ``captured``) or sinks.
     """
@@ -73,7 +73,7 @@ def walking_kernel(
 ) -> Kernel:
     """Return the decode kernel (kernels/portable/decode.cu) for row tiles of `block_q` rows.
 
-    `chip` is the result of `on_chip`.
+    The argument `chip` is the result of `on_chip`.
     """
     warps, stages, shared, most = chip
     return built(
@@ -136,11 +136,11 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Return warps, pipeline stages, bytes of shared memory, and the most splits to merge there.
+    """Return warps, pipeline stages, bytes of shared memory, and the most splits to merge in it.
 
     The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The number of splits is limited
-    because their weights must fit in the space of the stages. The stages together keep up to `ring`
-    bytes in flight per SM.
+    because the splits' weights must fit into the memory of the stages. The stages together keep up
+    to `ring` bytes in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -155,7 +155,7 @@ def on_chip(
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Return the bytes of a block's shared memory that hold results from its cluster's blocks."""
+    """Return the bytes of a block's shared memory for the results of its cluster's blocks."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)

@@ -3,8 +3,8 @@
 The keys of a sequence are split over several thread blocks. The number of splits depends on the
 lengths of all sequences in the batch and on the GPU's number of SMs (`flashsim.schedule.split` has
 the rules). Latent attention has its own kernel (kernels/hopper/decode_latent.cu). A prefix that all
-sequences share is read once for all of them (cascade attention), in a loop whose row tiles hold the
-queries of all sequences. Nothing in this module needs a GPU.
+sequences share is read only once (cascade attention), in a loop whose row tiles hold the queries of
+all sequences. Nothing in this module needs a GPU.
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ class Decode:
         first key tile, the key tile after the last, and the slot of the partial results. Fields 4
         to 6 are the sequence's first slot, its number of splits and its length. Field 7 is 0, or
         the row tile if there is a prefix. The longest entries come first. If the splits of a
-        sequence form a cluster, they stay together.
+        sequence form a cluster, their entries stay together.
     splits : tuple of int
         The number of splits per sequence.
     rows : int
-        Packed rows per KV head: queries times the query heads that share it.
+        Packed rows per KV head: the number of queries times the number of query heads per KV head.
     row_tiles : int
-        Tiles that these rows fill.
+        The number of tiles that the packed rows of a KV head fill.
     block_k : int
         Keys per tile.
     n_visits : int
         Key tiles of the longest sequence.
     split : Split
-        The rule by which the keys are divided; `splits` is its result.
+        The rule by which the keys are divided; `splits` is the result of this rule.
     merge : Kernel, optional
-        The kernel that merges the splits, launched after `kernel` if there are any. Without it,
-        `kernel` merges them.
+        The kernel that merges the splits, if there are splits; it is launched after `kernel`. If
+        `merge` is None, `kernel` itself merges the splits.
     prefix, prefix_splits : int
-        The number of keys that all sequences share, which are read once, and the number of parts
-        that they are divided into.
+        The number of keys that all sequences share, and the number of parts into which these keys
+        are divided. The shared keys are read only once.
     """
 
     problem: Problem
@@ -122,7 +122,7 @@ class Decode:
     def grid(self) -> tuple[int, int]:
         """The grid of thread blocks.
 
-        If a second kernel merges the splits, the row tiles of a split follow each other along x.
+        If a second kernel merges the splits, the row tiles of a split are neighbours along x.
         """
         blocks = len(self.items) * self.problem.kv_heads
         if self.prefix:
@@ -192,12 +192,12 @@ class Decode:
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """Return a launch's argument struct, in which only addresses and strides are still missing.
+    """Return a launch's argument struct, complete except for addresses and strides.
 
     Parameters
     ----------
     table_row : int
-        Entries per sequence in the block table.
+        The number of entries per sequence in the block table.
     pages : int
         Pages of the pool.
     """
@@ -212,7 +212,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the same problem with packed sequences, each with only its live keys.
+    """Return the same problem with packed sequences, each of which has only its live keys.
 
     All sequences share their first `prefix` keys.
 
@@ -264,10 +264,10 @@ def plan(
     timeline: bool = False,
     prefix: int = 0,
 ) -> Decode:
-    """Return the plan of the decode launch for a batch whose sequences have these numbers of keys.
+    """Return the decode launch's plan for a batch whose sequences have `lengths` keys.
 
     Without `splits`, the sequences get as many splits as needed to fill all SMs once. With
-    `splits`, a sequence that has fewer key tiles than that gets one split per tile. With a
+    `splits`, a sequence with fewer than `splits` key tiles gets one split per key tile. With a
     `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles; the
     other row tiles get parts in proportion to their key tiles.
 
@@ -276,13 +276,13 @@ def plan(
     problem : Problem
         Its `n_kv` is the capacity of the cache per sequence.
     lengths : tuple of int
-        Keys of each sequence that are read.
+        The number of keys that are read per sequence.
     splits : int, optional
         The number of splits of every sequence.
     page : int
         Rows per page; 0 if the cache is contiguous.
     counts, timeline : bool
-        Whether the kernel reports what it moves, and when.
+        Whether the kernel reports the bytes that it moves, and when it moves them.
     prefix : int
         Keys that all sequences share.
 
@@ -306,15 +306,16 @@ def plan(
 def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
     """Return the decode launch for sequences whose lengths the kernel reads at run time.
 
-    The number of splits is chosen as for sequences that fill the cache. A shorter sequence has
-    equally many splits, of fewer key tiles each, or of none. Fields 1 and 2 of an entry in
+    The number of splits is chosen as for sequences that fill the cache. A shorter sequence has the
+    same number of splits, each with fewer key tiles or with none. Fields 1 and 2 of an entry in
     `Decode.items` are the number of the split and 0, and the kernel computes the split's key tiles.
-    So one launch serves every length up to `problem.n_kv`.
+    So the same launch works for every length up to `problem.n_kv`.
 
     Raises
     ------
     UnsupportedError, OptionError
-        As `plan`; also for latent attention, whose kernel takes no such lengths.
+        In the same cases as `plan`, and for latent attention, whose kernel does not read lengths at
+        run time.
     """
     if problem.latent:
         raise UnsupportedError(
@@ -349,22 +350,23 @@ def _plain(asked: _DecodeRequest) -> Decode:
     """Return the decode launch for ordinary attention without a shared prefix.
 
     If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
-    block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
-    warps, each SM runs two blocks, and no block gets more work than the average load of an SM.
+    block. The batch may have more blocks than the GPU has SMs even without splits. In this case,
+    blocks have 4 warps, each SM runs two blocks, and no block gets more work than the average load
+    of an SM.
 
-    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits, or as
-    many as the largest cluster size that their key tiles allow. Contiguous sequences of about equal
-    length are not split if their blocks already fill the fraction `_ENOUGH` (with slower HBM
-    `_MOST`) of the SMs, since a split would then cost a merge and gain nothing. The rule about
-    `_ENOUGH` holds if a key and a value together have up to 128 columns. With more columns it holds
-    only where no cluster merges, or from `_LONG` key tiles on. (Measured on an H200 and, with
-    memory no faster than `_FAST_MEMORY`, on an H100; docs/notebooks/decoding.md and
-    benchmarks/decode.py have the sweeps.)
+    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. If such a
+    sequence has too few key tiles, the largest possible cluster size gives the number of splits.
+    Contiguous sequences of about equal length are not split if their blocks already fill the
+    fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs, since a split would then cost a merge
+    and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to 128
+    columns. With more columns, this rule holds only where no cluster merges, or from `_LONG` key
+    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
+    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
     otherwise the last clusters would run alone. How many clusters run at once depends on the chip.
-    If they are too many, each sequence gets fewer splits, which form a smaller cluster. With up to
-    128 columns it keeps its number of splits, which merge through HBM instead.
+    If there are too many clusters, each sequence gets fewer splits, which form a smaller cluster.
+    With up to 128 columns, a sequence instead keeps its number of splits, which merge through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -465,7 +467,7 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return a rule for this many splits, or if None, for parts of at most `longest` key tiles."""
+    """Return a rule for `splits` splits or, if None, for parts of at most `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
@@ -494,8 +496,9 @@ def _launch(
 ) -> Decode:
     """Return the launch of a decode kernel, if sequence b has key tiles ``range(*ranges[b])``.
 
-    `parts` says into how many parts `split` divides each sequence. With a prefix, `lengths` exclude
-    the prefix's keys, and the last entry of `parts` is that of the prefix.
+    The argument `parts` says into how many parts `split` divides each sequence. With a prefix,
+    `lengths` exclude the prefix's keys, and the last entry of `parts` is the prefix's number of
+    parts.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

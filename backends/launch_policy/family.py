@@ -59,7 +59,7 @@ class PassRequest(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A stage with the schedule tables that it loops over, and the GPU that runs it."""
+    """A stage, the schedule tables that its kernel loops over, and the GPU that runs the kernel."""
 
     stage: plans.Stage
     tables: Lowered
@@ -84,8 +84,9 @@ class Walked(NamedTuple):
 class Shared(NamedTuple):
     """How the work tiles of one launch are shared between thread blocks.
 
-    `cluster` is the number of blocks that share a work tile, and `items` is the number of work
-    tiles. `deferred` says whether a visit's dQ is computed during the next visit.
+    The field `cluster` is the number of blocks that share a work tile. The field `items` is the
+    number of work tiles. The field `deferred` says whether a visit's dQ is computed during the next
+    visit.
     """
 
     cluster: int
@@ -101,9 +102,9 @@ class HandOut(NamedTuple):
     clump : int
         Heads of a head group, which run together.
     in_step : bool
-        Return whether a KV-outer pass visits the query heads of a GQA group in alternation.
-        launches : tuple of Shared
-        The launches in their order; most often there is one.
+        Whether a KV-outer pass alternates between the query heads of a GQA group.
+    launches : tuple of Shared
+        The launches in their order; most often there is only one.
     """
 
     clump: int
@@ -120,14 +121,14 @@ class Family(ABC):
     name : str
         The family's name in traces.
     load : callable
-        The compiler: ``load(kernel, device)`` is the function on CuPy's current device, ready to
-        launch.
+        The compiler: ``load(kernel, device)`` returns the compiled function, ready to launch on
+        CuPy's current device.
     like : Variant
-        The compile-time choices of the kernels, except those that the tables and reports determine.
+        The kernels' compile-time choices that neither schedule tables nor reports determine.
     takes_functions : bool
         Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
     elsewhere : str
-        What error texts advise where the kernels do not take these.
+        The advice that error texts give if the kernels do not take functions and sinks.
     """
 
     name: str
@@ -142,7 +143,7 @@ class Family(ABC):
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why these kernels cannot run this pass, or None if they can.
 
-        If `tiling` is None, the question is whether they can with the default tiling.
+        If `tiling` is None, the method checks the pass with the default tiling.
         """
 
     @abstractmethod
@@ -171,7 +172,7 @@ class Family(ABC):
         Raises
         ------
         TilingError, UnsupportedError
-            The error of `refused`, if the kernels do not run this.
+            The error of `refused`, if the kernels cannot run the pass.
         """
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
@@ -197,7 +198,8 @@ class Family(ABC):
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Return whether "flash2-once" can run and is the fastest backward on this GPU.
 
-        With `ordered`, it is compared with the fused backward that adds to dQ in a fixed order.
+        With `ordered`, the fused backward to compare with is the one that adds to dQ in a fixed
+        order.
         """
         return False
 
@@ -224,7 +226,7 @@ class Family(ABC):
         return ()
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Return whether a fused pass computes a visit's dQ during the next visit, if it can."""
+        """Return whether a fused pass should compute a visit's dQ during the next visit."""
         return False
 
     def in_step(self, walk: Walked, clump: int) -> bool:
@@ -268,7 +270,7 @@ class Family(ABC):
         Parameters
         ----------
         tiling : Tiling or None
-            None takes the tiling of `choose`.
+            If None, the method `choose` chooses the tiling.
         report : {"", "counts", "timeline"}
             What the kernels record.
 
@@ -295,8 +297,8 @@ class Family(ABC):
         Parameters
         ----------
         ordered : bool
-            Add to dQ in a fixed order (`device_tables.in_turns`). "flash2-fused" only, and only if
-            `orders_dq`.
+            Whether to add to dQ in a fixed order (`device_tables.in_turns`). This needs
+            "flash2-fused" and `orders_dq`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

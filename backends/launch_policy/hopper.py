@@ -1,7 +1,7 @@
-"""The Hopper kernels (sm_90a): what they support, and which kernel runs a stage and how.
+"""The Hopper kernels (sm_90a): the passes they support, and each stage's kernel and launch.
 
-Portable kernels run a pass for which `refusal` returns a reason. docs/notebooks/hopper.md tells how
-the kernels were developed, step by step.
+Portable kernels run a pass for which `refusal` returns a reason. The notebook
+docs/notebooks/hopper.md tells how the kernels were developed, step by step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Hopper(Family):
     Attributes
     ----------
     instead : str
-        The value of option `kernel` that error texts suggest where these kernels do not run.
+        The value of option `kernel` that error texts suggest if these kernels cannot run a pass.
     brings_tiles : bool
         Whether the forward brings a captured array's elements to shared memory by TMA.
     """
@@ -172,9 +172,10 @@ class Hopper(Family):
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the time model predicts that the fused backward beats three passes.
 
-        The three passes compute more products. But they have no float32 dQ to clear and convert,
-        and their kernel for dQ runs beside the kernel for dK and dV. Above a head_dim of 192 the
-        fused kernel does not exist: no shared memory is left from which it could send dQ to HBM.
+        The three passes compute more products. But the three passes need not clear and convert a
+        float32 dQ, and their kernel for dQ runs beside the kernel for dK and dV. Above a head_dim
+        of 192 the fused kernel does not exist: no shared memory is left from which it could send dQ
+        to HBM.
         """
         if widest(problem) > 192:
             return False
@@ -234,9 +235,10 @@ class Hopper(Family):
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. There are no long work tiles that should start first, and with
-        small groups more blocks read the same tiles at the same time. There are two exceptions:
-        blocks that add to dQ in a fixed order; and heads that share a large bias, whose rows should
-        be read by the blocks of several heads at the same time.
+        small groups more blocks read the same tiles at the same time. This rule for equally long
+        work tiles does not hold for blocks that add to dQ in a fixed order. The rule also does not
+        hold for heads that share a large bias, because the blocks of several heads should read the
+        bias's rows at the same time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and
         load its K and V, which the short work tiles then find in L2. A forward pass over many short
@@ -276,7 +278,7 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """Return the forward's ring buffers: three stages of K and V if they fit, else two.
+        """Return the forward's ring buffers, with three stages of K and V if these fit, else two.
 
         Elements of captured arrays get a ring of their own if it fits beside two stages of K and V.
         """
@@ -331,7 +333,7 @@ def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
     """Return how many heads (at most 4) have about a whole number of waves of work tiles, or 0.
 
     Co-scheduled work tiles of a wave loop over the row tiles in the same direction. In a wave that
-    two head groups share, they would not.
+    two head groups share, work tiles would loop in different directions.
     """
     most = gpu.multiprocessors
 

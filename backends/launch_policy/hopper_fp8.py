@@ -125,7 +125,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """Return the scales' granularity, and how many rows of Q and of K share a scale."""
+    """Return the granularity of scales, and how many rows of Q and of K share a scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):

@@ -28,7 +28,7 @@ class Rings(NamedTuple):
     stages : int
         Stages of K and of V.
     tile : int
-        Stages of captured elements; 0 if they do not come by TMA.
+        Stages of captured elements; 0 if TMA does not load these elements.
     """
 
     stages: int
@@ -77,7 +77,8 @@ _LARGEST_BOUND = 50
 def _bounded(problem: Problem) -> dict[str, int]:
     """Return the compile-time constant that omits the running maximum if scores are bounded.
 
-    See BoundedSoftmax in the kernels; the dict is empty if a maximum is needed.
+    The kernels' BoundedSoftmax explains this constant. The dict is empty if the kernel needs a
+    running maximum.
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
@@ -147,7 +148,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     """Return the kernel of the fused pass for head dims of 129 to 192.
 
-    Its consumer warpgroups have different roles: they compute different products.
+    The kernel's consumer warpgroups have different roles: each role computes other products.
     """
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
@@ -212,7 +213,7 @@ def product_columns(
     """Return the columns a backward's products compute, and the extra columns of some products.
 
     The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
-    cluster shares a work tile). The second number is the sum over the products that compute all
+    cluster shares a work tile). The second number is a sum over the products that compute all
     columns of a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns.
     (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim
     of 128, dK and dV are two more, because their columns are divided between warpgroups. If one

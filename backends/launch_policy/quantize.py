@@ -43,7 +43,7 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """Return the quantising kernels; one is enough if each thread block has all rows of a scale.
+    """Return the quantising kernels: only one if each thread block has all rows of a scale.
 
     Raises
     ------
@@ -123,7 +123,7 @@ def sizes(
     Parameters
     ----------
     q, k : (batch, heads, n, d)
-        Shapes. Without q, the launch only transposes V.
+        The shapes of Q and K. Without `q`, the launch only transposes V.
     processors : int
         The SMs of the GPU.
     """

@@ -1,4 +1,4 @@
-"""The kernel that fuses a softmax with a matrix product: block sizes, constants, argument."""
+"""The kernel that fuses a softmax with a matrix product: its block sizes and its constants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compile the Python tensor-core kernels, cached on disk; only `load` needs a GPU.
+"""Compiles the Python tensor-core kernels, and caches them on disk; only `load` needs a GPU.
 
 numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. Kernels with
 Hopper's own instructions are an exception: the driver compiles their PTX as a whole program. The
@@ -101,7 +101,7 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
     """Compile PTX to a cubin; also return the report of registers, stack and spills.
 
-    The report is that of the assembler (ptxas -v).
+    The report comes from the assembler (ptxas -v).
     """
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
@@ -119,7 +119,7 @@ def cache_folder() -> Path:
 
 @cache
 def _sources() -> bytes:
-    """Return a digest of all that affects how kernels are compiled, except their constants.
+    """Return a digest of all that affects the compilation of kernels, except their constants.
 
     The digest covers the compilers' versions, the kernels, the offsets of their arguments' fields,
     and the layout of reports.
@@ -138,8 +138,8 @@ def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
     """Return a compiled kernel (cubin or PTX) from the cache, or compile it and cache it.
 
     Each compilation of a kernel prints a message. A cache file holds a checksum and the compiled
-    kernel, and a damaged file is rewritten. If the file cannot be written, the kernel is returned
-    all the same.
+    kernel, and a damaged file is rewritten. If a file cannot be written, the function still returns
+    the kernel.
     """
     key = hashlib.sha256(_sources() + repr((kernel, capability)).encode()).hexdigest()
     suffix = "ptx" if kernel.boxes else "cubin"

@@ -2,9 +2,9 @@
 
 There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
 tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
-only Hopper has. "teaching" supports float16 and float32; its kernels are plain Python loops, which
-also run in Numba's CUDA simulator. "tensor" and "teaching" support score and mask functions, and
-only the teaching kernels support sinks.
+only Hopper has. The "teaching" kernels support float16 and float32. The "teaching" kernels are
+plain Python loops, which also run in Numba's CUDA simulator. The families "tensor" and "teaching"
+support score and mask functions. Only the "teaching" kernels support sinks.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass in three deterministic kernels, or one that adds dQ up in HBM."""
+    """Run the backward pass in three deterministic kernels, or in one that sums dQ in HBM."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)

@@ -45,7 +45,7 @@ class PythonHopper(hopper.Hopper):
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
         """Implement `Family.possible`.
 
-        The result has those tilings of the C++ kernels that were also tried in Python.
+        The result has the tilings of the C++ kernels that were also tested with the Python kernels.
         """
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
@@ -54,7 +54,7 @@ class PythonHopper(hopper.Hopper):
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Return False: these kernels process the heads of a group one after another."""
+        """Return False, because these kernels process the heads of a group one after another."""
         return False
 
     def forward_bytes(self, problem: Problem, tiling: Tiling, rings: Rings) -> int:

@@ -6,8 +6,8 @@ lies in block i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column `
 2 + x % 2`` (`ptx.mma`). So the four lanes of a *quad* hold elements of the same rows. In each
 block, a lane holds elements of two rows, called its *halves*.
 
-The accumulators of a score tile already have the layout of the next product's left operand, and
-only need rounding to 16 bits. So P and dS stay in registers.
+The accumulators of a score tile already have the layout of the next product's left operand. The
+accumulators only need to be rounded to 16 bits. So P and dS stay in registers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashsim.backends.numba_gpu.emit import Values, emitted, f32, floats, i32, 
 class Tile:
     """A rows x cols tile of 16-bit elements in shared memory, without padding.
 
-    A row is divided into 16-byte chunks, and chunk c of row r is stored at c XOR f(r), where f
+    A row is divided into 16-byte chunks. Chunk c of row r is stored at position c XOR f(r), where f
     spreads 8 consecutive rows over all 32 banks. So `ldmatrix`, which reads one chunk from each of
     8 rows at a time, has no bank conflict.
     """
@@ -47,7 +47,7 @@ class Tile:
 
     @property
     def spread(self) -> int:
-        """The number of neighbouring chunks within which the swizzle permutes."""
+        """The number of neighbouring chunks among which the swizzle permutes."""
         return next(s for s in (8, 4, 2) if self.chunks % s == 0)
 
     @property
@@ -82,8 +82,8 @@ class Tile:
 class RowWidth:
     """The width of a row in HBM: `width` elements, of which only the first `exist` are data.
 
-    `width` is a whole number of 16-byte pieces. Kernels move whole pieces, but count only the bytes
-    of existing elements.
+    The number `width` is a whole number of 16-byte pieces. Kernels move whole pieces, but count
+    only the bytes of existing elements.
     """
 
     width: int
@@ -153,9 +153,9 @@ def scale_all(count: int) -> Any:
 class Operand:
     """An operand of a matrix product, stored in shared memory.
 
-    `swapped` says that the tile is stored transposed: A [m][k] and B [k][n] are straight, A [k][m]
-    and B [n][k] (K in Q K^T) are swapped. With `extra`, the operand begins at a column that is
-    known only at run time.
+    The field `swapped` says that the tile is stored transposed. A [m][k] and B [k][n] are straight;
+    A [k][m] and B [n][k] (K in Q K^T) are swapped. With `extra`, the operand begins at a column
+    that is known only at run time.
     """
 
     tile: Tile
@@ -173,10 +173,10 @@ class Operand:
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """Return ``pieces(address) -> address``: the row of a tile's first piece that a lane loads.
+    """Return ``pieces(address) -> address``: the row that a lane loads of a tile's first piece.
 
     In straight order, `ldmatrix` then loads the A fragment, or two B fragments, of a straight tile.
-    With `transposed`, it loads those of a swapped tile.
+    With `transposed`, `ldmatrix` loads the fragments of a swapped tile.
     """
 
     @emitted(types.int32, types.int32)
@@ -213,8 +213,9 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
     Parameters
     ----------
     a : Operand, "registers" or "accumulators"
-        Where A (16 `blocks`, depth) is: in shared memory; in a fragment of `load_fragments`; or in
-        an earlier product's accumulators, which are rounded here to 16 bits.
+        The place of A (16 `blocks`, depth). An `Operand` is in shared memory. "registers" means a
+        fragment of `load_fragments`. "accumulators" means an earlier product's accumulators, which
+        this function rounds to 16 bits.
     right : Operand
         B (depth, n).
     """

@@ -2,8 +2,9 @@
 
 Every function emits its instruction with an LLVM builder and returns the result's registers.
 NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/parallel-thread-execution) defines semantics and operand
-layouts; quoted names in docstrings are its sections. All instructions run on sm_80 and later unless
-a docstring says otherwise. A *lane* is a thread's index in its warp, 0 to 31.
+layouts. A name in quotation marks in a docstring is a section of the *PTX ISA*. All instructions
+run on sm_80 and later unless a docstring says otherwise. A *lane* is a thread's index in its warp,
+0 to 31.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.
 
     The layout is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x = 2 (lane %
     4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x + 8), each
-    with its right neighbour. From B, it holds the elements (x, r) and (x + 8, r), each with the
-    neighbour below. From C, it holds the elements (r, x), (r, x + 1), (r + 8, x) and (r + 8, x +
-    1).
+    with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each with the
+    neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and (r + 8, x
+    + 1).
     """
     kind = "bf16" if bf16 else "f16"
     text = (
@@ -77,8 +78,8 @@ def cp_async_16(
 ) -> None:
     """Copy 16 bytes from HBM to shared memory, past the registers and L1.
 
-    If `taken` < 16, only that many bytes are read, and the rest becomes zero ("Non-bulk copy": the
-    src-size operand of `cp.async`).
+    If `taken` < 16, only `taken` bytes are read, and the other bytes become zero ("Non-bulk copy":
+    the src-size operand of `cp.async`).
     """
     if taken is None:
         asm(b, "cp.async.cg.shared.global [$0], [$1], 16;", "r,l", [to, source], effects=True)
@@ -88,13 +89,13 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes as `cp_async_16` does, but through L1, as so small a copy must."""
+    """Copy 4 bytes like `cp_async_16`, but through L1, which such small copies cannot bypass."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
 
 def cp_async_wait(b: ir.IRBuilder) -> None:
-    """Wait until this thread's copies have arrived; other threads' copies also need a barrier."""
+    """Wait until this thread's copies have arrived; for other threads' copies, add a barrier."""
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
 
@@ -128,7 +129,7 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
 def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
     """Load 16 bytes from HBM if `condition` holds, else return zeros.
 
-    The load is predicated, so that no branch separates it from the next load.
+    The load is predicated, so no branch separates this load from the next load.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
@@ -182,13 +183,13 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
 def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
     """Wait until the previous launch in the stream is complete and its writes are visible.
 
-    The compiler moves no read of data that this launch may have written before the wait.
+    The compiler does not move reads of the previous launch's data to a place before this wait.
     """
     asm(b, "griddepcontrol.wait;", "", [], effects=True)
 
 
 def let_what_runs_next_start(b: ir.IRBuilder) -> None:
-    """Let the next launch in the stream start; it runs until it waits for this launch."""
+    """Let the next launch in the stream start, which then runs until it waits for this launch."""
     asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
 
@@ -259,5 +260,5 @@ def nanoseconds(b: ir.IRBuilder) -> ir.Value:
 
 
 def multiprocessor(b: ir.IRBuilder) -> ir.Value:
-    """Return the number of the SM that the thread runs on."""
+    """Return the number of the SM on which the thread runs."""
     return special(b, "smid")

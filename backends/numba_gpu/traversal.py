@@ -1,7 +1,7 @@
-"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
+"""Code that all tensor-core kernels share: the loop over tile pairs, the copies and the reports.
 
-The device functions are built for one kernel's compile-time constants. The functions read the order
-of tiles, and where tiles begin and end, from the schedule's tables.
+The device functions are built for one kernel's compile-time constants. The device functions read
+the order of tiles, and the begin and end of each tile, from the schedule's tables.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
 def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
-    """Return the row width in HBM of Q, K, dQ and dK, and that of V, O, dO and dV."""
+    """Return the width of rows in HBM of Q, K, dQ and dK, and the width for V, O, dO and dV."""
     return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
 
 
@@ -95,8 +95,8 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
-    rows)``. `load` and `store` return the bytes that this thread moved, excluding padding. `load`
-    fills the rows of the tile that lie past the end of the tensor with zeros.
+    rows)``. Both functions, `load` and `store`, return the bytes that this thread moved, excluding
+    padding. The function `load` fills the tile's rows past the end of the tensor with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
@@ -193,7 +193,7 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: how many bytes of a row's 16-byte piece are not padding.
+    """Return ``piece_bytes(piece)``: the bytes of a row's 16-byte piece that are not padding.
 
     The row's elements have 16 bits.
     """
@@ -253,10 +253,9 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     n-th visit; `walk` is the result of ``begin``.
 
     In a kernel that is built for reports, ``report(slot, bytes)`` reports the bytes of a whole
-    warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time
-    stamp. One thread out of every `every` threads writes time stamps.
-    ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do something only if launches
-    overlap.
+    warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time stamp.
+    Of every `every` threads, one thread writes time stamps. If launches do not overlap,
+    ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)

@@ -1,8 +1,8 @@
-"""Score and mask functions as expression graphs: traced, turned into code, differentiated, bounded.
+"""Traces score and mask functions as expression graphs, from which code and derivatives are made.
 
-``run(..., score_mod=f, mask_mod=g)`` takes functions written for PyTorch's FlexAttention. This
-package also has ready-made masks and score functions, such as ``causal() & documents(numbers)`` and
-``alibi(heads)``.
+``run(..., score_mod=f, mask_mod=g)`` takes functions written for PyTorch's FlexAttention. The
+package `flashsim.functions` also has ready-made masks and score functions, such as ``causal() &
+documents(numbers)`` and ``alibi(heads)``.
 """
 
 from flashsim.functions.ready import (

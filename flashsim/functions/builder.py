@@ -25,8 +25,8 @@ from flashsim.functions.operations import (
 class Builder:
     """Makes nodes.
 
-    While a graph is built, equal nodes are shared, constants are folded, and operations such as x +
-    0 are left out.
+    While the builder makes a graph, equal nodes are shared, constants are folded, and operations
+    such as x + 0 are left out.
     """
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
@@ -119,7 +119,7 @@ class Builder:
         return node.op == "const" and node.value == value
 
     def _simplified(self, name: str, args: tuple[int, ...]) -> int | None:
-        """Return an existing node that equals the operation, such as x for x + 0; else None."""
+        """Return an existing node with the operation's value, such as x for x + 0, or None."""
         a, b = args[0], args[-1]
         if name in ("and", "or"):
             whole, none = (True, False) if name == "and" else (False, True)
@@ -152,7 +152,7 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a key that two nodes share exactly if they are equal.
+    """Return a key for a node; two nodes have the same key exactly if the nodes are equal.
 
     The key contains a constant as text, because 0, 0.0 and False are equal in Python.
     """
@@ -160,14 +160,14 @@ def _key(node: Node) -> tuple[Any, ...]:
 
 
 def _plain(value: Any, kind: str) -> Any:
-    """Return a constant converted to a Python number of this kind."""
+    """Return a constant, converted to a Python number of the given kind."""
     if kind == BOOL:
         return bool(value)
     return math.trunc(value) if kind == INT else float(value)
 
 
 def graph_of(entry: Any) -> Graph:
-    """Return the graph that was written to a file by `Graph.entry`.
+    """Return the graph that `Graph.entry` described for a file.
 
     Raises
     ------

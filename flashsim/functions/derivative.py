@@ -1,8 +1,8 @@
 """Reverse-mode derivatives of a score function, as nodes of the same graph.
 
 ``adjoints(graph)`` appends the nodes of the derivative to the nodes of a score function. The added
-nodes start from `dout`, the gradient of the loss with respect to the function's result. From it
-they compute the gradient with respect to the score, and with respect to each element of a captured
+nodes start from `dout`, the gradient of the loss with respect to the function's result. The added
+nodes compute the gradient with respect to the score, and with respect to each element of a captured
 array that the function reads. Comparisons, conversions to integers and integer operations have no
 derivative. Where `minimum` or `maximum` has two equal arguments, the first one gets the gradient.
 """
@@ -25,10 +25,10 @@ DOUT = "dout"
 class Adjoints(NamedTuple):
     """A score function's graph, extended by the nodes of its derivative.
 
-    `nodes` are the nodes of the function, followed by those of the derivative. `score` is the
-    number of the node that holds the gradient of the score; None if the result does not depend on
-    the score. `reads` has one pair (load node, gradient node) per load of an element that has a
-    gradient.
+    The field `nodes` has the nodes of the function, followed by those of the derivative. The field
+    `score` is the number of the node that holds the gradient of the score. The field `score` is
+    None if the result does not depend on the score. The field `reads` has one pair (load node,
+    gradient node) for each load of an element that has a gradient.
     """
 
     nodes: tuple[Node, ...]
@@ -39,7 +39,7 @@ class Adjoints(NamedTuple):
 
     @property
     def roots(self) -> list[int]:
-        """The numbers of the gradient nodes: one per load, and that of the score."""
+        """The numbers of the nodes with gradients: one node per load, and one for the score."""
         return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
 
     @property
@@ -76,13 +76,13 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the derivative's FLOPs per score, including recomputed values of the function."""
+    """Return the derivative's FLOPs per score, including the function values that it recomputes."""
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 
 
 class _Terms:
-    """Shorthand for building the operations that derivatives consist of."""
+    """Shorthand methods that add the operations of a derivative to a graph."""
 
     def __init__(self, build: Builder) -> None:
         self.build = build

@@ -82,8 +82,8 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 class Field(NamedTuple):
     """A member of the struct `FlashCaptured`: an array's data, its gradient, or an axis's length.
 
-    `what` is the kind of member: "data", "gradient" or "length" (the length of axis `axis`).
-    `array` is the array's index in `CudaSource.arrays`.
+    The field `what` is the kind of member: "data", "gradient" or "length" (the length of axis
+    `axis`). The field `array` is the array's index in `CudaSource.arrays`.
     """
 
     name: str
@@ -95,9 +95,10 @@ class Field(NamedTuple):
 class CudaSource(NamedTuple):
     """CUDA C++ text with `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
 
-    `fields` are the members of the struct `FlashCaptured` in order: first 8-byte pointers, then
-    4-byte lengths. `arrays` are the captured arrays of the score function, followed by those of the
-    mask function. `gradients` names the captured arrays whose gradients the kernel accumulates.
+    The attribute `fields` lists the members of the struct `FlashCaptured` in order: first 8-byte
+    pointers, then 4-byte lengths. The attribute `arrays` has the captured arrays of the score
+    function, followed by those of the mask function. The attribute `gradients` names the captured
+    arrays whose gradients the kernel accumulates.
     """
 
     text: str
@@ -110,8 +111,8 @@ class CudaSource(NamedTuple):
 
         `data` holds the device addresses of `arrays`, each contiguous and in its own element type.
         The argument `gradients` holds the device addresses of float32 arrays, into which the kernel
-        accumulates gradients. `gradients` has one address per name in the attribute `gradients`, in
-        the same order. Each of these arrays has the shape of its captured array.
+        accumulates gradients. There is one address per name in the attribute `gradients`, in the
+        same order. Each gradient array has the shape of its captured array.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -139,22 +140,23 @@ def cuda_source(
 ) -> CudaSource:
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
-    If there is no mask function, every score is kept; if there is no score function, scores are
-    unchanged. `gradients` names the captured arrays of the score function whose gradients
-    `flash_score_grad` accumulates. `extents` holds the sizes of the ranges of b, h, q and k. With
-    `extents`, array indices that cannot leave their array are not checked at run time.
+    If there is no mask function, every score is kept. If there is no score function, scores are
+    unchanged. The argument `gradients` names the captured arrays of the score function whose
+    gradients `flash_score_grad` accumulates. The argument `extents` holds the sizes of the ranges
+    of b, h, q and k. With `extents`, the code does not check array indices that cannot be out of
+    range.
 
-    `tile` is the number of a node in the score function's graph that loads an array element. The
-    kernel loads this element in advance. With `tile`, a second overload of `flash_score` takes
-    this element as its argument `tile`, after the score. If the load's last two indices are q and
-    k, `flash_tile_plane` returns which (q, k) plane of the array holds a head's elements. If
-    `band` = (sign, offset) is passed, the load's last index is sign * (q - k) + offset. With
-    `band`, `flash_band` returns the element for a distance q - k; a distance out of range gives
-    the nearest element.
+    The argument `tile` is the number of a node in the score function's graph that loads an array
+    element. The kernel loads this element in advance. So with `tile`, a second overload of
+    `flash_score` takes the element as an argument after the score. If the load's last two indices
+    are q and k, `flash_tile_plane` returns which (q, k) plane of the array holds a head's elements.
+    If `band` = (sign, offset) is passed, the load's last index is sign * (q - k) + offset. With
+    `band`, the function `flash_band` returns the element for a distance q - k, or the nearest
+    element if the distance is out of range.
 
-    `ramp` = (factors, steps) says that the score function adds the product of the nodes `factors`,
-    which depend on the head only, and of an integer that grows by `steps` per key. With `ramp`,
-    `flash_ramp_step` returns by how much the result grows per key.
+    The argument `ramp` = (factors, steps) says that the score function adds a product: the nodes
+    `factors`, which depend only on the head, times an integer that grows by `steps` per key. With
+    `ramp`, the function `flash_ramp_step` returns by how much the result grows per key.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -245,7 +247,7 @@ def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """Return the source of the struct `FlashHead`, and of `flash_head`, which makes one.
+    """Return the source of the struct `FlashHead`, and of the function `flash_head` that makes it.
 
     A `FlashHead` holds a batch entry, a head, and the array elements that are loaded once per head.
     """
@@ -326,7 +328,7 @@ def _gradient_lines(
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return, for each node, whether it is certain to be an integer of at least 0."""
+    """Return for each node whether its value is certain to be an integer of at least 0."""
     found: list[bool] = []
     for node in nodes:
         of = [found[a] for a in node.args]
@@ -432,8 +434,9 @@ class _Cuda:
     def _distance(self, node: Node) -> str | None:
         """Return a sum or difference of positions, or its absolute value, as a C++ float.
 
-        The result is None for other integers. Positions are below 2^24, so float arithmetic is
-        exact. A comment at `FlashAt` in the emitted source explains why this form is fast.
+        For other integers, the method returns None. Positions are below 2^24, so float arithmetic
+        with them is exact. A comment at `FlashAt` in the emitted source explains why float
+        arithmetic is faster.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])
@@ -459,14 +462,14 @@ class _Cuda:
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return a distance of positions as two float expressions: a shared base, and a step."""
+        """Return a distance between positions as two float expressions: shared base and step."""
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
             return None
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """Return the base or the step of a sum of positions and constants; None for other nodes."""
+        """Return the base or the step of a sum of positions and constants, or None."""
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -494,7 +497,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return a loaded element's C++ offset in its array, or along the array's first `axes`."""
+        """Return a loaded element's offset in its array, or in the array's first `axes`, as C++."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):
@@ -511,7 +514,7 @@ class _Cuda:
         return self.element(node, self.offset(node))
 
     def element(self, node: Node, place: str) -> str:
-        """Return the C++ expression for the element at an offset of a load's array."""
+        """Return the C++ expression for the element at an offset in a load's array."""
         spec = self.arrays[node.value]
         where = f"c.a{self.first + node.value}[{place}]"
         if spec.dtype in ("float16", "bfloat16"):

@@ -23,9 +23,10 @@ _NUMBA_CALLS = {
 class NumbaSource(NamedTuple):
     """Python source of two functions that process a panel (a rectangle) of scores in place.
 
-    `score(S, raw, ..)` writes the score function's results for the scores `raw` to S. `gradient(dS,
-    raw, ..)` gets the gradients of these results in dS, and overwrites them with the gradients of
-    the scores `raw`. Both functions also take the arguments listed in `PANEL`.
+    The function `score(S, raw, ..)` applies the score function to the scores `raw`, and writes the
+    results to S. The function `gradient(dS, raw, ..)` gets the gradients of these results in dS,
+    and overwrites dS with the gradients of the scores `raw`. The functions `score` and `gradient`
+    also take the arguments listed in `PANEL`.
     """
 
     score: str

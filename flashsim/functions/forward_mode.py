@@ -18,7 +18,7 @@ from flashsim.functions.operations import FLOAT
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
     """Return the sum of the derivatives of the graph's result with respect to the nodes `moved`.
 
-    `values` holds every node's value, as `Graph.values` returns it.
+    The argument `values` is the result of `Graph.values`: the value of every node.
     """
     rates: list[Any] = []
     with np.errstate(all="ignore"):
@@ -34,7 +34,7 @@ def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
 
 
 def _rate(op: str, y: Any, x: Sequence[Any], dx: Sequence[Any]) -> Any:
-    """Return the derivative of ``y = op(x...)``; `dx` holds the derivatives of its arguments."""
+    """Return the derivative of ``y = op(x...)``; `dx` holds the derivatives of the arguments x."""
     if op == "where":
         return np.where(x[0], dx[1], dx[2])
     if op in ("min", "max"):

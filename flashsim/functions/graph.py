@@ -1,8 +1,8 @@
 """`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays.
 
-A node applies one of the operations (see the module `operations`) to earlier nodes. `builder` makes
-graphs. Other modules turn graphs into CUDA C++ and Numba source (`emit`, `emit_numba`),
-differentiate them (`derivative`) and bound their values (`intervals`).
+A node applies one of the operations (see the module `operations`) to earlier nodes. The module
+`builder` makes graphs. Other modules turn graphs into CUDA C++ and Numba source (`emit`,
+`emit_numba`), differentiate graphs (`derivative`) and bound the values of nodes (`intervals`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 class Node(NamedTuple):
     """One node of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
 
-    `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". "arg" is the function's argument
-    named `value`; "const" is the Python number `value`; "cast" converts to the node's kind, and
-    truncates floats to integers; "load" reads captured array number `value` at the integer indices
-    `args`.
+    The field `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". An "arg" node is the
+    function's argument named `value`, and a "const" node is the Python number `value`. A "cast"
+    node converts its argument to the node's kind; a float is truncated to an integer. A "load" node
+    reads captured array number `value` at the integer indices `args`.
     """
 
     op: str
@@ -58,8 +58,8 @@ class ArraySpec(NamedTuple):
 class Graph:
     """A traced function as a list of nodes, each after its arguments; node `root` is the result.
 
-    Two graphs are equal if their nodes are equal, and the names, shapes and types of their captured
-    arrays. Caches on disk use `digest` as the name of a graph.
+    Two graphs are equal if their nodes are equal, and if the names, shapes and types of their
+    captured arrays are equal. Caches on disk use `digest` as the name of a graph.
     """
 
     nodes: tuple[Node, ...]
@@ -114,7 +114,7 @@ class Graph:
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """Return which of SIDES load `n` varies with; "fixed" means one value per head."""
+        """Return the one of SIDES with which load `n` varies; "fixed" means one value per head."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"
@@ -127,7 +127,7 @@ class Graph:
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """Bytes read from captured arrays, by side: per head, per row, per column, per score."""
+        """The bytes read from captured arrays: per head, per row, per column and per score."""
         found = dict.fromkeys(SIDES, 0)
         for n in self.loads:
             found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize
@@ -163,7 +163,7 @@ class Graph:
     ) -> list[Any]:
         """Return the value of every node for these arguments, as `evaluate` computes it.
 
-        `read` holds the values of load nodes that are not to be loaded again.
+        The argument `read` holds the values of load nodes that need not be loaded again.
         """
         kinds = {BOOL: np.dtype(bool), INT: np.dtype(np.int64), FLOAT: np.dtype(dtype)}
         captured = tuple(arrays)
@@ -199,7 +199,7 @@ def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
 
 
 def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
-    """Return the FLOPs of some nodes; `where`, loads and conversions count as none."""
+    """Return the FLOPs of some nodes; `where`, loads and conversions count as zero FLOPs."""
     quiet = ("arg", "const", "load", "cast", "where")
     return sum(
         1
@@ -225,14 +225,14 @@ def check_extents(graph: Graph, **extents: int) -> None:
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return indices that are valid for this shape: negative ones wrapped, then clamped."""
+    """Return indices, wrapped around if negative, then clamped to be valid for a shape."""
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
-    """Add each value in `each` to the element of `total` at the value's indices; sum in float64."""
+    """Add each value in `each` to the element of `total` at its indices; sums are in float64."""
     at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
     flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
     sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)

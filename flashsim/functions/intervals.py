@@ -3,8 +3,9 @@
 `Bounds(graph, arrays).of(ranges)` returns a lower and an upper bound of the result in each box,
 without evaluating the function at every index. For a mask function (0 is False, 1 is True), a lower
 bound of 1 means that every score of a box is kept. An upper bound of 0 means that no score is kept.
-The bounds are safe, but not always tight. An element of a captured array is bounded by the array's
-minimum and maximum over its possible indices; these come from tables that are built once.
+The bounds are safe, but not always tight. The bounds of a captured array's element are the array's
+minimum and maximum over the possible indices. Tables, which are built once, give the minima and
+maxima over ranges of indices.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ BLOCK = 32
 
 
 class RangeTable:
-    """Minima and maxima over ranges of a 1-D array, each widened to blocks of BLOCK elements."""
+    """Minima and maxima over ranges of a 1-D array, each widened to whole blocks of BLOCK."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.n = len(values)
@@ -41,7 +42,7 @@ class RangeTable:
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
         """Return the least and the greatest element for each pair of `first` and `last`, inclusive.
 
-        Elements in the same blocks, but outside of a range, also count.
+        Elements outside of a range also count if they are in one of the range's blocks.
         """
         first, last = np.clip(first, 0, self.n - 1) // BLOCK, np.clip(last, 0, self.n - 1) // BLOCK
         length = last - first + 1
@@ -91,7 +92,7 @@ class Bounds:
         return found[self.graph.root]
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
-        """Return bounds of a loaded element, from the range of its index that q or k changes."""
+        """Return bounds of a loaded element, from the range of the index that q or k changes."""
         if n not in self._tables:
             self._tables[n] = self._table(node)
         table, low, high = self._tables[n]
@@ -115,9 +116,9 @@ class Bounds:
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
         """Return the table of ranges of a load's array, or the array's minimum and maximum.
 
-        The table is along the one axis whose index depends on q, k or the score; if there is not
-        exactly one such axis, there is no table. All other axes, whose indices depend at most on b
-        and h, are reduced to their minimum and maximum.
+        The table runs along the axis whose index depends on q, k or the score. If the array does
+        not have exactly one such axis, there is no table. The indices of all other axes depend at
+        most on b and h, and the array is reduced to its minimum and maximum over these axes.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64
@@ -135,7 +136,7 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """Return bounds of each integer node that hold whatever values the captured arrays have.
+    """Return bounds of each integer node that hold for any values of the captured arrays.
 
     `extents` holds the sizes of b, h, q and k.
     """
@@ -148,8 +149,8 @@ def ranges_of_integers(
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
     """Return a bound of the result's absolute value for any scores and any captured arrays.
 
-    The bound is infinity if the result can have any size. `extents` holds the sizes of b, h, q and
-    k.
+    If the result is not bounded, the function returns infinity. The argument `extents` holds the
+    sizes of the ranges of b, h, q and k.
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
@@ -182,7 +183,7 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
 
 
 def _unknown(node: Node, shape: Any) -> Interval:
-    """Return the widest bounds of a node's kind, for a node of which nothing is known."""
+    """Return the widest bounds of a node's kind, for a node whose value is unknown."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
@@ -270,7 +271,7 @@ def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return bounds of a // b or a % b; the widest ones unless b has a single, positive value."""
+    """Return bounds of a // b or a % b; the widest bounds unless b has one, positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

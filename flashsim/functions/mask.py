@@ -37,12 +37,12 @@ class MaskFunction:
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> MaskFunction:
-        """Return a function as a `MaskFunction`; a `MaskFunction` is returned unchanged."""
+        """Return a mask function as a `MaskFunction`; a `MaskFunction` is returned unchanged."""
         return function if isinstance(function, cls) else cls(*trace_mask(function))
 
     @property
     def traced(self) -> Traced:
-        """The graph, and the user's captured arrays themselves, not copies."""
+        """The function's graph, and the user's own captured arrays instead of copies."""
         return Traced(self.graph, self.originals)
 
     @cached_property
@@ -83,8 +83,8 @@ class MaskFunction:
         """Return, for boxes of queries and keys, the mask's lower and upper bounds.
 
         The two bounds are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none,
-        and (0, 1) if that is unknown. `q` and `k` hold the first and last indices of each box. Each
-        box covers all batch entries and heads.
+        and (0, 1) if neither is certain. The arguments `q` and `k` hold the first and last indices
+        of each box. Each box covers all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

@@ -1,4 +1,4 @@
-"""The functions that can be traced, listed by their names in Python, NumPy, torch and JAX."""
+"""Lists the functions that can be traced, by their names in Python, NumPy, torch and JAX."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _applies(name: str) -> Callable[..., Any]:
 
 
 def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
-    """Return a function that applies `logic` to booleans and `bits` to integers."""
+    """Return a function that applies the operation `logic` to booleans and `bits` to integers."""
 
     def apply(a: Any, b: Any) -> Any:
         r = _recorder_of((a, b))

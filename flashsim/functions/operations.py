@@ -28,9 +28,9 @@ ELEMENTS = {
 class Operation(NamedTuple):
     """One operation: its number of arguments, its result's kind, and its NumPy function.
 
-    `kind` is "b", "i" or "f" if results always have this kind. If `kind` is "same", results have
-    the kind of the arguments. These are first converted to a common kind; booleans become
-    integers.
+    If results always have the same kind, `kind` is "b", "i" or "f". If `kind` is "same", results
+    have the kind of the arguments. The arguments are first converted to a common kind; booleans
+    become integers.
     """
 
     arity: int

@@ -95,8 +95,8 @@ def causal(offset: int = 0) -> MaskRule:
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
     """Return a sliding-window mask: a query sees `left` keys before its own, and `right` after.
 
-    Query q's own key, which it also sees, is ``q + offset``. A `left` or `right` of -1 means no
-    limit on that side.
+    Query q also sees its own key, which is ``q + offset``. A `left` or `right` of -1 means no limit
+    on that side.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
     if left < 0 and right < 0:
@@ -111,7 +111,7 @@ def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
 
 
 def prefix_lm(length: Any) -> MaskRule:
-    """Return a prefix-LM mask: every query sees the first `length` keys, and later keys causally.
+    """Return a prefix-LM mask: every query sees the first `length` keys; later keys are causal.
 
     `length` is a number, or an array with one number per batch entry.
     """
@@ -125,8 +125,9 @@ def prefix_lm(length: Any) -> MaskRule:
 def documents(numbers: Any) -> MaskRule:
     """Return a document mask: a query sees only keys of its own document.
 
-    `numbers`, (n,) or (batch, n), holds the document number of each position. If the positions of
-    each document are contiguous, tiles can be skipped without evaluating the mask for each score.
+    The array `numbers`, of shape (n,) or (batch, n), holds the document number of each position. If
+    the positions of each document are contiguous, tiles can be skipped without evaluating the mask
+    for each score.
     """
     numbers = _array("numbers", numbers, (1, 2), "iu")
     if len(numbers.shape) == 1:
@@ -194,7 +195,7 @@ def tree(parents: Any, prompt: int = 0) -> MaskRule:
 
 
 def padding(lengths: Any) -> MaskRule:
-    """Return a padding mask: no query sees keys from ``lengths[b]`` on; `lengths` is (batch,)."""
+    """Return a padding mask: no query sees key ``lengths[b]`` or later; `lengths` is (batch,)."""
     lengths = _array("lengths", lengths, (1,), "iu")
     return MaskRule(lambda b, h, q, k: k < lengths[b], "padding")
 
@@ -218,8 +219,8 @@ def alibi_slopes(heads: int) -> np.ndarray:
 def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
     """Return ALiBi as a score function: the score minus the head's slope times the distance.
 
-    `slopes` is the number of heads, or an array with a slope per head. The distance between query q
-    and key k is ``|q + offset - k|``.
+    The argument `slopes` is the number of heads, or an array with one slope per head. The distance
+    between query q and key k is ``|q + offset - k|``.
     """
     slopes = alibi_slopes(int(slopes)) if isinstance(slopes, (int, np.integer)) else slopes
 
@@ -232,8 +233,8 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
 def relative(table: Any, most: int) -> Callable[..., Any]:
     """Return a score function that adds a learned bias per head and distance k - q.
 
-    The bias that is added is ``table[h, k - q + most]``; `table` has the shape (heads, 2 most + 1).
-    Distances larger than `most` count as `most`.
+    The function adds the bias ``table[h, k - q + most]``; `table` has the shape (heads, 2 most +
+    1). Distances beyond `most` count as `most`.
     """
     most = _whole("most", most)
 
@@ -249,8 +250,8 @@ def t5_bias(
     """Return T5's relative bias as a score function: a learned value per bucket of distances.
 
     `table` has the shape (buckets, heads). In each direction (earlier and later keys), half of the
-    buckets hold one distance each. The other buckets hold ranges that grow logarithmically, up to
-    `max_distance`.
+    buckets hold one distance each. The other buckets hold ranges of distances that grow
+    logarithmically, up to `max_distance`.
     """
     buckets = int(table.shape[0])
 

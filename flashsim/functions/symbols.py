@@ -1,4 +1,4 @@
-"""Symbols, which record the operations on them, and arrays that accept symbols as indices."""
+"""Symbols, which record the operations applied to them, and arrays that symbols can index."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT
 
 
 def is_array(value: Any) -> bool:
-    """Return whether a value is an array (of NumPy, torch, JAX, CuPy or alike), not a scalar."""
+    """Return whether a value is an array of NumPy, torch, JAX, CuPy or a similar library."""
     if isinstance(value, (np.generic, Symbol, Captured, type)):
         return False
     return hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "__getitem__")
@@ -200,7 +200,7 @@ class Symbol(_Arithmetic):
 class Captured(_Arithmetic):
     """Stands for an array that a traced function captured.
 
-    Indexing such an array by symbols gives a symbol for the element.
+    Indexing a `Captured` array by symbols gives a symbol for the element.
     """
 
     def __init__(self, recorder: Any, array: Any, name: str) -> None:
@@ -272,13 +272,13 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """Return the result of calling a library's function on complete captured arrays."""
+    """Return the result of a library's function that is called on whole captured arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return indices without None and Ellipsis, and the array; slices, which select rows, raise."""
+    """Return the array, and its indices without None and Ellipsis; a slice raises an error."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -292,7 +292,7 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """Return a library function's result: a symbol, or a value if no argument is a symbol."""
+    """Return a library function's result: a symbol if any argument is a symbol, else a value."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]

@@ -1,9 +1,9 @@
-"""Trace a score or mask function: call it once with symbols that record its operations.
+"""Traces a score or mask function by calling it once with symbols that record its operations.
 
-The traced function is plain Python. It may use Python's operators, and the NumPy, torch and JAX
-functions that the module `names` lists. A traced function may also index arrays of its closure or
-its globals by expressions. Real arrays do not accept symbols as indices, so flashsim calls a copy
-of the function in which `Captured` objects replace the arrays.
+The traced function is plain Python. The function may use Python's operators, and the NumPy, torch
+and JAX functions that the module `names` lists. A traced function may also index arrays of its
+closure or its globals by expressions. Real arrays do not accept symbols as indices, so flashsim
+calls a copy of the function in which `Captured` objects replace the arrays.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class _Tracing:
     def wrap(self, value: Any, name: str = "") -> Any:
         """Return `value` with `Captured` objects in place of arrays, also inside containers.
 
-        Functions, methods and partials are replaced by copies that use such objects.
+        Functions, methods and partials are replaced by copies that use `Captured` objects.
         """
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
@@ -174,7 +174,7 @@ class _Tracing:
         return copy
 
     def array(self, array: Any, name: str) -> int:
-        """Return a captured array's number; an array that is captured twice has one number."""
+        """Return a captured array's number; an array that is captured twice has only one number."""
         if id(array) not in self._numbers:
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
@@ -254,7 +254,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Holder:
-    """Stands for a captured object: returns its attributes with arrays replaced."""
+    """Stands for a captured object: its attributes are the object's, with arrays replaced."""
 
     def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
@@ -273,7 +273,7 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 def _foreign(function: Any) -> bool:
     """Return whether a function belongs to a library, so that it is not copied.
 
-    Functions in torch's flex_attention count as the user's, and are copied.
+    Functions in torch's flex_attention count as the user's own functions, and are copied.
     """
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")

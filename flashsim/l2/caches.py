@@ -1,8 +1,8 @@
 """Simulates two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2.
 
 The function `replay` simulates a fully associative cache of whole tiles, which evicts the least
-recently used tile. The stack distances in the module `distances` give the same results for all
-cache sizes at once. The function `replay_sets` simulates a set-associative cache with partitions.
+recently used tile. The module `distances` computes the same results for all cache sizes at once.
+The function `replay_sets` simulates a set-associative cache with partitions.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _unlink(links, tile):
 @keep
 @njit
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
-    """Replay requests; count bytes read from DRAM and bytes written to DRAM by evictions.
+    """Replay requests; count the bytes read from DRAM, and those that evictions write to DRAM.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
     links : int32 (tiles + 1, 2); state : uint8 (tiles + 1); used : int64 (1,)
         The cache, changed in place.
     fetched, lost : int64 (tiles,)
-        Bytes of each tile read from and written to DRAM; the counts are added to these.
+        Bytes of each tile read from and written to DRAM; the function adds to these arrays.
     """
     end = len(links) - 1
     for r in range(len(ids)):
@@ -89,7 +89,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Put a cache line in an empty way or in the least recently used way; return that way."""
+    """Put a cache line in an empty way, or else in the least recently used way; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -110,23 +110,24 @@ def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
 def replay_sets(
     ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
 ):
-    """Replay requests; count cache lines read from DRAM and lines written to DRAM by evictions.
+    """Replay requests; count the lines read from DRAM, and those that evictions write to DRAM.
 
-    An SM sends all its requests to the partition to which it belongs. A line whose home is the
-    other partition is read through that other partition, and both partitions keep a copy. A store
-    or a reduction goes to the line's home partition, and a copy in the other partition is dropped.
+    An SM sends all its requests to the partition to which it belongs. If a line's home is the other
+    partition, the SM's partition reads the line through that other partition, and both partitions
+    keep a copy. A store or a reduction goes to the line's home partition, and a copy of the line in
+    the other partition is dropped.
 
     Parameters
     ----------
     ids, codes : requests
     first : int64 (tiles + 1,)
-        Lines of tile t are ``first[t] .. first[t + 1] - 1``.
+        Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``.
     place_of : int32 (lines,); home_of : uint8 (lines,); tile_of : int32 (lines,)
-        Set, home partition and tile of each line.
+        The set, the home partition and the tile of each cache line.
     held : int32, touched : int64, dirty : bool (partitions, sets, ways); clock : int64 (1,)
         The cache, changed in place.
     fetched, lost : int64 (tiles,)
-        Lines of each tile read from and written to DRAM; the counts are added to these.
+        Lines of each tile read from and written to DRAM; the function adds to these arrays.
     """
     partitions = held.shape[0]
     for r in range(len(ids)):

@@ -1,9 +1,9 @@
 """The cache lines of captured arrays that a tile touches, and the requests for them.
 
-The other tensors of the L2 model consist of tiles. A captured array has no tiles: a score or mask
-function reads it at any index. So it is divided into cache lines, and its index expressions are
-evaluated to find the lines that each tile touches. Sinks are treated as a captured array that is
-indexed by the head. `dF` and `dSink` are the gradients of these arrays.
+Other tensors in the L2 model consist of tiles. A captured array has no tiles, because a score or
+mask function reads the array at any index. So a captured array is divided into cache lines, and the
+index expressions are evaluated to find the lines that each tile touches. Sinks are treated as a
+captured array that is indexed by the head. `dF` and `dSink` are the gradients of these arrays.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _AXES = {"fixed": ROW, "row": ROW, "col": COL, "score": TILE}
 
 
 class ElementAccess(NamedTuple):
-    """One array access in a function's source: load `node` of `graph`.
+    """One read of an array element in a score or mask function: load `node` of `graph`.
 
-    `values` holds the captured arrays' values if they are known. `first` is the number of the
-    array's first element in its tensor, in bytes.
+    The field `values` holds the captured arrays' values if they are known. The field `first` is the
+    byte offset of the array's first element in its tensor.
     """
 
     graph: Graph
@@ -48,17 +48,17 @@ class ElementAccess(NamedTuple):
 
     @property
     def side(self) -> str:
-        """What the index varies with, one of SIDES."""
+        """The one of SIDES (such as "row") with which the access's index varies."""
         return self.graph.side(self.node)
 
 
 def lined(name: str) -> str:
-    """Return the tensor whose lines a move's tensor is in: `F` for `F_own`."""
+    """Return the tensor to whose lines a move's tensor belongs, such as `F` for `F_own`."""
     return name.removesuffix("_own") if name.startswith(("F_", "M_")) else name
 
 
 def line_sizes(problem: Problem, name: str) -> np.ndarray:
-    """Return the bytes of each line of a tensor; every array starts at a line of its own."""
+    """Return the bytes of each cache line of a tensor; no line holds parts of two arrays."""
     sizes = [_lines_of(nbytes) for nbytes in _array_bytes(problem, name)]
     return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
 
@@ -71,7 +71,7 @@ def _lines_of(nbytes: int) -> np.ndarray:
 
 
 def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
-    """Return a tensor's function, the known values of its arrays, and their bytes per element."""
+    """Return the function that reads a tensor, its arrays' known values and bytes per element."""
     p = problem
     if name in plans.SINKS:
         itemsize = shape(p, name).itemsize
@@ -93,7 +93,7 @@ def _array_bytes(problem: Problem, name: str) -> list[int]:
 
 
 def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
-    """Return the array accesses that one move makes, in the order of the function's source."""
+    """Return the array accesses of one move, in the order of the function's source code."""
     name = lined(tensor)
     graph, values, sizes = _source(problem, name)
     lines = [-(-n // LINE) * LINE for n in _array_bytes(problem, name)]
@@ -112,12 +112,12 @@ def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
 
 
 class Touched:
-    """The lines that one access touches, for every head and tile.
+    """The cache lines that one array access touches, for every head and tile.
 
     Attributes
     ----------
     axis : int
-        ROW, COL or TILE: which tiles have lines of their own.
+        ROW, COL or TILE: whether the lines differ per row tile, per column tile or per tile pair.
     count : int
         The number of tiles per head along this axis.
     """
@@ -145,7 +145,7 @@ class Touched:
         self.variant, self.shift = variant.reshape(-1), offset // LINE
 
     def _part(self) -> Graph:
-        """Return the function with only the nodes that the index needs."""
+        """Return the function's graph with only the nodes from which the index is computed."""
         graph = self.access.graph
         used = set(needed(graph.nodes, [x[0] for x in self._index]))
         if self.access.values is None and used & set(graph.loads):
@@ -161,7 +161,7 @@ class Touched:
         return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
 
     def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
-        """Return the sum of the given indices, each times its axis's number of elements."""
+        """Return element numbers: the sum of each index times the elements per step of its axis."""
         if not index:
             return np.zeros((), np.int64)
         given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}
@@ -174,7 +174,7 @@ class Touched:
         return total
 
     def _tiles(self) -> np.ndarray:
-        """Return the row and column tiles whose lines are needed, (tiles, 2)."""
+        """Return the (row tile, column tile) pairs whose lines are needed, shape (pairs, 2)."""
         s, side = self.schedule, self.access.side
         if self.axis == TILE:
             ptr, col, kind = s.row_csr
@@ -187,10 +187,10 @@ class Touched:
 
     @cached_property
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Sets of cache lines as ``(ptr, lines, number)``.
+        """The sets of lines that tiles touch, in CSR form, as ``(ptr, lines, number)``.
 
-        The lines of tile t for variant v are set ``number[v, t]``, which is empty for a tile that
-        is not visited.
+        For variant v, tile t touches the lines of set ``number[v, t]``. The set of a tile that is
+        not visited is empty.
         """
         pairs, s, side = self._tiles(), self.schedule, self.access.side
         # Tiles of the same row, column or head have the same set if the index says so.
@@ -235,10 +235,11 @@ class Touched:
 
 
 class Requests:
-    """Placeholders for the accesses of one kernel, and their replacement by lines.
+    """Inserts placeholders for a kernel's array accesses, and replaces them by cache lines.
 
-    `interleave.weave` orders requests for tiles by number. An access gets the numbers from `start`,
-    one per head and tile; `expand` replaces each by the lines that the access touches there.
+    The function `interleave.weave` handles requests for tiles, which are numbers. So each array
+    access gets placeholder numbers from `start` on, one per head and tile. The method `expand`
+    replaces each number by the lines that the access touches for that head and tile.
     """
 
     def __init__(self, schedule: Schedule, tiles: int) -> None:
@@ -250,7 +251,8 @@ class Requests:
     ) -> Iterator[tuple[int, ...]]:
         """Yield a row of `weave`'s table for each access of a move.
 
-        A row is: operation, axis, owner, first number, numbers per head, column tiles.
+        A row contains the operation, axis, owner, first placeholder, placeholders per head, and the
+        number of column tiles.
         """
         p = self.schedule.problem
         for access in accesses(p, move.tensor, stage.outer):
@@ -268,7 +270,7 @@ class Requests:
     def expand(
         self, ids: np.ndarray, codes: np.ndarray, most: int
     ) -> tuple[np.ndarray, np.ndarray] | int:
-        """Replace placeholders by lines; return their number alone if it exceeds `most`."""
+        """Replace placeholders by lines; if there are more than `most`, return how many."""
         if not self.touched:
             return ids, codes
         lengths = np.ones(len(ids), np.int64)
@@ -293,7 +295,7 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where an access's placeholders are, and the set and the head of each."""
+        """Return the positions of an access's placeholders, and each placeholder's set and head."""
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

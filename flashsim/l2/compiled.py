@@ -1,10 +1,11 @@
 """A disk cache for Numba's compiled code; if the disk fails, the code is compiled again.
 
 Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
-if one of its files is truncated. With the cache in this module, each such failure costs one
-compilation and prints a line to stderr. Before the cache uses stored code, it compares the key and
-the checksum that are stored with the code. A checksum does not show who wrote a file, and loading a
-file runs the code in it. So the cache does not use a folder to which other users can write.
+if one of its files is truncated. With the cache in this module, each of these failures only costs
+one compilation and prints a line to stderr. Before the cache uses stored code, it compares the key
+and the checksum that are stored with the code. A checksum does not show who wrote a file, and
+loading a file runs the code in it. So the cache does not use a folder to which other users can
+write.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def kept(function: Any) -> bool:
 
 
 class _Disk(FunctionCache):
-    """Numba's disk cache of one function, which reports a failed load or save and goes on."""
+    """Numba's disk cache of one function; a failed load or save is reported, not raised."""
 
     def __init__(self, py_func: Any) -> None:
         super().__init__(py_func)
@@ -56,11 +57,11 @@ class _Disk(FunctionCache):
         )
 
     def open_to_others(self, source: str) -> Path | None:
-        """Return the cache's folder, or a file in it, if another user could have written it.
+        """Return the cache's folder or one of its files if another user could have written to it.
 
         Otherwise return None. The owner of the folder must be this user, root, or the owner of the
-        source file, whose code runs anyway. The folder's group may have write access if it is one
-        user's private group, as on systems with umask 002.
+        source file, whose code runs anyway. The folder's group may have write access only if it is
+        one user's private group, as on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None
@@ -102,8 +103,9 @@ class _Disk(FunctionCache):
 class _Files(IndexDataCacheFile):
     """Numba's cache files, with entries that also store their key and a checksum.
 
-    Numba writes a cache's index first, and restarts the numbering of files when sources change. So
-    after a failed write, the index may point to an older entry; the key in that entry reveals this.
+    Numba writes a cache's index before the entry itself, and restarts the numbering of files when
+    sources change. So after a failed write, the index may point to an older entry. The key stored
+    in that entry shows that it is not the right one.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -131,7 +133,7 @@ class _Memory(NullCache):
         self._said = said
 
     def save_overload(self, sig: Any, cres: Any) -> None:
-        """Report that compiled code is not saved; the report appears only once."""
+        """Report, only once, that compiled code is not saved."""
         if not self._said:
             _say("no folder for compiled code is writable", None, _AGAIN)
 

@@ -26,13 +26,13 @@ class Curve:
     Attributes
     ----------
     steps : int64 (n,)
-        Cache sizes in bytes, ascending, at which more requests begin to hit.
+        The cache sizes in bytes, in ascending order, from which on more requests hit.
     saved : int64 (n,)
-        Bytes that a cache of at least ``steps[k]`` bytes no longer reads from DRAM (cumulative).
+        How many bytes less a cache of ``steps[k]`` bytes reads from DRAM than no cache.
     most : int
-        Bytes read without a cache.
+        The bytes read from DRAM without a cache.
     write_steps, write_saved, most_written
-        The same three for dirty bytes that evictions write to DRAM.
+        Like `steps`, `saved` and `most`, for the dirty bytes that evictions write to DRAM.
     """
 
     steps: np.ndarray
@@ -63,11 +63,11 @@ class Curve:
         )
 
     def reads(self, l2_bytes: Any) -> Any:
-        """Return the bytes read from DRAM with an L2 of that size (a number or an array)."""
+        """Return the bytes read from DRAM with an L2 of `l2_bytes` bytes (a number or an array)."""
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
     def writes(self, l2_bytes: Any) -> Any:
-        """Return the dirty bytes that an L2 of that size evicts to DRAM while the kernel runs."""
+        """Return the dirty bytes that an L2 of `l2_bytes` bytes evicts while the kernel runs."""
         return self._at(l2_bytes, self.write_steps, self.write_saved, self.most_written)
 
     @property
@@ -90,7 +90,7 @@ class Curve:
 
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of `at`, ascending, and for each the sum of `nbytes` up to it."""
+    """Return the sorted distinct values of `at`, and the sum of `nbytes` up to each value."""
     from flashsim.l2.distances import tally
 
     steps, sums = tally(at, nbytes)

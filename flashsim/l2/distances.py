@@ -1,4 +1,4 @@
-"""Computes stack distances, compiled by Numba: the smallest cache in which each request hits."""
+"""Computes each request's stack distance, the size of the smallest cache in which it hits."""
 
 from __future__ import annotations
 
@@ -38,20 +38,21 @@ def _sum(tree, at):
 def distances(ids, codes, size):
     """Return every request's stack distance in bytes, and the largest distance after each write.
 
-    A request's stack distance is the size of all distinct tiles requested since the last request of
-    its own tile, including that tile. A request hits in a cache of C bytes exactly if its distance
-    is at most C (Mattson et al. 1970). The second result is, for each write of a tile, the largest
-    distance of its requests until the next write or the end. A cache of C bytes writes the tile to
-    DRAM once if that largest distance exceeds C, and otherwise not.
+    A request's stack distance is the total size of all distinct tiles that were requested since the
+    last request for its own tile, including its own tile. A request hits in a cache of C bytes
+    exactly if its distance is at most C (Mattson et al. 1970). The second result has a number for
+    each write of a tile: the largest distance of the tile's requests until the next write or the
+    end. A cache of C bytes writes the tile to DRAM between these two writes exactly if that largest
+    distance exceeds C.
 
     Returns
     -------
     near : int64 (n,)
         The distance of each request; COLD for the first request of a tile.
     strayed : int64 (n,)
-        For each store or reduction, the largest distance at which its tile is requested again, up
-        to and including the next write. Without a next write, the tile's depth in the stack at the
-        end counts too. -1 for a load.
+        For each store or reduction, the largest distance of its tile's requests up to and including
+        the next write. If the tile is not written again, its depth in the stack at the end counts
+        too. For a load, -1.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)
@@ -131,7 +132,7 @@ def tally(keys, weights):
 @keep
 @njit
 def _find(table, key):
-    """Return a key's index in a hash table, or the index of the free slot in which to put it.
+    """Return a key's index in a hash table, or the index of the free slot for this key.
 
     The length of the table is a power of two.
     """

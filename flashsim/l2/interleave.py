@@ -1,7 +1,7 @@
 """Interleaves the requests of thread blocks, in the order in which the SMs issue them.
 
-Numba compiles the functions in this module. A request to L2 is a tile number and a code: its
-operation (`names.OPS`), plus SIDE if the SM belongs to the second partition.
+Numba compiles the functions in this module. A request to L2 is a tile number and a code. The code
+is the request's operation (`names.OPS`), plus SIDE if the SM belongs to the second partition.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a acts before slot b; at equal times, the lower number acts first."""
+    """Return whether slot a acts before slot b; at equal times, the lower-numbered slot does."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -44,7 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append the table's requests `first` to `last` - 1, for one block and one tile pair."""
+    """Append the requests in the table's rows `first` to `last` - 1, for a block and tile pair."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
@@ -72,14 +72,14 @@ def weave(
     """Write all requests of one kernel in the order in which the SMs issue them.
 
     Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
-    query heads. Block b owns entry ``outers[b]``: an outer tile, or one part of its keys. The block
-    makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for each of `members`
-    query heads. Each `cluster` consecutive blocks own the same entry, and divide its visits into
-    consecutive ranges; the first of them also makes the requests before and after the visits. As
-    many blocks run at once as `time` has slots; when a block ends, the next block
-    starts in its slot. A visit takes 1 unit of time, plus a random number between -`jitter` and
-    `jitter`. If `ranks` is not empty, a visit waits until that many other visits of its inner tile
-    have started.
+    query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
+    its keys. The block makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for
+    each of `members` query heads. Each `cluster` consecutive blocks own the same entry, and divide
+    the entry's visits into consecutive ranges. The first of these blocks also makes the requests
+    before and after the visits. As many blocks run at once as `time` has slots; when a block ends,
+    the next block starts in its slot. A visit takes 1 unit of time, plus a random number between
+    -`jitter` and `jitter`. If `ranks` is not empty, visit v waits until ``ranks[v]`` other visits
+    to its inner tile have started.
 
     Parameters
     ----------
@@ -88,11 +88,11 @@ def weave(
     several : bool (outers,)
         Whether the entry is one of several parts of its tile.
     requests : int64 (n, 6)
-        The columns are op, axis, owner, first tile number, tiles per head, column tiles. `parts`
-        (5,) splits the table into four sections: requests before, at and after the visits, and
-        requests after the visits of one of several parts.
+        The columns are op, axis, owner, first tile number, tiles per head, column tiles. The array
+        `parts` (5,) splits the rows into four sections: requests before, at and after the visits,
+        and requests after the visits of one of several parts.
     head_of : int32 (3, heads)
-        For each query head, the number of its matrix among query heads, key heads and bias heads.
+        For each query head, the numbers of its query matrix, its key matrix and its bias matrix.
     in_step : bool
         Whether a block makes each visit for all members before it makes the next visit.
     flipped : bool (blocks,)
@@ -100,21 +100,22 @@ def weave(
     cluster : int
         Blocks that own an entry together. If `ranks` is not empty, 1.
     time : float64 (slots,); block, done, heap : int64 (slots,)
-        Work arrays: zeros, the first blocks, zeros, and the numbers of the slots.
+        Work arrays, which initially contain zeros, the first blocks, zeros, and the slots' numbers.
     sides : uint8 (slots,)
         The partition of each slot's SM.
     pace : float64 (slots,)
-        The relative time of a visit on each slot: less than 1 if fewer blocks share the SM than
-        share other SMs.
+        The relative time of a visit on each slot. The time is less than 1 if fewer blocks share the
+        slot's SM than share other SMs.
     out, codes : int32, uint8
         Results: tile numbers and codes.
     ranks : int32 (visits,), or empty
-        How many visits of the same inner tile precede each visit; if empty, no visit waits.
+        The number of visits to the same inner tile that precede each visit; if the array is empty,
+        no visit waits.
     turns : int32, since : float64 (query heads, inner tiles)
-        Work arrays of zeros: how many visits of an inner tile have started, and the time from which
-        its next visit may start.
+        Work arrays, initially zero: how many visits to an inner tile have started, and when the
+        next visit to that tile may start.
     turn : float
-        Time from the start of one visit of an inner tile to the start of its next visit.
+        The time from the start of one visit to an inner tile to the start of the next visit to it.
 
     Returns
     -------

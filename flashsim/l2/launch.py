@@ -38,38 +38,38 @@ class L2Model:
         - "tile-first": tile 0 of every head, then tile 1 of every head, and so on.
         - "longest-first": over all heads, tiles in order of decreasing numbers of visits.
         - "grouped": one group of heads after the other, each as large as fits in L2; within a
-          group, the longest tiles first. FlashAttention-3 and the kernels of `flashsim.backends` do
-          this; `clump_size` computes the size of a group.
-        - "in-turns": as "grouped", but a fused backward adds to dQ in a fixed order. Its blocks
-          start with the columns whose first row tile is last, and each addition waits for its turn
-          (`flashsim.schedule.dq_order`).
+          group, the longest tiles first. FlashAttention-3 and the kernels of `flashsim.backends`
+          start blocks in this order; `clump_size` computes the size of a group.
+        - "in-turns": as "grouped", but a fused backward adds to dQ in a fixed order. The blocks of
+          column tiles whose first row tile is last start first, and each addition to dQ waits for
+          its turn (`flashsim.schedule.dq_order`).
     walk : {"straight", "sawtooth", "in-step"}
         The order of a block's visits. "straight": the order of the schedule. "sawtooth": every
         other wave of blocks makes its visits in reverse order, so that it starts with the data that
         the previous wave left in L2 (arXiv:2601.16032). "in-step" (KV-outer kernels): the first
         wave, the third and so on are in reverse order, and a block makes each visit for all query
-        heads of its group before the next visit. The Hopper kernels of `flashsim.backends` do this:
-        see docs/reference/hopper.md.
+        heads of its group before the next visit. The Hopper kernels of `flashsim.backends` use
+        "in-step": see docs/reference/hopper.md.
     blocks_per_sm : int, optional
         Thread blocks that share an SM. Default: as many as fit into its shared memory.
     partitions : int, optional
-        1 or 2; default: the device's. With 2, each half of L2 caches the half of memory attached to
-        it, and copies of the data that its own SMs read from the other half. So data that all SMs
-        read is in L2 twice.
+        The number of L2 partitions, 1 or 2; the default is the device's number. With 2, each half
+        of L2 caches the half of memory attached to it. Each half also keeps copies of the data that
+        its own SMs read from the other half. So data that all SMs read is in L2 twice.
     jitter : float
         The largest random deviation of a visit's time, in seconds; each visit draws its deviation
-        uniformly. Without deviation, a visit takes as long as its matrix products at the device's
+        uniformly. Without jitter, a visit takes as long as its matrix products at the device's
         peak. If that peak is unknown for the dtype, or if `jitter` is 0, all blocks advance at the
         same speed.
     turn : float
-        For "in-turns": seconds from one block's addition to a row tile's dQ until the next block's.
-        The default fits six launches on an H200 (docs/notebooks/l2.md).
+        For "in-turns": the seconds between two blocks' additions to the same row tile's dQ. The
+        default fits six launches on an H200 (docs/notebooks/l2.md).
     ways : int or None
-        Lines per set of the cache. None: the textbook cache that `curves` assumes, which is fully
-        associative, caches whole tiles, and has one partition.
+        Lines per set of the cache. None selects the textbook cache that the function `curves`
+        assumes: fully associative, of whole tiles, with one partition.
     flush : bool
-        Whether every kernel starts with an empty cache, as Nsight Compute does by default.
-        Otherwise a kernel starts with the cache that the previous kernel left.
+        Whether every kernel starts with an empty cache, as Nsight Compute does by default. If
+        False, a kernel starts with the cache contents that the previous kernel left.
     cluster : int
         Thread blocks that share each outer tile of a KV-outer kernel, and divide its visits.
     heads_in_group : int, optional
@@ -131,7 +131,7 @@ class L2Model:
     def sides(self, slots: int, device: Device) -> np.ndarray:
         """Return the partition to which each slot's SM belongs, uint8 (slots,).
 
-        With 2 partitions, half of the SMs belong to each; they are drawn at random.
+        With 2 partitions, a randomly drawn half of the SMs belongs to each partition.
         """
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
@@ -139,7 +139,7 @@ class L2Model:
     def jitter_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the jitter as a fraction of a visit's time, at most 1."""
+        """Return the jitter divided by a visit's time, at most 1."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return min(1.0, self.jitter / seconds) if seconds else 0.0
 
@@ -153,7 +153,7 @@ class L2Model:
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the seconds of a visit's matrix products at peak; 0 if no peak is known."""
+        """Return the seconds that a visit's matrix products take at peak; 0 if no peak is known."""
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -164,7 +164,7 @@ class L2Model:
         return flops / each
 
     def slots(self, stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-        """Return how many thread blocks run at the same time: SMs times blocks per SM."""
+        """Return how many thread blocks run at the same time: the SMs times the blocks per SM."""
         return device.sm_count * (self.blocks_per_sm or occupancy(stage, schedule, device))
 
     def order(
@@ -175,7 +175,7 @@ class L2Model:
         device: Device,
         columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return each thread block's loop number and outer tile, in starting order, int32 each.
+        """Return each thread block's loop number and outer tile (both int32), in starting order.
 
         Each head, or each group of query heads, has one loop.
 
@@ -184,7 +184,8 @@ class L2Model:
         visits : ndarray, (outer tiles,)
             The number of visits of each outer tile, or of each part if keys are split.
         columns : ndarray, (outer tiles,), optional
-            The column tiles in the order of "in-turns", if the kernel adds to dQ in a fixed order.
+            The column tiles in the order of `launch="in-turns"`, if the kernel adds to dQ in a
+            fixed order.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)
@@ -208,8 +209,8 @@ class L2Model:
     ) -> np.ndarray:
         """Return the number of the wave in which each of `blocks` thread blocks starts.
 
-        With `walk="in-step"`, every head group takes the same whole number of waves
-        (kernels/hopper/tile_scheduler.cuh).
+        With `walk="in-step"`, each head group takes the same whole number of waves, as in
+        kernels/hopper/tile_scheduler.cuh.
         """
         at_once = max(min(self.slots(stage, schedule, device), blocks), 1)
         block = np.arange(blocks)

@@ -1,6 +1,7 @@
 """Predicts DRAM traffic by the L2 model.
 
-The function `dram` does so for the device's L2, `curves` for every size of L2.
+The function `dram` predicts DRAM traffic for the device's L2; `curves` predicts DRAM traffic for
+every size of L2.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """One kernel's DRAM bytes by tensor: read, written, and at its end still dirty in L2."""
+    """One kernel's DRAM bytes by tensor: read, written, and still dirty in L2 at the end."""
 
     name: str
     read: dict[str, int]
@@ -60,7 +61,7 @@ class Dram:
     def bytes(
         self, op: str | None = None, tensor: str | None = None, stage: str | None = None
     ) -> int:
-        """Return the DRAM bytes of one operation, tensor and stage (kernel), or of all.
+        """Return the DRAM bytes, of one operation, tensor and stage (kernel) if these are passed.
 
         Parameters
         ----------
@@ -90,7 +91,7 @@ class Dram:
         )
 
     def hit_rate(self) -> float:
-        """Return the fraction of loaded and reduced bytes that hit in L2."""
+        """Return the fraction of the loaded and reduced bytes that hit in L2."""
         asked = self.requested.bytes("load") + self.requested.bytes("reduce")
         return 1 - self.bytes("read") / asked
 
@@ -158,8 +159,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
     Raises
     ------
     UnsupportedError
-        If there are too many requests to replay, or a score function indexes a captured array with
-        elements of another captured array.
+        If there are too many requests to replay, or if a score function indexes a captured array
+        with elements of another captured array.
     """
     model = _model(requested, model)
     tiles, streams = _streams(requested, model)
@@ -187,7 +188,7 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Check the pass and the model, and return the model; None selects the default model."""
+    """Check that the model can predict the pass, and return the model; None means the default."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
@@ -249,9 +250,8 @@ class _Sets:
     """A cache like a GPU's L2, simulated by `caches.replay_sets` for a sample of its sets.
 
     A set can contain only the lines that hash to it, so a sample of the sets represents all sets
-    (set sampling: Kessler, Hill and Wood, 1994). Each tile has a proportional number of its lines
-    in the sample. The counts of a tensor's sampled lines are scaled up to all of the tensor's
-    bytes.
+    (set sampling: Kessler, Hill and Wood, 1994). The same fraction of each tile's lines is in the
+    sample. The counts of a tensor's sampled lines are scaled up to all of the tensor's bytes.
     """
 
     def __init__(self, tiles: TileNumbers, device: Device, model: L2Model) -> None:

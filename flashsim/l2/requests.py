@@ -1,4 +1,4 @@
-"""Converts a schedule to one kernel's requests to L2: tile numbers in issue order."""
+"""Converts a schedule to one kernel's requests to L2: tile numbers, in the order of issue."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TileNumbers:
         self.size = np.concatenate(sizes)
 
     def matrices(self, tensor: TensorShape) -> int:
-        """Return how many matrices a tensor has: one per head, or one per group of packed heads."""
+        """Return a tensor's number of matrices: one per head, or one per group of packed heads."""
         members = self.schedule.members if tensor.owner == QUERY else 1
         return matrices(self.problem, tensor.owner) // members
 
@@ -113,7 +113,7 @@ class TileNumbers:
         return slice(edges[at], edges[at + 1])
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return the sum of a value per tile over each tensor's tiles; sums of 0 are left out."""
+        """Return the sum of `per_tile` over each tensor's tiles; sums of 0 are left out."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
@@ -126,10 +126,10 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
 
 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
-    """Return how many tiles one kernel requests, over all heads.
+    """Return the number of tiles that one kernel requests, summed over all heads.
 
     A tile's elements of captured arrays count as one request per array access in the function. The
-    schedule's tables are built only if keys are split (`stage.parts`).
+    function builds the schedule's tables only if keys are split (`stage.parts`).
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
@@ -146,7 +146,7 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
-    """Return how many requests a move makes per tile."""
+    """Return the number of requests that a move makes per tile."""
     if captured.lined(move.tensor) in captured.LINED and move.transfers:
         return len(captured.accesses(problem, move.tensor, stage.outer))
     return int(move.transfers)
@@ -155,8 +155,8 @@ def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     """Return four lists of a stage's moves: before the visits, at each visit, and two after them.
 
-    The third list is for an outer tile whose keys are all in one part; the fourth is for one of
-    several parts.
+    The third and the fourth list have moves after the visits. The third list is for an outer tile
+    whose keys are all in one part, and the fourth list is for one of several parts.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -165,7 +165,7 @@ def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
 
 
 def _members(stage: plans.Stage, schedule: Schedule, group: int) -> int:
-    """Return how many query heads the block of a key head processes one after the other."""
+    """Return the number of query heads that a key head's thread block processes in sequence."""
     return group if stage.per == "group" and schedule.members == 1 else 1
 
 
@@ -178,7 +178,7 @@ def stream(
     device: Device,
     model: L2Model,
 ) -> Stream:
-    """Return the requests of one kernel, interleaved as its thread blocks would issue them.
+    """Return one kernel's requests to L2, interleaved as its thread blocks would issue them.
 
     Raises
     ------
@@ -246,7 +246,7 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return the relative time of a visit on each slot; blocks on one SM share its units.
+    """Return the relative time of a visit on each slot; blocks on one SM share the SM's units.
 
     The blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs
     run fewer blocks than others, and the blocks on those SMs are faster.
@@ -257,7 +257,7 @@ def _pace(slots: int, device: Device) -> np.ndarray:
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """Return a tensor's layout as `tensors.shape` does, with axis PART for a partial result."""
+    """Return a tensor's layout; a partial result has the axis PART, unlike in `tensors.shape`."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
@@ -306,7 +306,7 @@ def _requests(
 ) -> list[tuple[int, ...]]:
     """Return one row of the table for `weave` for each move between HBM and SRAM.
 
-    A move of captured elements has a row for each array access in the function. In a merging
+    A move of elements of captured arrays has one row per array access in the function. In a merging
     kernel, the inner tiles are the parts.
     """
     rows: list[tuple[int, ...]] = []
@@ -326,9 +326,9 @@ def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
     """Return the numbers of the matrices that each query head uses: query, key and bias matrix.
 
     The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, all
-    three are the number of the bias matrix. A bias that several heads or batch entries share has
-    fewer matrices than there are heads. If query heads are packed, `members` of them share one
-    query matrix.
+    three numbers are the number of the bias matrix. A bias that several heads or batch entries
+    share has fewer matrices than there are heads. If query heads are packed, `members` of them
+    share one query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

@@ -1,4 +1,4 @@
-"""Checks kernels that users write: bytes moved, which of them are unnecessary, and results.
+"""Checks kernels that users write: the bytes moved, the unnecessary bytes, and the results.
 
 A frontend (such as `flashsim.triton`) executes a user's kernel and records its accesses in a
 `Recorder`. `KernelTrace` analyses the recorded accesses. Nothing in this package depends on Triton

@@ -1,4 +1,4 @@
-"""The report on a user's kernel in the terminal, in at most 32 lines: its mistakes and bytes."""
+"""The terminal report on a user's kernel: its mistakes and its bytes, in at most 32 lines."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ _CLEAN = {
 def answer(
     traced: KernelTrace, files: Sequence[str] = (), note: str = "", most: int = LINES
 ) -> str:
-    """Return the report's text: results, bytes, bounds, races, memory, and what is not simulated.
+    """Return the report's text: results, bytes, bounds, races, memory, and the model's limits.
 
     Parameters
     ----------
     files : sequence of str
-        Paths of the pages and pictures that were written; the report's last lines name them.
+        Paths of the pages and pictures that were written; the report's last lines name these files.
     note : str
         The reason why results were not checked, if they were not.
     most : int
@@ -63,7 +63,7 @@ def answer(
 
 
 def _fitting(blocks: list[list[str]], most: int) -> list[str]:
-    """Shorten the longest blocks of lines until all fit; each says how many lines were cut."""
+    """Shorten the longest blocks of lines until all fit; a cut block says how many it lost."""
     lost = [0] * len(blocks)
     # A block that was cut ends in one more line, which says so.
     while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:
@@ -79,7 +79,7 @@ def _fitting(blocks: list[list[str]], most: int) -> list[str]:
 
 
 def _wrapped(text: str, word: str) -> list[str]:
-    """Return a text as wrapped lines, with a word in the margin of the first line."""
+    """Wrap a text into lines, and put a word into the margin of the first line."""
     if not word:
         return textwrap.wrap(text, WIDTH)
     return textwrap.wrap(

@@ -1,4 +1,4 @@
-"""Convert the record of a kernel's accesses to a `Trace`, as pictures, tables and files need it."""
+"""Converts the record of a kernel's accesses to a `Trace`, for pictures, tables and files."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def as_trace(
 ) -> Trace:
     """Return a record as a trace: one stage per kernel launch, one outer-loop step per program.
 
-    If all heads make the same accesses, the trace keeps those of one head. Otherwise the trace has
-    all heads as members of one group, each with its own events.
+    If all heads make the same accesses, the trace keeps the accesses of one head. Otherwise all
+    heads are members of one group in the trace, each with its own events.
 
     Raises
     ------
@@ -106,7 +106,7 @@ def _one_group(p: Problem, heads: int) -> Problem:
 
 
 def _workspace(geometry: Geometry) -> int:
-    """Return the bytes of tensors that carry results between launches: stored, and also loaded."""
+    """Return the bytes of tensors that are stored and loaded, as results between launches."""
     a, total = geometry.record.accesses, 0
     for t in geometry.record.tensors:
         ops = np.unique(a["op"][a["tensor"] == t.code])
@@ -118,7 +118,7 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return a launch's events, their FLOPs, and `per`; None if the launch's heads differ."""
+    """Return a launch's events, the FLOPs and `per`, or None if the launch's heads differ."""
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
     # A program that works on several query heads works on a whole group.
@@ -140,7 +140,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return an array (accesses, facts); heads with equal facts have the same events."""
+    """Return an array (accesses, facts); heads whose facts are equal have the same events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -153,7 +153,7 @@ def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> 
 
 
 def _begins(cut: Visits) -> np.ndarray:
-    """Return for each access whether it is the first one of a visit (tile pair) or of a program."""
+    """Return for each access whether a visit (tile pair) or a program begins with it."""
     return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
 
 
@@ -225,7 +225,7 @@ def _events(
 
 
 class _Work:
-    """The FLOPs of one launch, which are taken in order within each program."""
+    """One launch's FLOPs, which `upto` hands out in order for each program."""
 
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
@@ -235,7 +235,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return a program's FLOPs from the previous call up to an access (None: up to its end)."""
+        """Return a program's FLOPs since the previous call, up to an access (None: to the end)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

@@ -1,4 +1,4 @@
-"""Check a kernel's results; if they are wrong, find the first wrong element and a known mistake."""
+"""Checks a kernel's results; if any are wrong, finds the first wrong element and the mistake."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 @dataclass(frozen=True)
 class Output:
-    """The comparison of one tensor: its largest error, the allowed error, and wrong elements."""
+    """The comparison of one tensor: the largest and the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -49,11 +49,11 @@ class Verdict:
     ----------
     outputs : tuple of Output
     mistake : str
-        The known mistake that gives the same wrong numbers; "" if none does.
+        The known mistake that gives the same wrong numbers; "" if no known mistake does.
     tensor : str
-        The first wrong tensor; "" if all are right.
+        The first wrong tensor; "" if all tensors are right.
     head, row, column : int
-        The indices of its first wrong element.
+        The indices of the first wrong element of `tensor`.
     program, line : tuple of int, int
         The program and the line that stored this element.
     got, wanted : float
@@ -189,7 +189,7 @@ def _is_m(g: Geometry) -> bool:
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a kernel's inputs: the tensors that are loaded before anything is stored to them."""
+    """Return a kernel's inputs: the tensors that the kernel loads before it stores to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -199,7 +199,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Return a softmax(S) V problem as attention: Q is S, and K is the identity matrix."""
+    """Return a problem softmax(S) V as attention, with S as Q and the identity matrix as K."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -242,7 +242,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: TIMES that of plain attention in this type, plus one rounding."""
+    """Return the allowed error: TIMES plain attention's error in this type, plus one rounding."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -277,7 +277,7 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that would give all these outputs; "" if there is none."""
+    """Return the first known mistake that would give all these outputs, or ""."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
@@ -296,7 +296,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return a mistake in the choice of rows to which results are stored; "" if there is none."""
+    """Return the kernel's mistake in the choice of the rows to which it stores results, or ""."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:
@@ -324,7 +324,7 @@ def _located(
     want: np.ndarray,
     mistake: str,
 ) -> Verdict:
-    """Return the verdict with the first wrong element added, and the program that stored it."""
+    """Return the verdict, completed by the first wrong element and the program that stored it."""
     at = np.argwhere(wrong)[0]
     head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
     a, code = g.record.accesses, g.labels.index(name)
@@ -348,7 +348,7 @@ def _located(
 
 
 def _by_reader(g: Geometry, values: Sequence[np.ndarray], reference: Reference) -> Verdict:
-    """Compare with a user's reference function, element by element, in the tensors' own shapes."""
+    """Compare tensors with the results of a user's reference function, element by element."""
     given = {label: np.array(values[code]) for code, label in enumerate(g.labels)}
     answer = reference(given)
     stored = {g.labels[code]: code for code in g.record.stored}

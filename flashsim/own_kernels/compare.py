@@ -1,4 +1,4 @@
-"""Compare a kernel's bytes with a closed form for its tile sizes; explain the excess."""
+"""Compares a kernel's bytes with a closed form for its tile sizes, and explains the excess."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """One operation's bytes on one tensor, beside the bytes that are needed.
+    """The bytes that one operation moves of one tensor, beside the bytes that are needed.
 
-    `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the kernel's
-    tile sizes, or None if flashsim recognizes no attention in the kernel. `compulsory` is the
-    tensor's size if every kernel has to move it once, else 0.
+    The field `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the
+    kernel's tile sizes, or None if flashsim recognizes no attention in the kernel. The field
+    `compulsory` is the tensor's size if every kernel has to move the tensor once, else 0.
     """
 
     op: str
@@ -56,7 +56,7 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """The excess: bytes beyond `expected`, or beyond `compulsory` if `expected` is None."""
+        """The excess bytes: beyond `expected`, or beyond `compulsory` if `expected` is None."""
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property
@@ -131,7 +131,8 @@ def rows_of(
 ) -> list[ByteRow]:
     """Return a `ByteRow` for each operation and tensor, in the order of the tensors.
 
-    `compulsory(label)` returns a tensor's bytes that must be read, and those that must be written.
+    The function `compulsory(label)` returns how many bytes of a tensor must be read, and how many
+    must be written.
     """
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
@@ -213,7 +214,7 @@ def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
 
 
 def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Return those accesses to a tile that the same program has accessed before."""
+    """Return the accesses to tiles that the same program has accessed before."""
     _, first = np.unique(_tiles(g, accesses), return_index=True)
     repeats = np.ones(len(accesses), bool)
     repeats[first] = False
@@ -239,7 +240,7 @@ def _again(g: Geometry, code: int, accesses: np.ndarray, again: np.ndarray) -> R
 
 
 def said(lines: tuple[int, ...]) -> str:
-    """Return source lines in words: "line 41", "lines 41 and 47"."""
+    """Return source lines in words, such as "line 41" or "lines 41 and 47"."""
     if not lines:
         return "no line"
     if len(lines) == 1:

@@ -1,4 +1,4 @@
-"""Import a user's Python file in the way in which Python runs a script."""
+"""Imports a user's Python file in the same way as Python runs a script."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def imports(text: str) -> set[str]:
 
 @contextmanager
 def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
-    """Turn an exception of a reader's file into a `TraceError` that names its line.
+    """Turn an exception in a user's file into a `TraceError` that names the file's line.
 
-    `hint` follows the message: what the file was given, for example.
+    The text `hint` is added to the message; it can say which arguments the file received.
     """
     try:
         yield
@@ -70,7 +70,7 @@ def beside(path: Path, *more: str) -> Iterator[None]:
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a file and return its module, which is not left in `sys.modules`."""
+    """Import a file and return its module, which is then removed from `sys.modules`."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

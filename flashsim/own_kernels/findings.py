@@ -26,9 +26,9 @@ class KernelFinding:
     text : str
         The warning in words, with line and program.
     line : int
-        The line in the user's file; 0 if there is none.
+        The line in the user's file; 0 if the warning concerns no single line.
     program : tuple of int
-        Grid coordinates of the first program that it concerns; () if there is none.
+        Grid coordinates of the first program that the warning concerns; () if it concerns none.
     tensor : str
         The tensor's name.
     """

@@ -1,9 +1,9 @@
-"""`Geometry`: each access's tile and matrix, and whether a tensor's rows are queries or keys.
+"""`Geometry`: the tile and matrix of each access, and which tensors have queries or keys as rows.
 
 A kernel only has pointers, so the record of its accesses only says which elements were accessed.
-From the elements, this module derives each access's rows, columns and head. It also derives the
-axis along which a tensor is tiled (queries, keys, or both, as scores are). Finally it derives the
-tile sizes and, unless the user states it, the attention problem.
+From the elements, this module derives each access's rows, columns and head. The module also derives
+along which axis a tensor is tiled: queries, keys or, for scores, both. Finally the module derives
+the tile sizes and, unless the user states it, the attention problem.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 class Sides:
     """How a kernel's tensor is tiled.
 
-    `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE for queries by
-    keys. `rows` is the index of the axis along which the tensor's rows lie. `vector` is True for a
-    tensor with one number per row.
+    The field `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE if the
+    tensor has queries as rows and keys as columns. The field `rows` is the index of the axis along
+    which the tensor's rows lie. The field `vector` is True for a tensor with one number per row.
     """
 
     axis: int
@@ -50,13 +50,14 @@ class Geometry:
     Attributes
     ----------
     labels : list of str
-        The tensors' names: the papers' names where known.
+        The tensors' names in the FlashAttention papers, where known, or else in the kernel.
     sides : list of Sides
     lead, row, rows, col, cols : int32 (accesses,)
-        The matrix of the tensor that an access touches (0 is the first), and the access's bounding
-        box in it: first row, number of rows, first column, number of columns.
+        Which matrix of the tensor an access touches (0 is the first), and the access's bounding box
+        in that matrix: first row, number of rows, first column, number of columns.
     spans : int32 (accesses,)
-        How many matrices (heads) the bounding box spans: more than 1 if it reaches the next head.
+        How many matrices (heads) the bounding box spans; more than 1 if the box reaches the next
+        head.
     shapes : list of tuple of int
         The tensors' shapes. If a tensor stacks the rows of all heads, its shape here has an axis
         of heads.
@@ -129,7 +130,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Find out whether Q's rows are heads: each head has one query, as in decoding."""
+        """Find out whether Q's rows are heads, which have one query each, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:
@@ -223,14 +224,14 @@ class Geometry:
 
     @property
     def scale(self) -> float | None:
-        """The launches' own scale; None if no argument is called so."""
+        """The softmax scale that the launches pass, or None if no argument has such a name."""
         given = self.constant(_SCALE)
         return float(given) if isinstance(given, (int, float)) else None
 
     def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
         """Return the offsets of packed sequences that a kernel loads; none without them.
 
-        They are integers that begin with 0 and end with the number of queries or keys.
+        The offsets are integers that begin with 0 and end with the number of queries or keys.
         """
         found: dict[str, list[int]] = {}
         a = self.record.accesses
@@ -299,7 +300,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`: one named in `first`, or a matrix."""
+        """Return the code of a tensor tiled along `axis`: preferably one named in `first`."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -329,7 +330,7 @@ class Geometry:
 
 
 def _stacked(shape: tuple[int, ...], label: str, p: Problem | None) -> tuple[int, ...]:
-    """Return a tensor's shape, with an axis of heads if the problem says that it stacks heads."""
+    """Return a tensor's shape, with an axis of heads if the tensor stacks the rows of all heads."""
     axis = AXES.get(label, -1)
     if p is None or axis not in (ROW, COL) or p.cu_seqlens_q is not None:
         return shape
@@ -349,7 +350,7 @@ def _scale(given: object, width: int) -> float | None:
 
 
 def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the indices of elements from their row-major numbers, int32 (axes, accesses)."""
+    """Convert row-major element numbers to the elements' indices, int32 (axes, accesses)."""
     found = np.empty((len(shape), len(numbers)), np.int32)
     for axis in range(len(shape) - 1, 0, -1):
         numbers, found[axis] = np.divmod(numbers, shape[axis])
@@ -358,7 +359,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether any program has two accesses with different values."""
+    """Return whether `values` differ between two accesses of the same program."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

@@ -45,14 +45,13 @@ class KernelTrace:
     outputs : dict of str to array
         The final values of the tensors that were stored to, by label.
     values : tuple of ndarray
-        The final values of all tensors, in the order of their codes: `check` compares them.
+        The final values of all tensors, in the order of the tensors' codes; `check` compares these
+        values.
     verdict : Verdict or None
         The result of the last `check`.
 
-    Notes
-    -----
-    A frontend can also pass `again`, a function that runs one program a second time. `check` then
-    names the first wrong step of that program.
+    Notes ----- A frontend can also pass `again`, a function that runs one program a second time.
+    With `again`, `check` names the first wrong step of that program.
     """
 
     def __init__(
@@ -94,7 +93,7 @@ class KernelTrace:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Names of the kernel's tensors: the papers' names where known."""
+        """The tensors' names in the FlashAttention papers, where known, or else in the kernel."""
         return tuple(self.geometry.labels)
 
     @property
@@ -132,7 +131,7 @@ class KernelTrace:
         return int(self.record.bytes_asked[self._chosen(op, tensor)].sum())
 
     def sectors(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes moved between L2 and the SMs: 32 per sector of memory accessed."""
+        """Return the bytes moved between L2 and the SMs: 32 bytes per sector accessed."""
         return int(self.record.accesses["sectors"][self._chosen(op, tensor)].sum()) * SECTOR
 
     @property
@@ -141,9 +140,9 @@ class KernelTrace:
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Return the bytes that any kernel with these results must move: inputs and outputs, once.
+        """Return the bytes that any such kernel must move: its inputs and outputs, each once.
 
-        A tensor that is stored before it is loaded, such as partial results, is not counted.
+        A tensor that the kernel stores before it loads it, such as partial results, is not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
@@ -167,12 +166,12 @@ class KernelTrace:
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
 
     def only(self, *kernels: str) -> KernelTrace:
-        """Return a trace of only those launches that ran one of these kernels.
+        """Return a `KernelTrace` with only the launches that ran one of these kernels.
 
         Raises
         ------
         OptionError
-            If no launch is of a kernel with such a name.
+            If no launch ran a kernel of one of these names.
         """
         there = [one.kernel for one in self.record.launches]
         for name in kernels:

@@ -1,8 +1,8 @@
-"""Attention with known mistakes: equal wrong results mean that a kernel made the same mistake.
+"""Computes attention with known mistakes, to find the mistake that gives a kernel's results.
 
-Each wrong variant of attention is computed in float64, one head at a time. It is computed tile by
-tile where the mistake depends on tiles. Each variant changes one part of the computation; all other
-parts are right.
+Each wrong variant of attention is computed in float64, one head at a time. If the mistake depends
+on tiles, the variant is computed tile by tile. Each variant changes one part of the computation;
+all other parts are right.
 """
 
 from __future__ import annotations
@@ -26,31 +26,31 @@ class Way:
     Attributes
     ----------
     factor : float
-        The scores are multiplied by scale times this.
+        The scores are multiplied by scale times `factor`.
     shift : int or None
-        A causal mask keeps key k if k <= q + offset + shift. None: no mask at all.
+        A causal mask keeps key k if k <= q + offset + shift. None means no mask at all.
     top_left : bool
         Align the causal mask at the top left corner instead of the bottom right one.
     rescale_o, rescale_l : bool
-        Multiply the running O, or l, by exp(m_old - m_new).
+        Whether the running O, or the running l, is multiplied by exp(m_old - m_new).
     divide : {"end", "never", "each", "both"}
-        When O is divided by l: at the end, never, in each iteration, or both in each and at the
-        end.
+        When O is divided by l: at the end, never, in each iteration, or in each iteration and at
+        the end.
     exp2 : bool
-        Use exp2 on scores that are not multiplied by log2(e).
+        Whether exp2 is applied to scores that are not multiplied by log2(e).
     padded : bool
-        Keys past the end, which fill up the last tile, count with a score of 0.
+        Whether keys past the end, which fill up the last tile, count with a score of 0.
     skip_last : {"", "tile", "rest"}
-        Leave out the last key tile: "tile" always, "rest" only if it is not whole.
+        Leave out the last key tile: "tile" always, "rest" only if this tile is not full.
     skip_first : bool
         Leave out the first key tile.
     step : bool
-        Key tile j begins at key j, not at j times the tile's size.
+        Whether key tile j begins at key j instead of at j times the tile's size.
     one_head : {"", "first", "modulo"}
         The KV head that query head h uses: "first" is always KV head 0, "modulo" is
         h % kv_heads, and "" is the right one, h // group.
     axis : int
-        The axis of the softmax: -1, the keys, is right.
+        The axis of the softmax. The right axis is -1, the keys.
     lse : {"e", "2", "m", "l", "no m", "log2"}
         The value stored as the LSE: "e", in base e, is right.
     rows : int
@@ -181,13 +181,13 @@ class Back:
     mask : int or None
         The causal mask's shift, as in `Way.shift`.
     base2 : bool
-        Use L as if it were in base 2.
+        Whether L is used as if it were in base 2.
     whole_group : bool
         Sum dK and dV over the query heads of a group.
     last_tile : bool
         dQ has only the contribution of the last key tile.
     p : bool
-        Multiply by P to get dS.
+        Whether dP - delta is multiplied by P to get dS.
     """
 
     dq: float = 1.0
@@ -240,9 +240,9 @@ Made = Callable[[], dict[str, np.ndarray]]
 def known(
     p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
 ) -> Iterator[tuple[str, Made]]:
-    """Yield each known mistake: its description, and a function that computes its results.
+    """Yield each known mistake as its description and a function that computes its wrong results.
 
-    `scale` is the kernel's own, if it differs from the problem's.
+    The argument `scale` is the kernel's softmax scale, if it differs from the problem's scale.
     """
     if scale is not None:
         text = f"the scores are multiplied by {scale:.6g}; the scale is {p.scale:.6g}"

@@ -39,14 +39,14 @@ def paper_name(parameter: str) -> str | None:
 
 
 def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) -> list[str]:
-    """Return a name for each tensor: the papers' name if known, else the kernel's parameter name.
+    """Return a name for each tensor: its name in the papers if known, else the kernel's parameter.
 
     Parameters
     ----------
     parameters : iterable of str
         The kernel's parameter name of each tensor.
     given : mapping of str to str, optional
-        Names that the user chose, by parameter; they take precedence over the papers' names.
+        Names that the user chose, by parameter; these take precedence over the papers' names.
     """
     parameters, given = list(parameters), dict(given or {})
     for name in given:

@@ -1,8 +1,8 @@
 """Predict the DRAM bytes and the roofline of a user's kernel, with the models of built-in kernels.
 
 For DRAM bytes, the kernel's recorded accesses are replayed through the L2 model. Programs start in
-the order of the grid, as many at a time as the device has room for. In this replay, each program
-makes one access per time step.
+the order of the grid; as many run at a time as the device has room for. In this replay, each
+program makes one access per time step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_PIECES = 50_000_000
 
 
 class Pieces:
-    """Numbers the pieces of all tensors in the way in which `TileNumbers` numbers tiles."""
+    """Gives a number to each piece of each tensor, as `TileNumbers` does for tiles."""
 
     def __init__(self, traced: Any) -> None:
         record = traced.record
@@ -75,7 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return a launch's requests to L2, one per piece, in the order in which they are issued."""
+    """Return a launch's requests to L2, one per piece, in the order of issue."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -107,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first piece of a tensor that each access touches, and how many it touches."""
+    """Return the first piece of a tensor that each access touches, and the number of pieces."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)

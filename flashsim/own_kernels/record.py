@@ -58,13 +58,14 @@ class Launch:
         Programs along each axis. Program (x, y, z) of a grid (X, Y, Z) has number x + X (y + Y z);
         a GPU starts programs in this order.
     arguments : dict of str to int
-        Tensor codes by the kernel's parameter. A tensor that is passed twice has two codes.
+        The tensors' codes by the names of the kernel's parameters. A tensor that is passed twice
+        has two codes.
     constants : dict
-        The other arguments by parameter: numbers, tile sizes, flags.
+        The other arguments by parameter name, such as numbers, tile sizes and flags.
     file, line : str, int
         Where the kernel is defined.
     held : dict of str to (shape, bytes)
-        The tile values that one program held when their total size was largest: an estimate.
+        An estimate: the tile values that one program held when their total size was largest.
     """
 
     kernel: str
@@ -98,12 +99,13 @@ class Launch:
 
 @dataclass(frozen=True)
 class Clash:
-    """A data race: two programs of one launch access the same element, and one of them writes it.
+    """A data race: two programs of a launch access the same element, and at least one writes it.
 
-    `kind` is "two stores" or "read of another's store". `first` and `second` are program numbers,
-    in the order in which the simulation ran the programs. `line` is the source line of the second
-    program's access. `element` is the row-major number of the first element with this conflict.
-    `count` is the number of accesses that conflict in this way.
+    The field `kind` is "two stores" or "read of another's store". The fields `first` and `second`
+    are program numbers, in the order in which the simulation ran the programs. The field `line` is
+    the source line of the second program's access. The field `element` is the row-major number of
+    the first element with this conflict. The field `count` is the number of accesses that conflict
+    in this way.
     """
 
     kind: str
@@ -132,9 +134,10 @@ class KernelRecord:
         The source lines that the column `line` numbers.
     clashes : tuple of Clash
     stored : dict of int to bool ndarray
-        For each tensor that was written, by code: which of its elements were, in its shape.
+        For each tensor that was written, by code: a mask, in the tensor's shape, of the written
+        elements.
     notes : tuple of str
-        Assumptions, and operations that were computed in another way than on a GPU.
+        Sentences about assumptions, and about operations that were not computed as on a GPU.
     """
 
     source: str
@@ -171,7 +174,7 @@ class KernelRecord:
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
         """Group the `chosen` accesses into tuples (line, operation, tensor code, accesses).
 
-        In such a tuple, the source line is an index into `lines`.
+        The line in each tuple is an index into the field `lines`.
         """
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1

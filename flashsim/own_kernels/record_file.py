@@ -1,4 +1,4 @@
-"""Serialize the record of a kernel: one process runs a user's file, and another one grades it.
+"""Serializes a kernel's record, so that one process runs a user's file and another grades it.
 
 The serialized bytes are an .npz archive of plain arrays. Reading the archive runs no code of the
 process that wrote it.
@@ -22,7 +22,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A kernel's record, the papers' names of its tensors, and their final values, by code."""
+    """A kernel's record, and the names and final values of its tensors, by code."""
 
     record: KernelRecord
     names: Mapping[str, str]
@@ -30,7 +30,7 @@ class Recorded:
 
 
 def packed(runs: Sequence[Recorded]) -> bytes:
-    """Return the records of several runs as bytes."""
+    """Return the records of several runs, serialized as bytes."""
     arrays: dict[str, np.ndarray] = {}
     about = []
     for n, run in enumerate(runs):
@@ -59,7 +59,7 @@ def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
     Raises
     ------
     TraceError
-        If the bytes are no such archive, or unpack to more than `most` bytes.
+        If `data` is not such an archive, or unpacks to more than `most` bytes.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:

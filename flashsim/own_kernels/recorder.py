@@ -1,7 +1,7 @@
 """`Recorder`: collects a kernel's accesses and FLOPs from the frontends that run kernels.
 
-While a launch runs, the recorder also remembers which program stored or loaded each element. From
-this it finds data races between programs.
+While a launch runs, the recorder also remembers which program stored or loaded each element. So the
+recorder can find data races between programs.
 """
 
 from __future__ import annotations
@@ -72,18 +72,19 @@ class Recorder:
     ) -> int:
         """Record a tensor and return its code.
 
-        A tensor that is known already keeps its code and name, even if a later launch has it as
-        another parameter.
+        A tensor that was recorded before keeps its code and name, even if a later launch passes the
+        tensor as another parameter.
 
         Parameters
         ----------
         strides : iterable of int
             Strides in elements.
         buffer, start : int
-            Any number that identifies the allocation, and the bytes from its start to the first
-            element. Default: one allocation per name and layout.
+            Any number that identifies the allocation, and the byte offset of the first element in
+            the allocation. Default: one allocation per name and layout.
         unlike : iterable of int
-            Codes of the launch's other arguments. A tensor that is passed twice gets two codes.
+            The codes of the launch's other arguments, so that a tensor that is passed twice gets
+            two codes.
         """
         shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
         known = [
@@ -175,8 +176,8 @@ class Recorder:
         masked, outside : int
             Lanes that the mask turns off, and lanes that access memory outside of the tensor.
         sectors : int, optional
-            32-byte sectors that are moved, if the frontend knows each request. Default: the
-            sectors that hold the elements.
+            The number of 32-byte sectors that are moved, if the frontend knows each request. The
+            default is the number of sectors that hold the elements.
         line : (file, number)
             The line in the user's file.
         """
@@ -218,9 +219,10 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record the shape and bytes of the tile values that the program now holds, by name.
+        """Record, by name, the shape and bytes of the tile values that the program holds now.
 
-        For each launch, only the values at the moment of the largest total size are kept.
+        For each launch, the recorder keeps only the values from the moment of the largest total
+        size.
         """
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
@@ -228,7 +230,7 @@ class Recorder:
             self.launches[-1].held = dict(values)
 
     def note(self, text: str) -> None:
-        """Add a sentence to the notes for the user, unless the notes have it already."""
+        """Add a sentence to the notes for the user, unless the notes already have this sentence."""
         if text not in self.notes:
             self.notes.append(text)
 
@@ -284,7 +286,7 @@ class Recorder:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return the elements' places, as a slice if the elements are contiguous."""
+        """Return the elements' indices, as a slice if the elements are contiguous."""
         if _is_run(unique) and its.itemsize == self._units[its.buffer]:
             first = its.start // its.itemsize + int(unique[0])
             return slice(first, first + len(unique))
@@ -301,7 +303,7 @@ class Recorder:
         return board
 
     def _watch(self, op: int, its: KernelTensor, unique: np.ndarray, line: int) -> None:
-        """Remember which program accessed these elements, and record data races with others."""
+        """Note which program accessed these elements; record data races with other programs."""
         places, me = self._run(its, unique), self._program + 1
         writer = self._writer.get(its.buffer)
         if op == LOAD:
@@ -362,9 +364,9 @@ def _is_run(unique: np.ndarray) -> bool:
 
 
 def _distinct(offsets: np.ndarray) -> np.ndarray:
-    """Return the different offsets among these, in ascending order.
+    """Return the distinct offsets, in ascending order.
 
-    If the offsets are ascending already, they are not sorted.
+    If the offsets are in ascending order already, the function does not sort them.
     """
     flat = offsets.ravel()
     if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():

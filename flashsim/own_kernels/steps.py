@@ -1,4 +1,4 @@
-"""Compare one program's m, l and accumulator with those of online softmax after each key tile."""
+"""Compares one program's m, l and accumulator with the right values after each key tile."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Follower:
     Attributes
     ----------
     scores : float64 (rows, n_kv)
-        Scaled and masked scores: -inf where the mask removes one.
+        Scaled and masked scores, with -inf where the mask removes a score.
     v : float64 (n_kv, d_v)
     first_row : int
         The query index of the first row.
@@ -54,7 +54,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note a load of keys first .. last - 1; check the `variables` of the tiles before it."""
+        """Note a load of keys first .. last - 1; check the `variables` after earlier tiles."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:
@@ -99,7 +99,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find which variables hold m, l and the accumulator, by their values after one tile."""
+        """Find the variables that hold m, l and the accumulator, by their values after a tile."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(
@@ -115,7 +115,7 @@ class Follower:
                     self.names[what] = usual[0]
 
     def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return a mask of the rows in which a variable differs from the value it should have."""
+        """Return a mask of the rows in which a variable differs from its right value."""
         if value.shape != want.shape:
             return rows
         scale = np.abs(want[rows]).max(initial=1e-3)
@@ -137,7 +137,7 @@ class Follower:
 def followed(
     g: Geometry, values: tuple[np.ndarray, ...], verdict: Verdict, again: Again
 ) -> Verdict:
-    """Return the verdict, with its first wrong step if a forward pass stored a wrong O or L."""
+    """Return the verdict; if a forward pass stored a wrong O or L, add the first wrong step."""
     p = g.problem
     usual = {"Q", "K", "V"} <= set(g.labels) and verdict.tensor in ("O", "L") and verdict.program
     if not usual or p.n_q == 1:

@@ -20,9 +20,10 @@ class KernelTensor:
     name : str
         The kernel's parameter name.
     shape, strides : tuple of int
-        Size of each axis, and the step in elements to the next index. No stride is negative.
+        For each axis, its size, and the step in elements to the next index. No stride is negative.
     dtype : str
-        Element type, as `Problem` names types ("float16"), or another name ("int32").
+        The element type's name: one of `Problem`'s names, such as "float16", or another, such as
+        "int32".
     itemsize : int
         Bytes per element.
     code : int
@@ -30,7 +31,7 @@ class KernelTensor:
     buffer : int
         The number of the allocation that holds the tensor. Views of one array share it.
     start : int
-        Bytes from the start of the allocation to the first element.
+        The byte offset of the first element in the allocation.
     """
 
     name: str
@@ -88,7 +89,7 @@ class KernelTensor:
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the elements' indices at `offsets`, one array per axis, and which elements exist.
+        """Return the indices of the elements at `offsets`, one array per axis, and which exist.
 
         An offset is a number of elements from the tensor's first element. At an offset past the
         end, or in a gap between rows, no element exists.

@@ -1,8 +1,8 @@
-"""Split a program's accesses into visits (tile pairs): one visit per inner-loop iteration.
+"""Splits a program's accesses into visits (tile pairs), one per inner-loop iteration.
 
 A launch whose outer loop is over queries has one program per query tile, which loops over key
-tiles. A new visit begins with an access to a tensor of the inner loop whose tile differs from that
-of the tensor's last access. So two loads of the same tile in one iteration belong to one visit.
+tiles. A new visit begins when a tensor of the inner loop is accessed at another tile than before.
+So two loads of the same tile in one iteration belong to one visit.
 """
 
 from __future__ import annotations
@@ -22,13 +22,14 @@ class Visits:
     Attributes
     ----------
     outer : {"queries", "keys"}
-        What the outer loop is over.
+        The dimension over which the outer loop runs.
     block_q, block_k : int
         Rows of a query tile, and of a key tile.
     at : int64 (n,)
         Index of each access in the record, ordered by program.
     program, head : int64 (n,)
-        Program and query head of each access. A program that serves a group has several heads.
+        The program and the query head of each access. A program that computes a whole GQA group has
+        several heads.
     tile : int64 (n,)
         Outer tile of each access's program.
     inner : int64 (n,)
@@ -96,7 +97,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return for each access the first value >= 0 in its program, or the program's default."""
+    """Return, for each access, the first value >= 0 in the access's program, or a default."""
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]

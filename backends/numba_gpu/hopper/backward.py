@@ -1,18 +1,18 @@
 """FlashAttention-3 backward (arXiv:2407.08608, Algorithm 3) for Hopper, in Python: KV-outer.
 
 The kernel is structured like kernels/hopper/backward.cu. A thread block computes one tile of keys
-of one KV head. Each of two consumer warpgroups has 64 of the tile's keys and keeps their dK and dV
-in registers. Scores are computed transposed, so that P^T and dS^T already have the layout of a left
-operand in dV = P^T dO and dK = dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so dS is
-written to shared memory only for dQ. A visit is one query tile times one key tile. With DEFERRED, a
-visit's dQ is computed during the next visit, so that neither warpgroup waits for the other one's
-dS.
+of one KV head. Each of two consumer warpgroups has 64 of the tile's keys, and keeps these keys' dK
+and dV in registers. Scores are computed transposed, so that P^T and dS^T already have the layout of
+a left operand in dV = P^T dO and dK = dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so
+dS is written to shared memory only for dQ. A visit is one query tile times one key tile. With
+DEFERRED, a visit's dQ is computed during the next visit, so that neither warpgroup waits for the
+other one's dS.
 
 TMA adds dQ to a float32 accumulator in HBM. If the constant ORDERED is set, the additions follow
 the order of the key tiles. One producer thread loads tiles, a second warp loads the rows'
-log-sum-exp and delta, and two more warps send dQ to HBM. Without FUSED this kernel computes no dQ;
-the kernel in `dq` does. The blocks of a CLUSTER share the visits of a work tile, and add up dK and
-dV through each other's shared memory.
+log-sum-exp and delta, and two more warps send dQ to HBM. Without FUSED, this kernel computes no dQ,
+and the kernel in the module `dq` computes dQ. The blocks of a CLUSTER share the visits of a work
+tile, and sum dK and dV through each other's shared memory.
 """
 
 from __future__ import annotations
@@ -187,8 +187,9 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
     def add_up(a, shared, slot, kv_heads, row0, dk, dv):
         """Store dV, and dK times the scale, both summed over the blocks of a cluster.
 
-        Each block writes its sums to shared memory, over the tiles that it no longer needs. After
-        that, each block adds up some columns of all blocks' sums, in the order of the blocks.
+        Each block writes its sums to shared memory, where they overwrite tiles that the block no
+        longer needs. Then each block adds some columns of all blocks' sums, in the order of the
+        blocks.
         """
         mine = int32(shared + k_at + (int32(cuda.threadIdx.x) - 128) * 4)
         tiles_read(int32(_TILES_READ))  # no product reads a tile any more

@@ -1,11 +1,11 @@
-"""dQ of the deterministic backward for Hopper, in Python: Q-outer, no atomics.
+"""The Q-outer kernel for dQ in the deterministic Hopper backward, in Python, without atomics.
 
 The kernel is structured like kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64
 query rows in registers. Per visit (one query tile times one key tile) the warpgroup recomputes S =
 Q K^T and dP = dO V^T, and computes dS = P (dP - delta). In registers, dS already has the layout of
 a left operand in dQ += dS K. If row tiles have 128 rows, the warpgroups split the rows. If row
-tiles have 64 rows, they split the keys of each visit, and their two partial dQ are added at the
-end. One producer thread keeps a ring buffer of K and V tiles full.
+tiles have 64 rows, the warpgroups split the keys of each visit, and the two partial dQ are added at
+the end. One producer thread keeps a ring buffer of K and V tiles full.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
 def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
 
-    One thread fetches work tiles and loads their tiles of Q, K, V and dO.
+    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
     """
     block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
     row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
@@ -167,8 +167,8 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
-    The warpgroup computes dQ of its rows, or for row tiles of 64 the part of dQ that comes from its
-    keys.
+    The warpgroup computes dQ of its rows. If row tiles have 64 rows, the warpgroup computes the
+    part of dQ that comes from its keys.
     """
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)

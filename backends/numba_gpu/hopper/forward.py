@@ -2,10 +2,10 @@
 
 The kernel is structured like kernels/hopper/forward.cu. One producer thread keeps ring buffers of K
 and V tiles full with TMA. Each consumer warpgroup computes 64 query rows, with S, P and O in
-registers. The schedule's tables list the key tiles that each row tile visits, and which of these
-tiles need a mask. Blocks are persistent: a block's producer takes the next work tile (a row tile of
-a head) from the launch's list, again and again, and passes it to the consumers through slots in
-shared memory.
+registers. The schedule's tables list the key tiles that each row tile visits, and say which of
+these key tiles need a mask. Blocks are persistent: a block's producer repeatedly takes the next
+work tile (a row tile of a head) from the launch's list. The producer passes the work tile to the
+consumers through slots in shared memory.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
 def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop.
 
-    One thread fetches work tiles and loads their tiles of Q, K and V.
+    One thread fetches work tiles, and loads each work tile's tiles of Q, K and V.
     """
     block_k, groups, visit_words = c.block_k, at.groups, i.visit_words
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
@@ -178,8 +178,8 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return the function that starts the copy of a tile of K or V into its stage of the ring.
 
-    The tile has the number `position` in the ring and begins at key `key`. The barrier `barrier`
-    counts its bytes.
+    The tile has the number `position` in the ring, and begins at key `key`. The barrier `barrier`
+    counts the tile's bytes.
     """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
@@ -240,7 +240,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
     def shaped(s, a, slot, steps, n, query):
         """Return the masked scores S of visit n.
 
-        Scores are also scaled and softcapped here if the exponential cannot apply the scale.
+        The function also scales and softcaps the scores if the exponential cannot apply the scale.
         """
         tile, masked = visit_of(a, steps, n)
         if scaled:

@@ -30,9 +30,10 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def load_statistics(block_q: int) -> Any:
     """Return a warp's function ``load_statistics(lse, delta, rows, unit) -> starts, deltas``.
 
-    Lane l loads rows l, l + 32, and so on. For each row it returns the initial value of the
-    scores, lse times `unit` (see `unit_of_starts`), and the initial value of dP, which is -delta.
-    If a row is past the end or sees no key, its scores start at -inf, so that its P is exactly 0.
+    Lane l loads rows l, l + 32, and so on. For each row, the function returns two values. The
+    initial value of the scores is lse times `unit` (see `unit_of_starts`), and the initial value of
+    dP is -delta. If a row is past the end or sees no key, the row's scores start at -inf, so that
+    the row's P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -59,7 +60,7 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """Return ``put_rows(address, values)``: it writes `load_statistics` values to shared memory."""
+    """Return ``put_rows(address, values)``, which stores `load_statistics` values on chip."""
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -100,10 +101,11 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def mask_columns(n: int, left: bool, right: bool) -> Any:
     """Return the function that sets masked scores to -inf.
 
-    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are
-    in rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k - offset +
+    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
+    rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k - offset +
     left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that is
-    switched off adds no instructions. `key` and `query` are the first key and query of the warp.
+    switched off adds no instructions. The arguments `key` and `query` are the first key and query
+    of the warp.
     """
     kind = floats(n // 2)
 
@@ -136,19 +138,20 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
     The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
     tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
-    the exponentials overlap with the products of earlier slices, and with the product dP, for
-    whose end the function waits.
+    the exponentials overlap with the products of earlier slices, and with the product dP. The
+    function waits for the end of dP.
 
     Parameters
     ----------
     n, d : int
         Queries and columns of dO.
     slices : int
-        Number of slices. If they are few and long (n = 128), the function waits for dP in their
-        middle and begins dS = P dP during them; `products_ahead` says how much of it.
+        Number of slices. If there are few, long slices (n = 128), the function waits for dP in the
+        middle of the slices, and computes part of dS = P dP during the second half;
+        `products_ahead` says how much.
     softcap, start : bool
-        With a softcap p is P times the cap's slope, 1 - tanh^2. Unless scores `start` at the
-        statistics, `lse` is the shared-memory address of -lse, in base 2, of each column.
+        With a softcap, p is P times the softcap's derivative, 1 - tanh^2. Unless scores `start` at
+        the statistics, `lse` is the shared-memory address of each column's -lse in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -211,7 +214,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 def waits_halfway(n: int) -> bool:
     """Return whether a visit's exponentials take longer than dP.
 
-    If they take longer, the kernel waits for dP between two slices of exponentials.
+    If the exponentials take longer, the kernel waits for dP between two slices of exponentials.
     """
     return n == 128
 
@@ -236,9 +239,9 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``: where this thread's row of dS^T begins (swizzled).
+    """Return ``ds_place(ds, group) -> address``: the address of this thread's row of dS^T.
 
-    `wide` is the number of queries per chunk of dS^T.
+    The row is swizzled. The argument `wide` is the number of queries per chunk of dS^T.
     """
 
     @emitted(int32, int32, int32)
@@ -271,8 +274,8 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
     """Return ``queue_dq(k, ds) -> dq``: it queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
-    The caller must wait for the result. `k` is one chunk of K, and `ds` is the address in dS^T at
-    which the queries begin. For `wide` see `ds_place`.
+    The caller must wait for the result. The argument `k` is one chunk of K, and `ds` is the address
+    in dS^T at which the queries begin. The function `ds_place` explains `wide`.
     """
     steps = range(block_k // 16)
 
@@ -293,7 +296,7 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``: where this thread writes its part of dQ for TMA.
+    """Return ``dq_place(dq) -> address``: the place of this thread's part of dQ for TMA.
 
     A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
     a row are swizzled with the row number.
@@ -362,7 +365,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until this block may add to a piece of dQ: after `mine` additions by other blocks."""
+    """Wait for `mine` additions by other blocks to a piece of dQ, before this block adds to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -383,10 +386,10 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
+    """Return ``lay_down(place, sums)``, which stores a thread's part of 64 x n sums.
 
-    The function returned by `add_from` reads these sums. Consecutive sums of a thread lie `apart`
-    bytes apart.
+    The sums are stored in shared memory, where the function that `add_from` returns reads them.
+    Consecutive sums of a thread lie `apart` bytes apart.
     """
 
     @emitted(None, int32, floats(n // 2))
@@ -417,7 +420,7 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``: the factor by which `load_statistics` multiplies a log-sum-exp.
 
-    The factor is -1 / scale if score accumulators `start` at the log-sum-exp. Otherwise the factor
+    If score accumulators `start` at the log-sum-exp, the factor is -1 / scale. Otherwise the factor
     is -log2 e, because the product is added to the exponent of exp2.
     """
 

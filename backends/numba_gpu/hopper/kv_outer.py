@@ -1,6 +1,6 @@
 """The KV-outer backward's warps that load tiles and send dQ.
 
-They are those of kernels/hopper/kv_outer.cuh.
+The warps do the same as those of kernels/hopper/kv_outer.cuh.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ int32, int64 = types.int32, types.int64
 
 
 def share_of(c: SimpleNamespace) -> Any:
-    """Return ``share(group, count) -> member, n, left``: which visits of a work tile a block does.
+    """Return ``share(group, count) -> member, n, left``: a block's visits of a work tile.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
     of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
@@ -47,7 +47,7 @@ def share_of(c: SimpleNamespace) -> Any:
 def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
     """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
 
-    One thread fetches work tiles and loads their tiles of Q, K, V and dO.
+    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
     """
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
@@ -89,7 +89,7 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_queries(map_q, map_dout, a, shared, slot, done, n, head, batch):
-        """Load Q and dO for a query head's visit n; the block has done `done` visits so far."""
+        """Load Q and dO for visit n of a query head, after `done` earlier visits of the block."""
         tile, _ = visit_of(a, visits_of(slot), n)
         query = int32(get(slot + word.BASE) + tile * block_q)
         number = int64(batch * a.heads + head) * a.n_visits + get(slot + word.FIRST) + n
@@ -115,10 +115,10 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
         """Load a work tile's V, then its K: the order in which their buffers become free.
 
         A block of a cluster has only one work tile, so it need not wait for a previous work tile to
-        free the buffers. A wait would even be wrong. A cluster's blocks load each other's tiles, so
-        a block without visits may be done with K and V before its producer reaches the wait. The
-        producer would then mistake this phase of the barrier for the previous phase, and wait
-        forever.
+        free the buffers. Such a wait would even be wrong. A cluster's blocks load each other's
+        tiles, so a block without visits may be done with K and V before its producer reaches the
+        wait. The producer would then mistake this phase of the barrier for the previous phase, and
+        wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)

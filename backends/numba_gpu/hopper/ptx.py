@@ -1,16 +1,16 @@
 """Functions that each emit one of Hopper's own PTX instructions (sm_90a).
 
-For the instructions of sm_80, see the module `ptx`.
+The module `backends.numba_gpu.ptx` has the instructions of sm_80.
 
 Each function's docstring names the section of NVIDIA's *PTX ISA* that describes its instruction.
-Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps; the number of the
-first one is a multiple of four.
+Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps; the number of its
+first warp is a multiple of four.
 
 A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
 128 bytes at offset 128 r, and TMA permutes the row's eight 16-byte pieces by r % 8 (the 128-byte
 swizzle). Chunks start at multiples of 1024 bytes. A tile whose width is not a multiple of 64 may
-lie in *narrow* chunks of 16 columns instead. Row r of such a chunk is the 32 bytes at offset 32 r,
-and its two pieces are swapped where r / 4 is odd (the 32-byte swizzle).
+lie in *narrow* chunks of 16 columns instead. Row r of a narrow chunk is the 32 bytes at offset 32
+r. The row's two 16-byte pieces are swapped where r / 4 is odd (the 32-byte swizzle).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def barrier_init_fence(b: ir.IRBuilder) -> None:
 
 
 def barrier_arrive(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value) -> None:
-    """Arrive at a barrier, in those threads for which `condition` holds ("mbarrier.arrive")."""
+    """Arrive at a barrier in the threads for which `condition` holds ("mbarrier.arrive")."""
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; @p mbarrier.arrive.shared::cta.b64 _, [$0];}"
     asm(b, text, "r,r", [barrier, b.zext(condition, I32)], effects=True)
 
@@ -83,7 +83,7 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 def cluster_sync(b: ir.IRBuilder) -> None:
     """Wait for all threads of the cluster that have not ended ("barrier.cluster").
 
-    Writes to shared memory that these threads did earlier are then visible.
+    Earlier writes to shared memory by the cluster's threads are then visible.
     """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
@@ -92,7 +92,7 @@ def cluster_sync(b: ir.IRBuilder) -> None:
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
     """Map an address in this block's shared memory to the same place in another block ("mapa").
 
-    `block` is the number of the other block in the cluster.
+    The argument `block` is the number of the other block in the cluster.
     """
     return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
 
@@ -159,7 +159,7 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Put the reductions that this thread started since its last group into a new group.
+    """Make a new group of the reductions that this thread started since its last group.
 
     The instruction is described in the PTX section "cp.async.bulk.commit_group".
     """
@@ -203,7 +203,7 @@ def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Return a 32-bit integer in HBM and increment it; after `last` it becomes 0 ("atom")."""
+    """Return a 32-bit integer in HBM and increment it; the number after `last` is 0 ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -213,7 +213,7 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
     """Store four 8 x 8 matrices of 16-bit elements to shared memory.
 
-    The instruction is "stmatrix", with the layout of `ptx.ldmatrix`.
+    The instruction is "stmatrix"; its layout is that of `ptx.ldmatrix`.
     """
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
@@ -284,12 +284,15 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset, in descriptor units, of 16-column step `step` in a tile of `rows` rows."""
+    """Return the offset of 16-column step `step` in a tile of `rows` rows.
+
+    The offset is in descriptor units of 16 bytes.
+    """
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
 def down_rows(step: int) -> int:
-    """Return the offset, in descriptor units, of 16-row step `step`."""
+    """Return the offset of 16-row step `step`, in descriptor units of 16 bytes."""
     return step * 16 * 128 // 16
 
 
@@ -328,11 +331,12 @@ def wgmma(
     right : value
         B (16 x n per step), its descriptor.
     left_at, right_at : list of int
-        Each step's offset from the descriptors, in their units; `left_at` only for a descriptor.
+        Each step's offset from the operand's descriptor, in descriptor units. `left_at` is only for
+        a `left` that is a descriptor.
     left_down, right_down : bool
-        The operand's k runs down its tile's rows, not along them.
+        Whether the operand's k dimension runs down the rows of its tile instead of along a row.
     right_narrow : bool
-        B's tile lies in chunks of 16 columns (`NARROW`).
+        Whether B's tile is stored in chunks of 16 columns (`NARROW`).
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))

@@ -26,7 +26,7 @@ def own_statistics(
 ) -> list[Any]:
     """Load lse and delta of a thread's rows: ``(lse, delta, row, stop) -> lse, delta, bytes``.
 
-    The log-sum-exp is returned in base 2. For a row past the end, or one that sees no key, the
+    The log-sum-exp is returned in base 2. For a row that is past the end or sees no key, the
     log-sum-exp is +inf, so that the row's P is exactly 0. The argument `row` is the first row of
     the warp. The arguments `lse` and `delta` are the addresses of row 0. The result `bytes` counts
     each row once, although several threads load it.
@@ -49,7 +49,7 @@ def own_statistics(
 def row_probabilities(n: int, softcap: bool) -> Any:
     """Return ``row_probabilities(s, lse, to_log2, cap) -> p``: it computes P = exp2(c S - lse).
 
-    With a softcap, p is P times the cap's slope, 1 - tanh^2.
+    With a softcap, p is P times the softcap's derivative, 1 - tanh^2.
     """
     kind = floats(n // 2)
 

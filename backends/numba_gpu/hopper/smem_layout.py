@@ -1,4 +1,4 @@
-"""The shared-memory layout of the Python kernels for Hopper, and their registers per thread."""
+"""The Python Hopper kernels' layout of shared memory, and their registers per thread."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """By kind of mbarrier, in layout order: how many there are, and the arrivals per phase.
+        """The number and the arrivals per phase of each kind of mbarrier, in layout order.
 
         A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
         barrier waits for one arrival from each warp that reads the stage.
@@ -69,7 +69,7 @@ class SmemLayout(ABC):
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """By offset of each barrier: the number of arrivals that end its phase."""
+        """The number of arrivals that end a phase of each barrier, by the barrier's offset."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -91,7 +91,7 @@ class SmemLayout(ABC):
 class OnChip(SmemLayout):
     """The shared-memory layout of the forward kernel.
 
-    Tiles of Q stay for one work tile, and a stage of K or V for one visit.
+    A tile of Q stays in shared memory for one work tile, and a stage of K or V for one visit.
     """
 
     dv: int

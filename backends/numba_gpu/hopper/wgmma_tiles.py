@@ -1,7 +1,7 @@
 """Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products, and output rows.
 
-A ring buffer has two or three stages (`Ring`); the functions for two stages are also functions of
-this module.
+A ring buffer has two or three stages (`Ring`). The functions for two stages are also available
+directly in this module.
 
 Accumulator fragments have the layout of `mma_tiles`, with a single block of 16 rows per warp;
 `ptx.wgmma` in this package says which of the warpgroup's 64 rows these are.
@@ -62,8 +62,8 @@ def registers(count: int, *, more: bool) -> Any:
 def barriers_begin(counts: dict[int, int]) -> Any:
     """Return ``barriers_begin(base)``, with which one thread initializes the barriers.
 
-    Each entry of `counts` stands for a barrier: the key is its offset from `base`, and the value
-    its number of arrivals per phase.
+    Each entry of `counts` stands for a barrier. The entry's key is the barrier's offset from
+    `base`, and the entry's value is the number of arrivals per phase.
     """
 
     @emitted(None, int32)
@@ -97,7 +97,7 @@ class Ring:
     Attributes
     ----------
     after, place : functions (position) -> int32
-        The next tile's position; a tile's stage.
+        `after` returns the next tile's position, and `place` returns a tile's stage.
     stage : function (barriers, position) -> int32
         The barrier of a tile's stage, among the barriers of one kind.
     wait_full, wait_free : functions (barriers, position)
@@ -153,10 +153,10 @@ stage, wait_full, wait_free = _TWO.stage, _TWO.wait_full, _TWO.wait_free
 def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha: ir.Value) -> None:
     """Arrive at a barrier, where `condition` holds, after `alpha` of row 1 has been computed.
 
-    `alpha` is the rescaling factor of row 1 of O. As the result of an exponential it is never
-    negative, so a test whether it is negative changes nothing. The test only makes the arrival, and
-    the wait that follows it, depend on the maxima and the first exponentials. Without this false
-    dependency, the assembler moves the maxima and exponentials after the wait.
+    `alpha` is the rescaling factor of row 1 of O. As the result of an exponential, `alpha` is never
+    negative, so a test whether `alpha` is negative changes nothing. The test only makes the
+    arrival, and the wait that follows it, depend on the maxima and the first exponentials. Without
+    this false dependency, the assembler moves the maxima and exponentials after the wait.
     """
     never = b.fcmp_ordered("<", alpha, ir.Constant(alpha.type, 0.0))
     ptx_hopper.barrier_arrive(b, barrier, b.and_(condition, b.not_(never)))
@@ -296,10 +296,10 @@ def queue_scores(
     Parameters
     ----------
     n, depth : int
-        Rows of K; columns of both tiles.
+        The number of rows of K, and the number of columns of both tiles.
     rows, of : int
-        Rows of the whole Q tile, of which 64 are used, and of the whole K tile, of which n are
-        used; 0 means n.
+        The number of rows of the whole Q tile, of which 64 are used, and of the whole K tile, of
+        which n are used. If `of` is 0, the K tile has n rows.
     more : bool
         ``queue_scores(s, q, k) -> s + Q K^T`` instead.
     """
@@ -348,8 +348,8 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 def product_wait(pending: int, n: int) -> Any:
     """Return ``product_wait(c) -> c``: it waits for a product.
 
-    Afterwards the sums `c` are complete, and so are all groups of products except the last
-    `pending`.
+    After the wait, the sums `c` are complete. All groups of products except the last `pending`
+    groups are complete, too.
     """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
@@ -357,7 +357,7 @@ def product_wait(pending: int, n: int) -> Any:
 def round_operand(bf16: bool, n: int) -> Any:
     """Return ``round_operand(s) -> p``: it rounds sums to 16 bits, to use them as a left operand.
 
-    Two neighbouring elements share a register.
+    Two neighbouring elements of the operand share a register.
     """
     return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
@@ -373,11 +373,11 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return the function that rounds and stores 64 rows of output.
 
-    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is
-    the warp's first row, and `address` is the address of row 0. Rows from `stop` on, and columns
-    past the width of `row_of`, are not stored. A lane holds pairs of columns. The four lanes of a
-    quad exchange these pairs, so that each lane stores 16 bytes of a row. With `later`, the
-    function has another parameter: the column at which o begins.
+    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. The
+    argument `row` is the warp's first row, and `address` is the address of row 0. Rows from `stop`
+    on, and columns past the width of `row_of`, are not stored. A lane holds pairs of columns. The
+    four lanes of a quad exchange these pairs, so that each lane stores 16 bytes of a row. With
+    `later`, the function has another parameter: the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

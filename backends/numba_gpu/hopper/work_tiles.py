@@ -1,7 +1,8 @@
-"""Pass work tiles from the producer to the consumers, through slots in shared memory.
+"""Passes work tiles from the producer to the consumers through slots in shared memory.
 
-A work tile is a row tile of one head (or, KV-outer, a column tile), with all its visits. A visit is
-one query tile times one key tile. A slot holds a work tile in the layout of `smem_layout`.
+A work tile is a row tile of one head with all its visits; in a KV-outer kernel, it is a column tile
+with all its visits. A visit is one query tile times one key tile. A slot holds a work tile in the
+layout of `smem_layout`.
 """
 
 from __future__ import annotations

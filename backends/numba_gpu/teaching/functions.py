@@ -1,4 +1,4 @@
-"""Generate device functions for the teaching kernels from traced score and mask functions.
+"""Generates the teaching kernels' device functions from traced score and mask functions.
 
 All captured arrays are concatenated into two flat device arrays, one of floats and one of integers.
 The generated text contains the offset of each captured array. Kernels add the gradients of captured
@@ -59,8 +59,8 @@ class Compiled(NamedTuple):
 
     ``keep(floats, wholes, b, h, q, k)`` returns whether the mask keeps the score. ``score(floats,
     wholes, s, b, h, q, k)`` returns the new score. ``slope(floats, wholes, sums, s, ds, b, h, q,
-    k)`` returns the gradient of `s` and adds the gradients of captured arrays to `sums`.
-    ``slope_alone`` returns the gradient of `s` only.
+    k)`` returns the gradient of `s`, and adds the gradients of captured arrays to `sums`.
+    ``slope_alone`` only returns the gradient of `s`.
     """
 
     keep: Any
@@ -73,7 +73,7 @@ class Compiled(NamedTuple):
 def compiled(functions: TracedFunctions) -> Compiled:
     """Compile the device functions of a mask and score function.
 
-    If one of them is missing, the result has an identity function in its place.
+    If the mask or the score function is missing, an identity function takes its place.
     """
     places = functions.places()
     score, mask = functions.score, functions.mask
@@ -114,7 +114,7 @@ class Flat(Written):
         return [f"    {line}" for line in self.statements(numbers)]
 
     def element(self, node: Any) -> str:
-        """Return the text of the index, in the flat array, of the element that a load reads."""
+        """Return the text of the index at which a load's element is in the flat array."""
         return f"{self.places[node.value]} + ({self.offset(node)})"
 
     def read(self, node: Any) -> str:
@@ -124,7 +124,7 @@ class Flat(Written):
 
 
 def _device(text: str) -> Any:
-    """Compile a device function from its text, with numba-cuda's names for NumPy's types."""
+    """Compile a device function from its source text, with numba-cuda's names for NumPy's types."""
     text = text.replace("np.int64", "I").replace("np.", "math.")
     names = {"I": int64, "F": float32, "math": math, "cuda": cuda}
     exec(compile(text, "<a function for the teaching kernels>", "exec"), names)
@@ -132,7 +132,7 @@ def _device(text: str) -> Any:
 
 
 def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarray]:
-    """Return the floats and the integers that the functions read, as two non-empty flat arrays."""
+    """Return the floats and integers that the functions read, as two flat, non-empty arrays."""
     found: dict[bool, list[np.ndarray]] = {True: [], False: []}
     mask = job.problem.mask_mod
     arrays = (*job.score_arrays, *(() if mask is None else mask.arrays))
@@ -147,7 +147,7 @@ def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarr
 
 
 def gradients(functions: TracedFunctions, sums: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the gradients of captured arrays, as slices of the array `sums` from the kernels."""
+    """Return the gradients of captured arrays, which are slices of the kernels' array `sums`."""
     pairs = zip(functions.arrays, functions.places(), strict=True)
     return {
         f"d:{spec.name}": sums[at : at + math.prod(spec.shape)].reshape(spec.shape)

@@ -1,13 +1,13 @@
-"""FlashAttention-2 in plain Numba-CUDA, for learning: a thread per row, no tensor cores.
+"""FlashAttention-2 in plain Numba-CUDA, for learning: one thread per row, and no tensor cores.
 
 The kernels follow Algorithms 1 and 2 of arXiv:2307.08691 step by step, and compute in float32. The
 grid of thread blocks is (tile, batch * heads). The kernels visit the tiles that the schedule's
-tables list; they do not evaluate the mask to decide which tiles to skip. The kernels run on any
-NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+tables list. So a kernel does not evaluate the mask to decide which tiles to skip. The kernels run
+on any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
 The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the sequence on the other side)
 for each row tile and column tile. ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR
-form. A kernel that is built with `counts` also adds up the bytes that it moves, in ``tile_counts``
+form. A kernel that is built with `counts` also sums the bytes that it moves, in ``tile_counts``
 (heads of the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
 """
 
@@ -159,8 +159,8 @@ def forward_kernel(shape: TeachingShape) -> Any:
 def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
-    Thread r computes row r of the block's row tile. dL is the gradient of the LSE. If the LSE has
-    a gradient, the kernel subtracts dL from delta; otherwise it does not read dL.
+    Thread r computes row r of the block's row tile. dL is the gradient of the LSE. If the LSE has a
+    gradient, the kernel subtracts dL from delta. Otherwise the kernel does not read dL.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2
@@ -194,8 +194,8 @@ def delta_kernel(shape: TeachingShape) -> Any:
 def dkdv_kernel(shape: TeachingShape) -> Any:
     """Return the kernel for dK and dV.
 
-    Block (j, KV head) computes column tile j, and thread c its key c. With `fused` the kernel also
-    adds dS K to a float32 dQ in HBM, atomically.
+    Block (j, KV head) computes column tile j, and thread c computes the tile's key c. With `fused`,
+    the kernel also adds dS K atomically to a float32 dQ in HBM.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
@@ -302,7 +302,7 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
 def dq_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes dQ alone, without atomics.
 
-    Block (i, head) computes row tile i, and thread r its row r.
+    Block (i, head) computes row tile i, and thread r computes the tile's row r.
     """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts

@@ -1,4 +1,4 @@
-"""Launch the teaching kernels on a GPU, or in Numba's simulator if that is switched on."""
+"""Launches the teaching kernels on a GPU or, if it is switched on, in Numba's simulator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 
 
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
-    """Return the given tiling if it fits; if none is given, the largest square tiling that fits.
+    """Return the requested tiling if it fits, or by default the largest square tiling that fits.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Return the data that the backward pass needs, from the forward pass's results alone."""
+    """Rebuild the data that the backward pass needs from the forward pass's results alone."""
     device = _Simulator(job) if simulated() else _Gpu.of(job)
     arrays = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
     for name in ("out", "lse"):
@@ -113,7 +113,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward: stages delta, dkdv, dq, or with "flash2-fused" delta, fused, convert."""
+    """Run the backward: delta, dkdv and dq or, for "flash2-fused", delta, fused and convert."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
     _check_functions(job)
@@ -246,7 +246,7 @@ class _Gpu:
         return cls(arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype))
 
     def check(self, name: str, array: Any, dtype: str) -> None:
-        """Do on the GPU what `_Simulator.check` does."""
+        """Raise an error unless `array` is on this object's GPU and in its library."""
         from flashsim.backends.cupy_gpu import arrays
 
         arrays.check_space(name, array, dtype, self.space)
@@ -260,13 +260,13 @@ class _Gpu:
             yield
 
     def taken(self, array: Any) -> Any:
-        """Do on the GPU what `_Simulator.taken` does."""
+        """Return an array for a kernel as a CuPy array; only a NumPy array is copied."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """Do on the GPU what `_Simulator.new` does."""
+        """Return a new CuPy array of zeros, which a kernel fills."""
         import cupy
 
         return cupy.zeros(shape, dtype)

@@ -6,14 +6,14 @@ scores, S^T = K Q^T, so that P^T and dS^T are already in the registers where the
 dO and dK += dS^T Q need them.
 
 The fused form also adds dS K to a float32 accumulator of dQ in HBM. The order of these additions
-varies, and with it the last bit of dQ. In the three-pass form, `backward_dq` computes dQ. The dQ
-product of a visit is computed during the next visit. With `halves`, half of the warps compute this
-product before their scores and the other half after them. So while one warp of a scheduler computes
-exponentials, another warp keeps the tensor cores busy.
+varies, so the last bits of dQ vary, too. In the three-pass form, `backward_dq` computes dQ. The dQ
+product of a visit is computed during the next visit. With `halves`, half of the warps compute the
+dQ product before their scores, and the other half after their scores. So while one warp of a
+scheduler computes exponentials, another warp keeps the tensor cores busy.
 
-K and V stay in shared memory until the thread block ends. Q, dO, the log-sum-exp L and delta are
-in one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
-shared memory only because dQ needs it across warps.
+K and V stay in shared memory until the thread block ends. Q, dO, the log-sum-exp L and delta are in
+one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
+shared memory only because the dQ product needs the dS of several warps.
 """
 
 from __future__ import annotations

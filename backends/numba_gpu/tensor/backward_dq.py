@@ -1,8 +1,8 @@
 """FlashAttention-2 backward, Q-outer: the kernel for dQ, the last of three passes.
 
 A thread block computes row tile i of one head. The block recomputes S and dP for the column tiles
-that the schedule lists, and adds up dS K in registers. There are no atomics, so equal inputs give
-bitwise equal results.
+that the schedule lists, and adds up dS K in registers. The kernel uses no atomics, so equal inputs
+give bitwise equal results.
 
 Q, dO, the log-sum-exp L and delta stay in shared memory as long as the block runs. K and V are in
 one or two stages of shared memory. dQ, S, P, dP and dS are in registers.

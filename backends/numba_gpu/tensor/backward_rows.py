@@ -35,7 +35,7 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``: dot products of pieces of rows.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, for dot products of row pieces.
 
     A piece has 8 elements. The function takes a piece from each of up to `DEEP` rows, which are
     `apart` rows apart and begin at `x` and `y`. Only the first `left` rows exist; the result `rows`
@@ -86,7 +86,7 @@ def _lane_sums(lanes: int) -> Any:
 def _write_rows(apart: int) -> Any:
     """Return ``write_rows(to, sums, left)``: it writes a float32 per row, `apart` rows apart.
 
-    Only the first `left` rows exist; the function writes no others.
+    Only the first `left` rows exist; the function writes no other rows.
     """
 
     @emitted(None, int64, floats(DEEP), int32)
@@ -149,7 +149,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """Return ``zeros_bytes(column)``: how many bytes exist of four float32 from a column on."""
+    """Return ``zeros_bytes(column)``: the existing bytes of four float32 from a column on."""
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:

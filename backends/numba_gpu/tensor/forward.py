@@ -3,7 +3,7 @@
 A thread block computes one row tile of one head, and loops over the column tiles that the schedule
 lists for that row tile. K and V are in two stages of shared memory each, so that the copies for a
 visit overlap with the previous visit. O, m, l, S and P are in registers. Q stays in registers if
-they suffice, and otherwise in shared memory.
+there are enough registers, and otherwise in shared memory.
 """
 
 from __future__ import annotations

@@ -56,9 +56,9 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
     """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L).
 
-    `s` is Q K^T, neither scaled nor capped. `lse` holds one value per row of the lane for S, and
-    one value per column of the lane for S^T. `slope` is the softcap's derivative, 1 - tanh^2;
-    without a softcap it is a single 0 that is not used.
+    The argument `s` is Q K^T, neither scaled nor softcapped. For S, `lse` holds one value per row
+    of the lane; for S^T, one value per column of the lane. The result `slope` is the softcap's
+    derivative, 1 - tanh^2. Without a softcap, `slope` is a single 0 that is not used.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)

@@ -39,8 +39,8 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
 def store_rows(blocks: int) -> Any:
     """Return ``store_rows(address, values, first, stop) -> bytes``: it stores a float32 per row.
 
-    The first lane of each quad stores them to HBM, for rows before `stop`. `first` is the warp's
-    first row, and `address` is the address of row 0.
+    The first lane of each quad stores the values of rows before `stop` to HBM. The argument `first`
+    is the warp's first row, and `address` is the address of row 0.
     """
 
     @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
@@ -70,10 +70,11 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     Parameters
     ----------
     row_of : RowWidth
-        Rows in HBM; columns past their width are left out.
+        The width of the rows in HBM; columns past this width are left out.
     wide : bool
-        Add four neighbours in one instruction (sm_90). Two lanes exchange values, so that the even
-        lane adds the left 8-column piece's four and the odd lane the right piece's.
+        Whether one instruction adds four neighbours (sm_90). Two lanes exchange values, so that the
+        even lane adds four values of the left 8-column piece, and the odd lane four values of the
+        right piece.
     """
 
     width = row_of.width
@@ -131,7 +132,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """Return what this lane adds: columns, and values for them.
+        """Return the columns and the values that this lane adds.
 
         The lane holds four values of a row, in two 8-column pieces.
         """

@@ -18,7 +18,7 @@ NEG_INF = float("-inf")
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
     """Return tanh(x) as 1 - 2 / (1 + e^2x).
 
-    The error is a few 1e-7; that of the instruction tanh.approx is 5e-4.
+    The error is a few 1e-7. The error of the instruction tanh.approx is 5e-4.
     """
     power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
@@ -46,9 +46,9 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
     """Return the function that sets masked scores to -inf.
 
     The function is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q sees
-    keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query` and `key` are
-    the first query and key of the warp. A limit (`left` or `right`) that is switched off adds no
-    instructions.
+    keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. The arguments `query`
+    and `key` are the first query and key of the warp. A limit (`left` or `right`) that is switched
+    off adds no instructions.
     """
     kind = floats(blocks * n // 2)
 
@@ -98,9 +98,9 @@ def row_max(blocks: int, n: int) -> Any:
 def row_max_of_bits(n: int) -> Any:
     """Return ``row_max_of_bits(m, s) -> m, again``: a faster `row_max` for one block of 16 rows.
 
-    The function compares the bits of floats as integers, three per instruction (from sm_90 on). The
-    order of the integers is that of the floats, unless both floats are negative. If a lane has seen
-    only negative floats in some row, `again` is true and the warp must call `row_max` instead.
+    The function compares the bits of floats as integers, three per instruction (from sm_90 on). Two
+    integers have the same order as their floats, unless both floats are negative. If a lane has
+    seen only negative floats in some row, `again` is true and the warp must call `row_max` instead.
     """
 
     @emitted([floats(2), types.boolean], floats(2), floats(n // 2))
@@ -144,7 +144,7 @@ def softmax_base(blocks: int) -> Any:
 def rescaling(blocks: int) -> Any:
     """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new).
 
-    `m` holds the maxima before this visit, and `base` the new ones.
+    The argument `m` holds the maxima before this visit, and `base` holds the new maxima.
     """
     kind = floats(2 * blocks)
 
@@ -169,8 +169,8 @@ def scale_rows(blocks: int, n: int) -> Any:
 def exponentials(blocks: int, n: int) -> Any:
     """Return a function ``exponentials(s, base, l, alpha, to_log2) -> p, l`` (P, running sums).
 
-    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums over its
-    own columns only; the four lanes of a quad add up their sums once, at the end.
+    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums only over
+    its own columns. The four lanes of a quad add their sums once, at the end.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
@@ -194,10 +194,10 @@ def row_by_row(n: int) -> Any:
     """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``: a lane's row 0, then row 1.
 
     The function does the work of `softmax_base`, `rescaling` and `exponentials`, with the maxima
-    `m` before this visit and `top` after it. The assembler ptxas schedules those instructions first
-    that begin the longest dependency chain. Exponentials take the longest time, so they should
-    begin early and never wait. For this reason the sums of row 0 form two chains, and those of row
-    1 a single chain.
+    `m` before this visit and `top` after it. The assembler ptxas first schedules the instructions
+    that begin the longest dependency chain. Exponentials take the longest time, so exponentials
+    should begin early and never wait. For this reason the sums of row 0 form two chains, and those
+    of row 1 a single chain.
     """
     s_kind, pair = floats(n // 2), floats(2)
 

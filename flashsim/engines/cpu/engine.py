@@ -1,15 +1,15 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-The engine runs the forward pass and two backward passes (three passes, or fused) for every
-`Problem`. The engine computes in the accumulator type: float32, or float64 for float64 inputs.
-Every sum has a fixed order, so results do not depend on the number of threads.
+The engine runs the forward pass of every `Problem`, and two forms of its backward pass: three
+passes ("flash2"), or fused. The engine computes in the accumulator type: float32, or float64 for
+float64 inputs. Every sum has a fixed order, so results do not depend on the number of threads.
 
-For this engine, `flashsim.run` has two additional options. The option ``threads`` is by default the
-number of CPUs that this process may use. The option ``micro_kernel`` is "vector" or "plain" (see
-`micro_kernels`; default: "vector" if the CPU's registers are known) or, for bfloat16, "amx" or
-"avx512_bf16" (see `bf16_dot`). For bfloat16, the default is "amx" or "avx512_bf16" if the CPU
-supports that kernel and the kernel is faster there than "vector". With one query per head, these
-two kernels are faster only if many query heads share keys.
+For this engine, `flashsim.run` has two additional options. The option ``threads`` sets the number
+of threads; the default is the number of CPUs that this process may use. The option ``micro_kernel``
+is "vector" or "plain" (see `micro_kernels`; default: "vector" if the CPU's registers are known) or,
+for bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). For bfloat16, the default is "amx" or
+"avx512_bf16" if the CPU supports that kernel and the kernel is faster there than "vector". With one
+query per head, "amx" and "avx512_bf16" are faster only if many query heads share keys.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _check(job: Job) -> None:
 
 
 class _Stage(NamedTuple):
-    """The work of a stage: its schedule, and its numbers of head loops, outer tiles and visits.
+    """The work of a stage: its schedule, and how many head loops, outer tiles and visits it has.
 
     The field `long` says whether the stage takes so long that Ctrl-C must be able to stop it. The
     field `parts` contains the stage's tables if the next call can reuse them.
@@ -162,7 +162,7 @@ class _CpuPass:
 
     @classmethod
     def of(cls, job: Job, direction: str) -> _CpuPass:
-        """Return the pass that runs a job.
+        """Return the `_CpuPass` that runs a job's forward or backward pass.
 
         Values that do not depend on the job's arrays are cached in the job's memo.
         """
@@ -219,7 +219,7 @@ class _CpuPass:
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
     def _functions(self) -> dict[str, Any]:
-        """Return the fields of `Rules` for functions and sinks.
+        """Return the fields of `Rules` that describe score functions, mask functions and sinks.
 
         Also allocate the gradients of the arrays that a score function captures.
         """
@@ -246,18 +246,18 @@ class _CpuPass:
         }
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays flat, contiguous and in the accumulator type, uncopied if possible."""
+        """Return arrays flat, contiguous and in the accumulator type; copy only if necessary."""
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs in the form that a kernel reads: as `wide` does, but 16-bit types stay."""
+        """Return inputs flat and contiguous; 16-bit types stay, others become the accumulator's."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return an array, flat, in the form that a kernel reads.
+        """Return an array in one dimension, with the element type that a kernel reads.
 
         Arrays of 32-bit and 64-bit numbers keep their type. A 16-bit array is viewed as integers if
         the kernel multiplies bfloat16 pairs, and otherwise as float32 over the same memory.
@@ -282,10 +282,10 @@ class _CpuPass:
     def along(self) -> tuple[np.ndarray, np.ndarray]:
         """Return Q and the factor of scores as the decode kernel (`kernels_decode`) uses them.
 
-        If that kernel did not run the forward pass, the returned Q is empty. With the returned Q,
-        the backward pass sums scores in the same order as the forward pass. Kernels for pairs of
-        bfloat16 do not need this: rounding dS to bfloat16 costs far more precision than a different
-        order of summation.
+        If the decode kernel did not run the forward pass, the returned Q is empty. With the
+        returned Q, the backward pass sums each score in the same order as the forward pass. Kernels
+        for pairs of bfloat16 also get an empty Q: rounding dS to bfloat16 costs far more precision
+        than a different order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -297,7 +297,7 @@ class _CpuPass:
         return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
 
     def _parts(self) -> tuple[np.ndarray, ...]:
-        """Allocate the partial results of `kernels_decode.decode` for each part of the keys."""
+        """Allocate memory for the results of `kernels_decode.decode` for each part of the keys."""
         p, loops = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
         parts = kernels_decode.parts_of(loops, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
@@ -342,7 +342,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return the work of a stage; cached if only the problem's fields determine it."""
+        """Return the work of a stage, from a cache if only the problem's fields determine it."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -361,13 +361,13 @@ class _CpuPass:
         return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one_query=decode)
 
     def _work(self, schedule: Schedule, visits: int) -> int:
-        """Estimate the number of multiply-adds of a stage over all heads."""
+        """Estimate a stage's number of multiply-adds over all heads."""
         p, tile = self.job.problem, schedule.tiling.clip(self.job.problem)
         scores = visits * tile.block_q * tile.block_k
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """If the pass has stage `name`, record its trace. NumPy runs this stage on whole arrays."""
+        """If the pass has stage `name`, which NumPy runs on whole arrays, record its trace."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -388,7 +388,7 @@ class _CpuPass:
 
 
 def _is_one(p: Problem, direction: str) -> bool:
-    """Return whether this is a forward pass with one query per head."""
+    """Return whether the decode kernel (`kernels_decode`) runs this pass."""
     return direction == "forward" and _one_query(p)
 
 
@@ -406,7 +406,7 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """View 16-bit numbers as float32 over the same memory (see `float16`).
+    """Return a float32 view of an array of 16-bit numbers (see `float16`).
 
     Arrays of other types are returned unchanged. If the number of 16-bit elements is odd, the last
     element lies past the end of the view. Kernels can still read that element, because they do not

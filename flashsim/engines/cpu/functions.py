@@ -1,7 +1,7 @@
 """Score functions on the CPU engine, which Numba compiles separately from the kernels.
 
 A kernel calls the compiled score function through a pointer, once per panel of scores. So a new
-function needs only one small compilation, and no kernel is compiled again.
+score function needs only one small compilation, and no kernel is compiled again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 class Panels(NamedTuple):
     """A problem's compiled score functions, and the arrays that they use.
 
-    The field `calls` contains the functions' addresses, 0 for a missing function. The field `table`
-    contains the addresses of captured arrays and of their gradients. The field `held` keeps the
-    memory of functions and arrays alive.
+    The field `calls` contains the addresses of the compiled functions, or 0 for a missing function.
+    The field `table` contains the addresses of captured arrays and of their gradients. The field
+    `held` keeps the compiled functions and the arrays in memory.
     """
 
     calls: np.ndarray
@@ -40,7 +40,7 @@ class Panels(NamedTuple):
 def panels(
     problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
 ) -> Panels:
-    """Compile the score function of a problem; `gradients` has each array's gradient, to add to."""
+    """Compile a problem's score function, which adds the arrays' gradients to `gradients`."""
     graph, calls = problem.score_mod, np.zeros(3, np.int64)
     if graph is None:
         return Panels(calls, np.zeros(1, np.int64), ())
@@ -68,7 +68,7 @@ def _in_memory(array: np.ndarray) -> np.ndarray:
 
 @lru_cache(maxsize=128)
 def _compiled(graph: Graph, real: str, gradients: tuple[str, ...]) -> tuple[Any, Any]:
-    """Return a score function and its derivative as compiled callbacks."""
+    """Return a score function and its derivative, compiled as C callbacks."""
     kind = getattr(types, real)
     signature = types.void(
         *(types.CPointer(kind), types.CPointer(kind)),
@@ -117,7 +117,7 @@ def call_panel(
 ):
     """Call the compiled function at `address` on the panel of S that starts at `s0`.
 
-    The panel of `raw` that starts at `raw0` contains the scores before the score function.
+    The panel of `raw` that starts at `raw0` contains the inputs of the score function.
     """
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 

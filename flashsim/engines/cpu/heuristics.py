@@ -68,11 +68,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return the micro-kernel that runs a pass, as the type for which kernels are compiled.
+    """Return the micro-kernel of a pass, as the object whose type selects the compiled code.
 
-    With `one_query` per head, the result is a bfloat16 micro-kernel only if it is requested or
-    faster. If few heads share keys, memory bandwidth limits the decode kernel, and such a
-    micro-kernel is not faster.
+    With `one_query` per head, the function chooses a bfloat16 micro-kernel only if the caller
+    requests such a micro-kernel, or if it is faster than "vector". If few heads share keys, a
+    bfloat16 micro-kernel is not faster, because memory bandwidth limits the decode kernel.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -113,9 +113,9 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
 def arithmetic_limits(problem: Problem, most: int) -> bool:
     """Return whether arithmetic on floats, not memory bandwidth, would limit decoding.
 
-    Each element of K and V needs one product per query head that reads it. Softmax and other work
+    Each element of K and V is multiplied once per query head that reads it. Softmax and other work
     on one score costs as much as 96 columns of products. If an element needs more than `most`
-    products, they take longer than loading the element.
+    multiplications, the multiplications take longer than loading the element.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
     return heads * (d + 96) > most * d

@@ -1,4 +1,4 @@
-"""The backward kernels of the CPU engine, built like the forward kernel in `kernels_forward.py`."""
+"""The CPU engine's backward kernels, which work like the forward kernel in `kernels_forward.py`."""
 
 from __future__ import annotations
 
@@ -69,10 +69,11 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     to the query tile's dQ in memory (``grads.dq``). Several threads add to the same tile of dQ, so
     ``turns[head, row tile]`` counts the additions, and each thread waits for its turn. So every sum
     has a fixed order, and the results are the same for any number of threads. Threads cannot
-    deadlock, because key tiles are handed out, and processed within a run, in the order of turns.
+    deadlock, because they take key tiles, and process the key tiles of a run, in the order of the
+    turns.
 
-    A thread processes a run of neighbouring column tiles together, as `forward` does with row
-    tiles. The thread reads Q, dO and dQ of a row tile from memory once for the whole run.
+    A thread processes a run of neighbouring column tiles (key tiles) together. So the thread reads
+    Q, dO and dQ of a row tile (query tile) from memory only once for the whole run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -185,7 +186,7 @@ def key_visit(
 ):
     """Add one visit's (tile pair's) terms to dK and dV, one panel of keys at a time.
 
-    If `fused`, also write all of the tile's dS, for `dq_visit`.
+    If `fused`, the function also writes all of the tile's dS, which `dq_visit` reads.
     """
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
     S, dS, P, dS_left, gate, raw = work
@@ -236,10 +237,10 @@ def key_visit(
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
-    Each score is summed in the same order as by `decode` in the forward pass. A different order of
-    summation would change the last bits of scores. With other last bits, P would not sum to
-    exactly 1, and a component common to all keys would not cancel in dQ. Kernels for pairs of
-    bfloat16 do not call this function: see `along` in `engine`.
+    The terms of each score are added in the same order as in the forward pass (`decode`). A
+    different order of summation would change the last bits of scores. With other last bits, P would
+    not sum to exactly 1, and a component common to all keys would not cancel in dQ. Kernels for
+    pairs of bfloat16 do not call this function: see `along` in `engine`.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(
@@ -273,8 +274,8 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     """Compute dQ and the bias's gradient; each lane of a panel holds one query.
 
-    Each thread owns one row tile at a time. For each visit (tile pair), the thread computes S^T = K
-    Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
+    Each thread processes one row tile (query tile) at a time. For each visit (tile pair), the
+    thread computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q) * w
@@ -362,7 +363,7 @@ def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
 
 @part(fastmath={"reassoc"})
 def row_dot(a, a0, b, b0, n):
-    """Return the dot product of two rows; the compiler may reorder the sum for vector registers."""
+    """Return the dot product of two rows; the compiler may reorder the sum to vectorise it."""
     total = a.dtype.type(0)
     for x in range(n):
         total += a[np.uint64(a0 + x)] * b[np.uint64(b0 + x)]  # as in `packing.copy_rows`
@@ -373,8 +374,8 @@ def row_dot(a, a0, b, b0, n):
 def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
     """Compute delta = rowsum(dO o O) - dlse, the first stage of a backward pass.
 
-    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is that
-    score's P, so dS = P (dP - delta) includes it.
+    The array `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is
+    that score's P. So dS = P (dP - delta) includes the gradient of the LSE.
     """
     dv, size = shape.dv, shape.block_q * shape.dv
     rooms = (

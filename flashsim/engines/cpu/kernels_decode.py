@@ -1,13 +1,13 @@
 """The decode kernel of the CPU engine, for one query per head, as in text generation.
 
 Memory bandwidth limits this kernel. A tile has only one row of scores per head, so the kernel
-processes all query heads that share a key head together. The kernel reads K and V once, row by row
-in memory order (`micro_kernels.decode_gemv`).
+processes all query heads that share a key head together. So the kernel reads K and V only once, row
+by row in memory order (`micro_kernels.decode_gemv`).
 
 As in FlashDecoding, the keys of a head are split into parts, each with its own maximum, sum and
 output. So several threads can work on one head at the same time. The thread that finishes a head's
-last part merges all of the head's parts. The number of parts depends only on the shape, and so does
-every result: the number of threads does not matter.
+last part merges all of the head's parts. The number of parts depends only on the shape, so results
+do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ VISITS, WORK_TILES = 4, 64
 
 
 def parts_of(loops: int, visits: int) -> int:
-    """Return into how many parts to split each of `loops` loops over `visits` key tiles."""
+    """Return the number of parts into which to split a loop over `visits` key tiles.
+
+    There are `loops` such loops, one per key head of each batch entry.
+    """
     return max(1, min(visits // VISITS, -(-WORK_TILES // loops)))
 
 
@@ -49,10 +52,11 @@ def parts_of(loops: int, visits: int) -> int:
 def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, counter):
     """Run FlashAttention-2's Algorithm 1 for one query per head, and write flat out and lse.
 
-    Before flattening, out has shape (heads, dv) and lse (heads,). `parts` contains four flat
-    arrays: O (parts, heads, dv), m and l (parts, heads) of every part, and the number of finished
-    parts per loop (loops,), initially 0. All query heads that share a key head share one loop over
-    the key tiles.
+    Before flattening, out has shape (heads, dv), and lse has shape (heads,). The argument `parts`
+    contains four flat arrays. The first three arrays hold each part's O, of shape (parts, heads,
+    dv), and each part's m and l, of shape (parts, heads). The fourth array, of shape (loops,),
+    counts each loop's finished parts, and is initially 0. All query heads that share a key head
+    share one loop over the key tiles.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w
@@ -67,7 +71,7 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
 @part
 def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
-    """Take parts from the shared counter, and process them, until none is left.
+    """Take parts of the keys from the shared counter and process them, until no part is left.
 
     The thread that finishes a head's last part merges the head's parts.
     """
@@ -124,7 +128,7 @@ def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, 
 
 @part
 def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
-    """Merge the parts of heads h0 .. h0 + group - 1, in order, and write their output and LSE."""
+    """Merge the parts of heads h0 .. h0 + group - 1 in order; write each head's output and LSE."""
     for h in range(h0, h0 + group):
         base, total, o = tops[h], totals.dtype.type(0), o0 + (h - h0) * dv
         for row in range(h, parts * heads, heads):
@@ -144,7 +148,7 @@ def put_together(out, o0, lse, sums, tops, totals, parts, heads, h0, group, dv):
 
 @part
 def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, head0):
-    """Process one key tile for the query heads h0 .. h0 + group - 1, which share keys."""
+    """Process one key tile for query heads h0 .. h0 + group - 1, which share a key head."""
     Q, O, m, l, alpha, S, _, factor = state
     w, d, dv, j = narrow.width, shape.d, shape.dv, tiles.inner[at]
     lq, lo, ld = padded(d), padded(dv), padded(shape.block_k)
@@ -185,5 +189,5 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
 
 @part
 def padded(n):
-    """Round n up to a multiple of 32, which fills whole registers of floats or of pairs."""
+    """Round n up to a multiple of 32, so that n floats or n / 2 pairs fill whole registers."""
     return (n + 2 * SIDE - 1) // (2 * SIDE) * (2 * SIDE)

@@ -3,9 +3,10 @@
 Threads take work tiles from a shared counter until none is left. A work tile is a run of
 neighbouring outer tiles and a set of heads. Results do not depend on which thread takes which work
 tile. The schedule's tables alone decide which tiles a kernel visits, in which order, and with which
-masks. For a trace, a kernel notes the size of every tile that it visits, and `notes` builds the
-trace from these sizes. The module `operands` decides whether a kernel multiplies floats or pairs of
-bfloat16. The file `kernels_backward.py` has the backward kernels, which are built in the same way.
+masks. If a trace is requested, a kernel writes down the size of every tile that it visits, and the
+module `notes` builds the trace from these sizes. The module `operands` decides whether a kernel
+multiplies floats or pairs of bfloat16. The file `kernels_backward.py` has the backward kernels,
+which are built in the same way.
 """
 
 from __future__ import annotations
@@ -54,11 +55,12 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """Run FlashAttention-2's Algorithm 1 with one query per lane: S^T = K Q^T, O^T += V^T P^T.
 
     All arrays are flat; the function writes out and lse. Each thread keeps Q^T, O^T, m, l and alpha
-    of its row tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs, each thread
-    also keeps K and V of one or several (`slots_of`) column tiles, converted to operands. A thread
-    processes a run of neighbouring row tiles together. The thread reads K and V of a column tile
-    from memory once for all row tiles of the run that visit it. Each row tile visits only its own
-    column tiles, in the order of the schedule.
+    of its row tiles (query tiles), and one panel of S^T, which P^T overwrites. For 16-bit inputs,
+    each thread also keeps K and V of one or several (`slots_of`) column tiles (key tiles),
+    converted to operands of matrix products. A thread processes a run of neighbouring row tiles
+    together. The thread reads a column tile's K and V from memory once for all row tiles of the
+    run. Each row tile visits only the column tiles that the schedule lists for it, in the
+    schedule's order.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -152,11 +154,11 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
-    """Process the column tiles of some visits of a row tile, one panel of queries at a time.
+    """Process some column tiles (key tiles) of a row tile, one panel of queries at a time.
 
     For each column tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O
-    + P V. The array `near` has the number of the column tile in each slot of K and V. The argument
-    `h` is the number of the query head over the whole batch.
+    + P V. The array `near` contains the number of the column tile whose K and V each slot holds.
+    The argument `h` is the query head's number, counted over the whole batch.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -195,10 +197,10 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_work_tile(tiles, counter):
-    """Return the next work tile: the first and last + 1 of its outer tiles, and of its heads.
+    """Return the next work tile: its first outer tile, last + 1, its first head, and last + 1.
 
-    The heads are positions in `tiles.sets`. If the run of outer tiles is empty, no work is left or
-    the call was stopped.
+    Heads are returned as positions in `tiles.sets`. An empty range of outer tiles means that no
+    work is left, or that the call was stopped.
     """
     n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
     if number >= len(tiles.runs) * n_sets or stopped(counter):
@@ -209,16 +211,16 @@ def next_work_tile(tiles, counter):
 
 @part
 def stopped(counter):
-    """Return whether the call was interrupted; if so, the kernel's results are discarded."""
+    """Return whether the user interrupted the call, in which case its results are discarded."""
     return load_acquire(counter, STOP) != 0
 
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the run's next column tiles into `near`, and return how many they are.
+    """Write the numbers of a run's next column tiles to `near`, and return how many there are.
 
-    `at` has the position of each row tile's next visit. `then` receives each row tile's position
-    after these column tiles.
+    For each row tile of the run, `at` contains the position of its next visit. The function writes
+    each row tile's position after these column tiles to `then`.
     """
     for i in range(end - begin):
         then[i] = at[i]
@@ -238,10 +240,10 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the next inner tile that any outer tile of a run visits, or -1 if none is left.
+    """Return the next inner tile that an outer tile of the run visits, or -1 if none is left.
 
-    `at` has the position of each outer tile's next visit. The argument `descending` says whether
-    inner tiles are processed in descending order.
+    For each outer tile, `at` contains the position of its next visit. The argument `descending`
+    says whether the kernel processes inner tiles in descending order.
     """
     best = -1
     for i in range(begin, end):

@@ -1,4 +1,4 @@
-"""Converts a kernel's notes (the sizes of the tiles that it visited) to a trace's events."""
+"""Converts a kernel's notes, which are the sizes of the tiles that it visited, to a trace."""
 
 from __future__ import annotations
 
@@ -22,9 +22,11 @@ def stage_trace(
     Parameters
     ----------
     steps : int64 (loops, T)
-        Rows of each outer tile (columns if the loop is KV-outer), from each loop's notes.
+        The number of rows of each outer tile (of columns if the loop is KV-outer), noted by each
+        loop.
     visits : int64 (loops, members, n)
-        Rows times `NOTE` plus columns of each visit (tile pair); 0 if it was not executed.
+        For each visit (tile pair), its number of rows times `NOTE`, plus its number of columns. 0
+        if the kernel skipped the visit.
 
     Raises
     ------

@@ -2,12 +2,12 @@
 
 Each function in this module has a variant for floats and, in the package `bf16_dot`, a variant for
 pairs. The type of the argument `cpu` decides which variant is compiled, so the source of a kernel
-exists only once. Floats are used where they are in memory; 16-bit numbers without pairs are
-converted to floats first. Pairs are packed into whole tiles, padded with zeros.
+exists only once. Kernels use float inputs in place. If the CPU does not multiply pairs, kernels
+convert 16-bit inputs to floats first. Pairs are packed into whole tiles, padded with zeros.
 
-A left operand contains, for each row of the result and each term of the sum, one scalar or pair. A
-right operand contains, for each term of the sum, a row of lanes: see `micro_kernels.plain` and
-`bf16_dot.operations`.
+A left operand contains one scalar or pair for each row of the result and each term of the sum. A
+right operand contains a row of lanes for each term of the sum. The modules `micro_kernels.plain`
+and `bf16_dot.operations` explain lanes and pairs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """On CPUs that multiply pairs, make compiled code call `of_pairs` instead of a function."""
+    """Make compiled code call `of_pairs` instead of the decorated function on CPUs with pairs."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -82,7 +82,7 @@ def per_term(cpu):
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the multiple to which the numbers of rows and terms are rounded up."""
+    """Return the number to whose multiples the numbers of rows and of terms are rounded up."""
     return 1
 
 
@@ -94,22 +94,22 @@ def rows_of(cpu, n):
 
 @part
 def terms(cpu, n):
-    """Return the number of terms in a sum over n numbers, padding included."""
+    """Return the number of terms in a sum over n numbers, including the padding."""
     return rows_of(cpu, (n + per_term(cpu) - 1) // per_term(cpu))
 
 
 @part
 def whole(cpu, n):
-    """Return n rounded up to whole `terms`.
+    """Return n rounded up to the numbers that whole `terms` hold.
 
-    This is the number of rows of a panel that becomes an operand.
+    A panel that becomes an operand has this number of rows.
     """
     return terms(cpu, n) * per_term(cpu)
 
 
 @part
 def aligned(cpu, first):
-    """Return the last row, at most `first`, at which an operand can begin."""
+    """Return the last row up to row `first` at which an operand can begin."""
     return first - first % (side(cpu) * per_term(cpu))
 
 
@@ -121,7 +121,7 @@ def slots_of(cpu, keys):
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Return for how many of `keys` keys the scores are computed at once."""
+    """Return for how many keys of a tile with `keys` keys the scores are computed at once."""
     return keys
 
 
@@ -133,19 +133,19 @@ def operand_room(cpu, n, dtype):
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Allocate memory for rows of n numbers as a left operand; floats need none."""
+    """Allocate memory for a left operand of rows of n numbers; none if inputs are floats."""
     return room_for(rows * n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Allocate memory to widen n 16-bit numbers to float, unless the kernel multiplies pairs."""
+    """Allocate memory for n 16-bit numbers converted to float; none for kernels with pairs."""
     return room_for(n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, dtype))
 def pairs_room(cpu, n, dtype):
-    """Allocate memory for n elements that only kernels for pairs need."""
+    """Allocate memory for n elements if the kernel multiplies pairs, and otherwise none."""
     return panel_array(0, dtype)
 
 
@@ -156,7 +156,7 @@ def pairs_room(cpu, n, dtype):
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    Pairs are written to rows of `room`, from row `first` on; the operand is then `room`.
+    Pairs are written to `room` from row `first` on, and the returned operand is all of `room`.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -175,26 +175,26 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a left operand, given its rows as left operand `left`."""
+    """Return the columns of X as a left operand; `left` is a left operand with the rows of X."""
     return Left(left.array, left.start, left.step, left.row)
 
 
 @or_pairs(packing.right_of_rows, HotPart)
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Copy n rows of X to lanes of panels, for sums over d; floats are times a factor per row."""
+    """Copy n rows of X to lanes of panels for sums over d; multiply floats by a factor per row."""
     pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding)
 
 
 @or_pairs(packing.right_of_columns, HotPart)
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Copy columns of X to `stride` lanes, for sums over its n rows; floats are times a factor."""
+    """Copy columns of X to `stride` lanes for sums over n rows; multiply floats by a factor."""
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     copy_rows(out, stride, array, start, n, d, factor)
 
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write lanes of panels to rows of X, each lane times its factor.
+    """Write each lane of panels to a row of X, times the lane's factor.
 
     Unless X has 16-bit numbers in a float array, also check the results for NaN and infinity.
     """
@@ -206,9 +206,9 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part
 def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """Compute C = A B, from row r0 of the left operand A and term x0 of its sums on.
+    """Compute C = A B, from row r0 of the left operand A and number x0 of its sums on.
 
-    The product has `rows` rows, and sums of n numbers.
+    The product C has `rows` rows, and its elements are sums over n numbers.
     """
     a0 = left.start + r0 * left.row + x0 // per_term(cpu) * left.step
     product_set(
@@ -231,13 +231,13 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 def scale_scores(cpu, S, s0, ld, rows, scale):
     """Multiply scores by ``scale[0]`` if operands are pairs.
 
-    Operands that are floats already include the scale.
+    Float operands were already multiplied by the scale when they were copied.
     """
 
 
 @or_pairs(steps.right_of_panel)
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Return a panel of P or dS, rounded to the inputs' type, as a right operand.
+    """Round a panel of P or dS to the inputs' type, and return it as a right operand.
 
     The operand is for sums over the panel's rows. The function returns the operand's array, offset
     and stride. Pairs are stored in the array `P`.
@@ -251,10 +251,10 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 @or_pairs(steps.scaled)
 def scaled(cpu, S, rows, plain, scales):
-    """Return an array with the factor by which the softmax must multiply scores: the scale or 1.
+    """Return an array with the factor, the scale or 1, by which the softmax must multiply scores.
 
     Kernels for pairs apply the softmax scale in the softmax if no step (softcap, bias, function or
-    mask) comes before it and the scale is not negative.
+    mask) comes before the softmax, and if the scale is not negative.
     """
     return rest(scales, 1)
 
@@ -263,10 +263,10 @@ def scaled(cpu, S, rows, plain, scales):
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
-    V's rows for this panel start at `key`. For pairs, P stays in memory until `weigh` multiplies it
-    by V. `waiting` contains the begin and end of the pairs of keys whose P is not yet multiplied by
-    V; the function returns it updated. If a maximum has changed, or keys in between were skipped,
-    the function multiplies these pairs by V itself.
+    V's rows for this panel start at `key`. For pairs, P stays in memory until `weigh` multiplies P
+    by V. The tuple `waiting` contains the begin and end of the pairs of keys whose P is not yet
+    multiplied by V. The function returns the new `waiting`. If a maximum has changed, or keys in
+    between were skipped, the function itself multiplies the waiting pairs by V.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -281,7 +281,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @or_pairs(steps.weigh)
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the pairs of keys in `waiting`; floats have none."""
+    """Compute O += V^T P for the pairs of keys in `waiting`; if operands are floats, do nothing."""
 
 
 # -- dQ -------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
     """Store a panel of dS as columns of a left operand, for sums over lanes.
 
-    Only pairs of bfloat16 are copied; float operands are used in place.
+    The function copies only pairs of bfloat16; float operands are used in place.
     """
 
 
@@ -299,13 +299,13 @@ def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
     """Compute the part of ``dS K`` that need not wait for this thread's turn to add to dQ.
 
-    For pairs, this is the whole product; for floats, nothing.
+    For pairs, the function computes the whole product; for floats, it does nothing.
     """
 
 
 @or_pairs(steps.add_dq)
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scale, is_last, counter):
-    """Add dS K of one tile to dQ; the last addition also checks floats for NaN and infinity."""
+    """Add one tile's dS K to dQ; the last addition also checks a float dQ for NaN and infinity."""
     for x in range(0, padded, cpu.width):
         product_add(cpu, dq, to + x, padded, dS, 0, ld, 1, K, k0 + x, padded, rows, n)
     if is_last:

@@ -1,9 +1,9 @@
-"""The steps between product and softmax, on a panel of scores: softcap, bias, function, mask.
+"""Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The same functions serve panels whose lanes are queries and panels whose lanes are keys. Each
-element (row r, lane c) of a panel is one score, of a query and a key. The score's position in the
-bias, in the mask's bits and in the band is linear in r and c. So the code describes each position
-by a start and two strides.
+The lanes of a panel are either queries or keys, and the same functions serve both. Each element
+(row r, lane c) of a panel is the score of one query and one key. The score's index in the bias, its
+index in the mask's bits and its distance from the diagonal are linear in r and c. So the code
+describes each such position by a start and two strides.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ class Rules(NamedTuple):
     left, right : int
         The band: score (q, k) is kept if ``-left <= k - (q + offset) <= right``.
     banded : bool
-        Whether the band alone is the mask; otherwise MASKED tiles have mask bits.
+        Whether the mask consists only of a band; otherwise MASKED tiles have mask bits.
     rounding : int
         The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; None for other inputs.
     bias : ndarray, flat, accumulator type
-        The bias of (batch, head) starts at ``batch * bias_batch + head * bias_head``; empty without
-        bias.
+        The bias of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. The
+        array is empty if the problem has no bias.
     keep_batch, keep_head, keep_slots : int
         A tile's mask bits have shape (rows of a panel, keep_slots, lanes). The bits of
         (batch, head) are in slot ``batch * keep_batch + head * keep_head``.
     calls : int64 (3,)
-        Addresses of the score function and its derivatives (see `functions`); 0 if missing.
+        The addresses of the score function and its derivatives (see `functions`), or 0.
     captured : int64
-        The address of the table of arrays that the score function reads or adds to.
+        The address of a table, which lists the arrays that the score function reads or adds to.
     sinks : ndarray (heads,), accumulator type
         The sinks; empty without sinks.
     """
@@ -65,13 +65,14 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Positions that belong to row 0, lane 0 of a panel, and their strides per row and per lane.
+    """The positions of row 0, lane 0 of a panel, and the positions' strides per row and per lane.
 
     The field `rel` is k - (q + offset), the distance from the diagonal. The field `bias` is an
-    index into the bias, and `keep` an index into the mask's bits, or -1 if the tile has no mask
-    bits. The fields `b`, `h`, `q` and `k` are the arguments of a score function: of q and k, one
-    increases by 1 per row of the panel, the other by 1 per lane. The field `edge` is an index into
-    `Tiles.edges`. Only rows `hide_first` to `hide_last` - 1 have mask bits that are 0.
+    index into the bias. The field `keep` is an index into the mask's bits, or -1 if the tile has no
+    mask bits. The fields `b`, `h`, `q` and `k` are the arguments of a score function. If lanes are
+    queries, q increases by 1 per lane and k by 1 per row; otherwise q increases per row and k per
+    lane. The field `edge` is an index into `Tiles.edges`. Mask bits that are 0 occur only in the
+    panel's rows `hide_first` to `hide_last` - 1.
     """
 
     rel: int
@@ -93,7 +94,7 @@ class Place(NamedTuple):
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Return whether a panel needs no softcap, bias, function or mask, as most panels."""
+    """Return whether a panel needs no softcap, bias, function or mask, which is the common case."""
     simple = rules.softcap[0] == 0 and rules.bias.size == 0 and rules.calls[SCORE] == 0
     return not masked and lanes == cpu.width and simple
 
@@ -119,8 +120,9 @@ def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, row
     """Return the first and last + 1 row of a panel in which the mask keeps a score.
 
     The panel belongs to the tile of visit v. The first row is rounded down to a row at which an
-    operand can begin; the mask hides all scores of the rows that this adds. If the mask keeps no
-    score, the second returned row is at most the first. The arguments are explained in `place_of`.
+    operand can begin. The rounding adds only rows whose scores are all masked. If the mask keeps no
+    score, the second returned number is at most the first. The docstring of `place_of` explains the
+    arguments.
     """
     first, last = 0, rows
     if tiles.kind[v] == MASKED:
@@ -155,10 +157,9 @@ def hides(rules, rel, rows, lanes):
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, bits, gate, raw):
     """Apply softcap, bias, score function and mask to rows first .. last - 1 of a panel.
 
-    Lanes after the first `lanes` are padding, and are masked. With a softcap, the function writes 1
-    - tanh^2, the factor from dS to the gradient of the scaled product, to `gate` (laid out like S,
-    or None). With a score function, it writes the function's input scores to `raw` (laid out like
-    S, or None).
+    Lanes after the first `lanes` are padding, and are masked. If there is a softcap, the function
+    writes the softcap's derivative, 1 - tanh^2, to `gate`. If there is a score function, its input
+    scores are written to `raw`. The arrays `gate` and `raw` have the layout of S, or are None.
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
@@ -220,7 +221,7 @@ def call_function(rules, which, S, raw, s0, ld, first, last, lanes, position):
 
 @part
 def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, position, summing):
-    """Replace gradients of a score function's results by gradients of its input scores."""
+    """Replace the gradients of a score function's results by the gradients of its inputs."""
     if rules.calls[SCORE] != 0:
         which = SUMMING if summing else DERIVATIVE
         call_function(rules, which, dS, raw, s0, ld, first, last, lanes, position)
@@ -245,11 +246,11 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
 
 @part
 def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
-    """Return the `Place` of row `row0` of a panel in the tile of visit v.
+    """Return the `Place` of a panel, from row `row0` on, in the tile of visit v.
 
-    `h` is the query head, over the whole batch. With `q_lanes`, each lane is a query, each row a
-    key, and `own` is a row tile; otherwise each lane is a key, each row a query, and `own` is a
-    column tile.
+    The argument `h` is the query head's number, counted over the whole batch. If `q_lanes`, each
+    lane of the panel is a query, each row is a key, and `own` is a row tile. Otherwise each lane is
+    a key, each row is a query, and `own` is a column tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
     lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0

@@ -1,4 +1,4 @@
-"""The tables that compiled kernels receive: sizes, tiles, arrays, and notes for the trace."""
+"""The named tuples that compiled kernels receive: sizes, tiles, arrays, and notes for the trace."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PLACES, STOP, ODD = 3, 1, 2
 
 
 class Shape(NamedTuple):
-    """Sizes of a problem: heads per batch entry, lengths, head dims and the sides of a tile."""
+    """A problem's sizes: heads per batch entry, sequence lengths, head dims and a tile's sides."""
 
     heads: int
     kv_heads: int
@@ -33,32 +33,35 @@ class Tiles(NamedTuple):
     Attributes
     ----------
     own, other : int32 (T, 5)
-        The outer and the inner tiles: start, stop, offset, .., and the start of their sequence.
+        One row per outer or inner tile: start, stop, offset, .., and the start of the tile's
+        sequence.
     ptr, inner, kind : int32
-        CSR: inner tiles of each outer tile, and their kinds.
+        The inner tiles of each outer tile and the kinds of these visits, in CSR form.
     keep_at : int64 (visits,)
         The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has no mask bits.
     keep : uint8
-        The mask bits of all visits, one visit after the other: (rows, slots, columns) each. There
-        is one slot for all heads, or one per batch entry or head between which the mask differs.
+        The mask bits of all visits, one visit after the other; those of one visit have shape (rows,
+        slots, columns). If the mask is the same for all batch entries and heads, there is one slot;
+        otherwise there is one slot per batch entry or head.
     edges_at : int64 (visits,)
         The start of a visit's `edges`.
     edges : int32
-        For each panel and slot of a visit with mask bits, the first and last + 1 row in which any
-        score is kept, and the first and last + 1 row in which any score is hidden.
+        Four numbers for each panel and slot of a visit with mask bits. The first two are the first
+        and the last + 1 row in which the mask keeps a score. The other two are the first and the
+        last + 1 row in which it hides a score.
     turn : int32 (visits,)
-        Minus the number of remaining visits of the same row tile, including this visit. It fixes
-        the order in which dQ is summed.
+        Minus the number of visits to the same row tile that are left, including this visit. This
+        number fixes the order in which the terms of dQ are added.
     runs : int64 (n, 2)
         Runs of neighbouring outer tiles, (first, last + 1), in the order in which threads take
         them. One thread processes a run as one work tile.
     set_ptr, sets : int64
-        CSR: heads that one work tile processes one after the other, because they add to the same
-        memory.
+        The heads of each set, in CSR form. A work tile processes the heads of a set one after the
+        other, because these heads add to the same memory.
     longest : int
         The number of outer tiles in the longest run.
     descending : bool
-        Whether a kernel processes its inner tiles from the last to the first.
+        Whether a kernel processes inner tiles from the last to the first.
     """
 
     own: np.ndarray
@@ -81,7 +84,7 @@ class Tiles(NamedTuple):
 class Notes(NamedTuple):
     """A kernel's notes for a trace: `steps` (head loops, outer tiles) and `visits` (heads, visits).
 
-    Both are empty if no trace is requested.
+    The arrays `steps` and `visits` are empty if no trace is requested.
     """
 
     steps: np.ndarray
@@ -91,9 +94,9 @@ class Notes(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The flat arrays that the kernels of a backward pass read.
 
-    LSE is 0 for rows that saw no key. With one query per head, the decode kernel (`kernels_decode`)
-    runs the forward pass. Then `along` and `factor` are Q and the factor of scores as that kernel
-    uses them; otherwise `along` is empty.
+    The LSE is 0 for rows that saw no key. If the decode kernel (`kernels_decode`) ran the forward
+    pass, `along` and `factor` are the Q and the factor of scores that the decode kernel used.
+    Otherwise `along` is empty.
     """
 
     q: np.ndarray
@@ -110,7 +113,7 @@ class Grads(NamedTuple):
     """The flat arrays that the kernels of a backward pass write.
 
     The array `dbias` is empty without a bias. `dq_stride` is the length of one row of `dq`. In the
-    fused backward pass, which sums dQ in memory, that length is head_dim plus padding to whole
+    fused backward pass, which sums dQ in memory, `dq_stride` is head_dim rounded up to whole
     panels.
     """
 

@@ -1,9 +1,10 @@
-"""A pool of threads that persist between kernel calls, and the CPUs on which they wake.
+"""A pool of threads that persist between kernel calls, and control of the CPUs on which they wake.
 
-When a sleeping thread wakes, Linux often runs it on its caller's CPU, and moves it to another CPU
-only a few milliseconds later, when a short kernel has already ended (docs/notebooks/cpu.md). So
-before a caller wakes threads, it restricts them to other CPUs than its own. As soon as a woken
-thread runs, it may use all CPUs again, so that Linux can move it if other processes are busy.
+When a caller wakes a sleeping thread, Linux often runs the thread on the caller's CPU. Linux moves
+the thread to another CPU only a few milliseconds later, when a short kernel has already ended
+(docs/notebooks/cpu.md). So before a caller wakes threads, the caller restricts these threads to
+CPUs other than its own. As soon as a woken thread runs, the thread may use all CPUs again. So Linux
+can move the thread if other processes are busy.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ HEARING = 0.2
 class PoolTask:
     """A call that several threads make at the same time.
 
-    A thread that wakes after the work is done skips the call.
+    A thread that wakes after the task is over does not make the call.
     """
 
     def __init__(self, call: Callable, args: tuple) -> None:
@@ -32,7 +33,7 @@ class PoolTask:
         self.ended = SimpleQueue[BaseException | None]()
 
     def __call__(self) -> None:
-        """Make the task's call on this thread."""
+        """Make the task's call on the current thread."""
         with self.lock:
             if self.over:
                 return
@@ -45,9 +46,9 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Let no more threads begin the call, and wait for all that have begun it.
+        """Let no more threads begin the call, and wait for the threads that have begun it.
 
-        Of the threads that have begun, the caller has already waited for `ended`.
+        The number `ended` says for how many of these threads the caller has already waited.
         """
         with self.lock:
             self.over = True
@@ -55,9 +56,9 @@ class PoolTask:
             self.wait()
 
     def wait(self) -> None:
-        """Wait until one thread ends its call, and raise its error, if any.
+        """Wait until one thread has ended its call, and raise that thread's error, if any.
 
-        An interrupt (Ctrl-C) can end the wait.
+        The wait also ends at an interrupt (Ctrl-C).
         """
         error: BaseException | None = None
         waiting = True
@@ -69,7 +70,7 @@ class PoolTask:
 
 
 class Worker:
-    """A thread that waits for tasks; `thread` is its number in the operating system."""
+    """A thread that waits for tasks; `thread` is the operating system's number for this thread."""
 
     def __init__(self) -> None:
         self.tasks, self.thread = SimpleQueue[PoolTask](), 0
@@ -87,7 +88,7 @@ class Worker:
 
 
 class Pool:
-    """A pool of threads. A caller takes free threads, and the pool grows if there are too few."""
+    """A pool of threads: callers take free threads, and the pool grows if it has too few."""
 
     def __init__(self) -> None:
         self.size = 0
@@ -95,10 +96,11 @@ class Pool:
         self.lock = threading.Lock()
 
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
-        """Run ``call(*args)`` on `threads` threads: the caller and others or, with `wait`, others.
+        """Run ``call(*args)`` on `threads` threads; with `wait`, the caller is not one of them.
 
-        Without `wait`, the caller takes part. With `wait`, an interrupt (Ctrl-C) can end the
-        caller's wait; the other threads then continue until their call ends.
+        Without `wait`, the caller's thread also makes the call. With `wait`, the caller only waits,
+        and an interrupt (Ctrl-C) can end this wait. After an interrupt, the other threads continue
+        until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -116,7 +118,7 @@ class Pool:
                 self.free += taken
 
     def take(self, count: int) -> list[Worker]:
-        """Take `count` free workers from the pool; create them if there are too few."""
+        """Take `count` free workers from the pool; create more workers if there are too few."""
         with self.lock:
             while len(self.free) < count:
                 self.free.append(Worker())

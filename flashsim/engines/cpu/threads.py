@@ -1,4 +1,4 @@
-"""Compiles the CPU engine's kernels, once per machine, and runs them on several threads."""
+"""Compiles the CPU engine's kernels once per machine, and runs each kernel on several threads."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ _ALL: dict[str, Callable] = {
 
 
 def _entry(name: str, kernel: Callable, sources: str) -> Any:
-    """Return a kernel's function, compiled and cached on disk.
+    """Return a kernel's compiled function, which is also cached on disk.
 
-    Numba notices edits of the file that contains a cached function, but not of files that contain
-    functions it calls. So the compiled function has a free variable, `sources`, which is a digest
-    of all source files of the kernels. Numba includes free variables in the cache's key. The
-    argument `name` becomes the name of the cache files.
+    Numba notices edits to the file that contains a cached function, but not edits to the files with
+    that function's callees. So the compiled function has a free variable, `sources`, which is a
+    digest of all source files of the kernels. Numba includes free variables in the cache's key. The
+    cache files are named after the argument `name`.
     """
 
     def entry(cpu, *args):
@@ -80,7 +80,7 @@ def folder() -> Path | None:
 
 
 def compiled() -> dict[str, int]:
-    """Return how often this process compiled each kernel, because the disk cache lacked it."""
+    """Return how often this process compiled each kernel that was not in the disk cache."""
     return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
@@ -99,11 +99,11 @@ def most() -> int:
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
     """Run one kernel on `threads` threads; compile the kernel first if necessary.
 
-    Python handles an interrupt (Ctrl-C) only between its own instructions. So the calling thread
+    Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread
     takes part in the computation only in short kernels. In a `long` kernel, the calling thread only
-    waits for the others. If the calling thread is interrupted, it makes the other threads stop
-    (`kernels_forward.stopped`) through the kernel's argument `counter`. At the end, the calling
-    thread does not wait for threads that have not begun when no work tiles are left.
+    waits for the others. If the calling thread is interrupted, it stops the other threads
+    (`kernels_forward.stopped`) through the kernel's argument `counter`. When no work tiles are
+    left, the calling thread does not wait for threads that have not begun.
     """
     call = partial(_call, _KERNELS[name])
     if threads == 1 and not long:
@@ -158,12 +158,12 @@ class _Notice(threading.local, Listener):
     """Prints that a kernel is being compiled, if that takes longer than `PATIENCE` seconds.
 
     The message appears only on a terminal. During compilation, the class also pauses Python's
-    garbage collection. Numba's objects live until compilation ends, so collections would free
-    nothing and would take a tenth of the time to compile.
+    garbage collection. Numba's objects live until compilation ends, so garbage collections would
+    free nothing, but would take a tenth of the compilation time.
     """
 
     def on_start(self, event: Event) -> None:
-        """Pause collection and start the timer: Numba calls this at the start of a compilation."""
+        """Pause garbage collection and start the timer; Numba calls this before compiling."""
         if event.data["dispatcher"] not in _KERNELS.values():
             return
         self.collects = gc.isenabled()
@@ -174,7 +174,7 @@ class _Notice(threading.local, Listener):
             self.timer.start()
 
     def on_end(self, event: Event) -> None:
-        """Resume collection and stop the timer: Numba calls this at the end of a compilation."""
+        """Resume garbage collection and stop the timer; Numba calls this after compiling."""
         if event.data["dispatcher"] not in _KERNELS.values():
             return
         if self.collects:

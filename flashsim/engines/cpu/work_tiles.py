@@ -30,10 +30,11 @@ def tiles(
 ) -> Iterator[Tiles]:
     """Yield a stage's tables.
 
-    There is one `Tiles` or, with a mask function, several, each with its mask bits. The argument
-    `lanes` is the width of a panel. With `one_query` per head, all query heads that share a key
-    head form one work tile. Tables are cached between calls if only the problem's fields determine
-    them. The tables of a mask function are not cached, because the function's results may change.
+    The function yields one `Tiles` or, with a mask function, several `Tiles`, each of which has its
+    own mask bits. The argument `lanes` is the width of a panel. With `one_query` per head, all
+    query heads that share a key head form one work tile. If only the problem's fields determine the
+    tables, the tables are cached between calls. Tables with a mask function's bits are not cached,
+    because the results of the mask function may change.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -42,7 +43,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return an equal schedule that was used recently, if any, because its tables exist already."""
+    """Return an equal schedule that was used recently, if any, so that its tables are reused."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -93,9 +94,9 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return how many outer tiles form a run, if there are n in all.
+    """Return how many of a loop's n outer tiles form a run, which one thread processes together.
 
-    The results of a pass do not depend on this number.
+    The results of a pass do not depend on the length of runs.
     """
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
@@ -111,7 +112,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return sets of heads, as a CSR; one thread processes a set's heads one after the other.
+    """Return sets of heads in CSR form; one thread processes a set's heads one after the other.
 
     The heads of a set add to the same bias gradient.
     """
@@ -133,8 +134,8 @@ def runs(
 ) -> np.ndarray:
     """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    Tiles with the most visits come first; in a fused backward pass, tiles are in the order in
-    which they add to dQ. With `spread`, each tile of the last run becomes a run of its own, so
+    Runs with the most visits come first. In a fused backward pass, runs are in the order in which
+    their tiles add to dQ. With `spread`, each tile of the last run becomes a run of its own, so
     that threads finish at about the same time.
     """
     n = len(csr[0]) - 1
@@ -153,8 +154,8 @@ def runs(
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
     """Return each visit's turn to add to its row tile's dQ.
 
-    The turn is minus the number of visits of this row tile that are left. The number of visits left
-    includes this visit. Column tiles take turns in the order of the outer loop.
+    A visit's turn is minus the number of visits to its row tile that are left, including the visit
+    itself. Column tiles take turns in the order of the outer loop.
     """
     row = csr[1]
     order = np.argsort(row, kind="stable")
@@ -168,7 +169,7 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
 
 
 def first_turns(schedule: Schedule) -> np.ndarray:
-    """Return the turn that comes first, for each head and row tile."""
+    """Return the number of the first turn for each head and row tile."""
     p = schedule.problem
     counts = np.bincount(schedule.col_csr[1], minlength=schedule.t_r)
     return np.tile(-counts, p.batch * p.heads)
@@ -177,7 +178,7 @@ def first_turns(schedule: Schedule) -> np.ndarray:
 def _masks(
     schedule: Schedule, csr: Csr, order: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[np.ndarray, ...]]:
-    """Yield groups of runs, each with the mask bits of its MASKED visits and with their edges."""
+    """Yield groups of runs, with the mask bits and the edges of each group's MASKED visits."""
     ptr, inner, kind = csr
     keep_at, edges_at = (np.full(len(inner), -1, np.int64) for _ in range(2))
     if schedule.problem.banded:
@@ -206,11 +207,11 @@ def _masks(
 def _bits(
     schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the mask bits of visits `at`, with tiles (i, j), and the bits' `Tiles.edges`.
+    """Yield each visit's number, mask bits and `Tiles.edges`, for visits `at` of tiles (i, j).
 
     The function leaves out visits whose scores are all kept. A visit's bits have shape (columns,
-    slots, rows), or (rows, slots, columns) in a KV-outer loop, so that the bits of a panel's lanes
-    are neighbours.
+    slots, rows) or, in a KV-outer loop, (rows, slots, columns). So the bits of the lanes of one row
+    of a panel are adjacent in memory.
     """
     kept = schedule.kept_tiles(i, j)
     kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
@@ -237,8 +238,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last + 1 row (axis 1) that has a True in each panel.
 
-    Both are equal if no row has a True. In `flags`, rows after a tile's own number of `rows` repeat
-    the tile's last row.
+    The two returned rows are equal if no row of a panel has a True. A tile has `rows` rows of its
+    own; further rows of `flags` repeat the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

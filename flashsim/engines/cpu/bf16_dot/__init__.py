@@ -1,1 +1,1 @@
-"""Matrix products of bfloat16 by the CPU's own instructions, without conversion to float32."""
+"""Matrix products in the CPU's bfloat16 instructions, without conversion to float32."""

@@ -1,15 +1,15 @@
 """Writes a matrix product as a program of AMX tile instructions, and lowers it to LLVM IR.
 
-AMX, Intel's matrix unit, has eight tile registers, tmm0 to tmm7. Each has 16 rows of 64 bytes: 16 x
-16 float32, or 16 x 32 bfloat16. The instruction ``TDPBF16PS c, a, b`` adds to each element of tile
-c the dot products of 16 pairs of bfloat16. A row of tile a contains 16 pairs of neighbours along
-the sum; the rows of tile b contain the matching pairs, one per lane.
+AMX, Intel's matrix unit, has eight tile registers, tmm0 to tmm7. A tile register has 16 rows of 64
+bytes: 16 x 16 float32 or 16 x 32 bfloat16 numbers. The instruction ``TDPBF16PS c, a, b`` adds 16
+dot products of bfloat16 pairs to each element of tile c. Row i of tile a contains the 16 pairs for
+row i of c. Column j of tile b contains the 16 matching pairs for column j of c.
 
-The function `program` returns the instructions for a block of the product C, as data. The function
-`build_tiles` translates these instructions to LLVM's intrinsics; a small interpreter in the tests
-runs them in NumPy. Instructions name tile registers by number, so LLVM neither spills nor moves
-them. Before its first product, a thread must configure the shape of the tiles on its CPU
-(`CONFIG`).
+The function `program` returns a list of the instructions that compute a block of the product C. The
+function `build_tiles` translates these instructions to LLVM's intrinsics; a small interpreter in
+the tests runs the instructions in NumPy. Instructions name tile registers by number, so LLVM
+neither spills nor moves a tile. Before a thread multiplies its first tiles, it must set the tile
+shapes on its CPU (`CONFIG`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """The instructions before the loop along the sum, in each iteration, and after the loop.
+    """The instructions before the loop over a sum's terms, in each iteration, and after the loop.
 
-    Each iteration multiplies 16 pairs: the next tile of A to the right by the next tile of B below.
+    Each iteration adds 16 pairs of the sum, then moves one tile to the right in A and down in B.
     """
 
     before: tuple[Instruction, ...]
@@ -81,10 +81,10 @@ class Program(NamedTuple):
 
 
 def program(mode: str, rows: int, columns: int) -> Program:
-    """Return the program that computes `rows` by `columns` tiles of C, each at most `BLOCK`.
+    """Return the program for a block of `rows` x `columns` tiles of C, each number at most `BLOCK`.
 
-    `mode` is "set" (C = A B) or "add" (C += A B). Registers are numbered in the order C's tiles,
-    A's tiles, B's tiles.
+    `mode` is "set" (C = A B) or "add" (C += A B). The tiles of C have the lowest register numbers,
+    then come those of A, then those of B.
     """
     cells = [
         (r * columns + c, r, c) for r, c in product(range(rows), range(columns))

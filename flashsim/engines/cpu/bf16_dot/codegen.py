@@ -18,7 +18,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code, builder
 
 
 def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: str):
-    """Build `plain.product_set` or `plain.product_add`."""
+    """Write the vector or AMX code of `plain.product_set` or `plain.product_add`."""
     build = PRODUCTS[block.pairs] if block.pairs else build_product
     return build(module, block, itemsize, mode=mode)
 
@@ -27,7 +27,7 @@ def build_any_product(module: ir.Module, block: Blocking, itemsize: int, mode: s
 def build_vector_product(
     code: PairCode, C, ldc, A, row, _step, *rest, mode: str, writer: type[Code] = PairCode
 ) -> None:
-    """Write a product as `codegen.build_product` does, with bfloat16 pairs as elements."""
+    """Write the vector code of a matrix product whose elements are bfloat16 pairs."""
     whole = build_product(*code.target, mode=mode, writer=writer)
     code.b.call(whole, [C, ldc, A, row, ir.Constant(INT, 1), *rest])
 
@@ -36,9 +36,9 @@ def build_vector_product(
 def build_tile_product(
     code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
 ) -> None:
-    """Write a product of AMX tiles, 2 x 2 tiles of C at a time.
+    """Write a matrix product in AMX instructions, which compute 2 x 2 tiles of C at a time.
 
-    The arguments `rows` and `n` must be multiples of a tile's sides.
+    The arguments `rows` and `n` must be multiples of a tile's side.
     """
     b, columns = code.b, code.width // amx_tiles.SIDE
     steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
@@ -116,7 +116,7 @@ def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
         return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
-        """Compute P and its sums for two rows, one vector at a time, all in registers."""
+        """Compute and store two rows of P, and add both rows to the lanes' sums."""
         row = code.at(P, code.times(b.lshr(r, unit), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
@@ -168,7 +168,7 @@ def build_pairs_of_lanes(code: PairCode, X, ld, rows, P, row) -> None:
 
 
 def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> None:
-    """Transpose a panel of `down` x `across` elements, which are whole squares, by squares.
+    """Transpose a panel of `down` x `across` elements in squares; a side of a square is a register.
 
     The function ``fetch(y, x, r)`` loads row r of the square that starts at (y, x), and ``put(y, x,
     r, value)`` stores row r of the transposed square.
@@ -193,7 +193,7 @@ def _load16(code: PairCode, address):
 
 
 def _at16(code: PairCode, base, *offsets):
-    """Return the address of the 16-bit number at the sum of the offsets."""
+    """Return the address `base` plus the offsets, which count 16-bit numbers."""
     return code.at(code.b.bitcast(base, ir.IntType(16).as_pointer()), *offsets)
 
 
@@ -203,7 +203,7 @@ def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> N
     b = code.b
 
     def fetch(y, x, r: int):
-        """Load the two rows of X in row pair y + r, merged into pairs, columns from x on."""
+        """Load rows 2 (y + r) and 2 (y + r) + 1 of X from column x on, merged into pairs."""
         start = b.mul(code.times(code.plus(y, r), 2), d)
         low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
         return b.bitcast(b.or_(low, b.shl(high, code.ints(16))), code.vector)
@@ -219,7 +219,7 @@ def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
     """Write `operations.transpose_rows`."""
 
     def fetch(y, x, r: int):
-        """Load row y + r of X as pairs of neighbours, from pair x on."""
+        """Load row y + r of X from column 2 x on; two neighbours in the row form a pair."""
         return code.load_at(_at16(code, X, code.b.mul(code.plus(y, r), d), code.times(x, 2)))
 
     def put(y, x, r: int, value) -> None:
@@ -277,7 +277,7 @@ def build_add_scaled(code: PairCode, Y, X, ld, rows, factor) -> None:
 
 @pair_builder("piip")
 def build_scale(code: PairCode, X, ld, rows, factor, *, by_lane: bool) -> None:
-    """Write `operations.scale_panel` or, with `by_lane`, `operations.scale_lanes`."""
+    """Write the code of `operations.scale_panel` or, if `by_lane`, of `operations.scale_lanes`."""
     b = code.b
     factors = (
         [code.load(x) for x in code.vectors(factor)]

@@ -1,17 +1,18 @@
 """Operations on one panel of bfloat16 pairs, defined in plain Numba.
 
 A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, like two neighbours in
-memory. The matrix products in this module multiply pair by pair: each term of a sum is the dot
-product of two pairs. A row of the left operand A contains its pairs side by side, as a row of a
-tensor in memory does. Each row of the right operand B contains one pair per lane: two rows of
-numbers, merged. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So
-two rows of rounded softmax results, merged, are a row of the next product's right operand, and no
-shuffle is needed.
+memory. Matrix products in this package multiply pair by pair: each term of a sum is the dot product
+of two pairs. A row of the left operand A contains its pairs side by side, as a row of a tensor in
+memory does. Each row of the right operand B contains one pair per lane, because it merges two rows
+of numbers. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So
+merging two rows of rounded softmax results gives a row of the next product's right operand, without
+shuffles.
 
-The rows of a product C and the pairs along the sum come in multiples of `amx_tiles.SIDE`, and lanes
-in multiples of twice that; packing fills operands with zeros. As in `micro_kernels.plain`, these
-functions are the specification: a CPU whose `Blocking.pairs` is known runs separate code, and tests
-compare that code with these functions.
+The number of rows of a product C and the number of pairs along its sum are multiples of
+`amx_tiles.SIDE`. The number of lanes is a multiple of 2 `amx_tiles.SIDE`. Packing pads operands
+with zeros to such multiples. As in `micro_kernels.plain`, the functions in this module are the
+specification. A CPU with instructions for pairs (`Blocking.pairs`) runs vector or AMX code instead,
+and tests compare that code with these functions.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ MASKED = np.float32(masked_score(np.float32))
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
     """Run one online-softmax step on ``factor[0] S``, and store P as bfloat16 pairs of rows.
 
-    The function raises m to `SLACK` above a lane's largest score only when a score exceeds m;
-    otherwise m stays and alpha is 1. So P = e^(factor S - m) is at most 1. The factor must be at
-    least 0. S is unchanged. If the number of rows is odd, the last row is paired with zeros. The
-    sum `l` uses the numbers of P before rounding.
+    When a score in a lane exceeds m, the function sets m to the lane's largest score plus `SLACK`.
+    Otherwise m does not change, and alpha is 1. So P = e^(factor S - m) is at most 1. The factor
+    must be at least 0. S is unchanged. If the number of rows is odd, the last row is paired with
+    zeros. The sum `l` adds the elements of P before they are rounded.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
@@ -73,7 +74,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Round a panel to bfloat16 and pair its rows, as right operand of a sum over rows."""
+    """Round a panel to bfloat16 and merge its rows in pairs: a right operand for sums over rows."""
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -84,7 +85,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Round a panel to bfloat16 and pair its lanes, as left operand of a sum over lanes."""
+    """Round a panel to bfloat16 and pair neighbouring lanes: a left operand for sums over lanes."""
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
@@ -117,7 +118,7 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
 
 @operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
-    """Copy rows of X, as pairs of neighbours in memory order; `pairs` must be whole tiles."""
+    """Copy rows of X as pairs of neighbours; `pairs` must be a multiple of a tile's side."""
     for r in range(rows):
         for x in range(pairs):
             at = x0 + 2 * (r * pairs + x)
@@ -126,7 +127,10 @@ def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
 
 @operation("a o0 i a o1 i i i", build_transpose_columns)
 def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
-    """Copy columns of X to rows of `out`, with X's rows paired; sizes must be whole tiles."""
+    """Copy columns of X to rows of `out`; two neighbours in a column form a pair.
+
+    The arguments `pairs` and `columns` must be multiples of a tile's side.
+    """
     for x in range(columns):
         for r in range(pairs):
             low, high = X[x0 + 2 * r * d + x], X[x0 + (2 * r + 1) * d + x]
@@ -135,9 +139,9 @@ def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
 
 @operation("a o0 a o1 i i i", build_transpose_rows)
 def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
-    """Copy rows of X to lanes of `out`, as pairs of neighbours.
+    """Copy rows of X to lanes of `out`; two neighbours in a row of X form a pair.
 
-    The arguments `rows` and `pairs` must be multiples of a tile's sides.
+    The arguments `rows` and `pairs` must be multiples of a tile's side.
     """
     for r in range(rows):
         for x in range(pairs):
@@ -147,9 +151,9 @@ def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
 
 @operation("a o0 a o1 i a o2 i i", build_transpose_panel)
 def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
-    """Write lanes of a panel to rows of X, each times its factor and rounded to bfloat16.
+    """Write each lane of a panel to a row of X, times the lane's factor and rounded to bfloat16.
 
-    The arguments `rows` and `columns` must be multiples of a tile's sides.
+    The arguments `rows` and `columns` must be multiples of a tile's side.
     """
     for r in range(rows):
         for x in range(columns):

@@ -1,8 +1,8 @@
-"""Converts rows of bfloat16 in memory to operands of pairs, and back: see `operations`.
+"""Converts rows of bfloat16 numbers to operands of matrix products over pairs, and back.
 
 In this module, ``X`` contains rows of d bfloat16 numbers as 16-bit integers. Operands are padded
-with zeros beyond n rows and d columns. The arguments are those of `engines.cpu.operands`, whose
-functions do the same for floats.
+with zeros beyond n rows and d columns. The module `operations` explains pairs and operands. The
+module `engines.cpu.operands` has functions with the same arguments for floats.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashsim.engines.cpu.tables import ODD
 
 
 class Left(NamedTuple):
-    """The left operand of a product; term x of row r is ``array[start + r * row + x * step]``."""
+    """A product's left operand: term x of row r is ``array[start + r * row + x * step]``."""
 
     array: np.ndarray
     start: int
@@ -35,19 +35,19 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """Round `n`, rows of C or pairs along a sum, up to a multiple of a tile's side."""
+    """Round `n`, a number of rows of C or of pairs, up to a multiple of a tile's side."""
     return (n + SIDE - 1) // SIDE * SIDE
 
 
 @part
 def pair_tiles_of(n):
-    """Return the number of pairs for n numbers along a sum, rounded up to whole tiles."""
+    """Return the number of pairs that n numbers form, rounded up to a multiple of a tile's side."""
     return tiles_of((n + 1) // 2)
 
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a pair, in which numbers past the first `count` are 0."""
+    """Return X[at] and X[at + step] as a pair; numbers after the first `count` become 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -57,7 +57,7 @@ def pair_at(X, at, step, count):
 
 
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
-    """Copy rows of X to a left operand, for a sum over d; pairs keep their order in memory."""
+    """Copy rows of X to a left operand for a sum over d; two neighbours in a row form a pair."""
     row, begin = pair_tiles_of(d), 0
     out = rest(room, first * row)
     if d == 2 * row:  # whole tiles
@@ -73,7 +73,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Copy columns of X to a left operand, for a sum over rows.
 
-    Row x of `out` contains column x, with X's rows paired.
+    Row x of the operand contains column x of X; two neighbours in the column form a pair.
     """
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
@@ -93,17 +93,19 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a left operand, packed again.
+    """Return the columns of X as a newly packed left operand.
 
-    The operand's pairs consist of two rows of X, not of two columns as in `left`.
+    A pair of the new operand consists of two neighbours in a column of X; a pair of `left` consists
+    of two neighbours in a row.
     """
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Copy rows of X to lanes of panels, for a sum over d.
+    """Copy rows of X to lanes of panels, as a right operand for a sum over d.
 
-    Pair x of all lanes of panel p is in row p * pairs + x.
+    Row p * pairs + x of `panels` contains pair x of every lane of panel p, where `pairs` is the
+    number of pairs per row of X.
     """
     w, pairs = cpu.width, pair_tiles_of(d)
     for p in range((n + w - 1) // w):
@@ -119,7 +121,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Copy columns of X to the lanes of rows of `stride` lanes, for a sum over rows."""
+    """Copy columns of X to lanes, as a right operand with `stride` lanes for a sum over rows."""
     for r in range(pair_tiles_of(n)):
         for x in range(stride):
             count = n - 2 * r if x < d else 0
@@ -127,7 +129,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write lanes of panels to rows of X, each times its factor and rounded to bfloat16."""
+    """Write each lane of panels to a row of X, times the lane's factor, rounded to bfloat16."""
     for r in range(0, n, cpu.width):
         panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
         unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
@@ -140,7 +142,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """Write the lanes of one panel as `write_rows` does."""
+    """Write each lane of one panel to a row of X, times the lane's factor, rounded to bfloat16."""
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

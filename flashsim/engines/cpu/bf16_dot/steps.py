@@ -1,4 +1,4 @@
-"""The steps between matrix products, for bfloat16 pairs: variants of functions in `operands`."""
+"""The steps between matrix products over bfloat16 pairs; `operands` has the variants for floats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):
-    """Return the scale if the softmax can apply it; otherwise multiply S by it and return 1.
+    """Return the scale if the softmax can apply it; else multiply S by the scale and return 1.
 
     The softmax can apply a scale of at least 0, if no step (softcap, bias, function or mask) comes
     between the product and the softmax.
@@ -31,16 +31,17 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel to bfloat16 and pair its rows, with zeros up to whole tiles."""
+    """Round a panel to bfloat16, merge its rows in pairs, and pad with zeros to whole tiles."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
 
 
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """Compute P from scores, and keep it for a later `weigh`.
+    """Compute P from scores, and keep P until `weigh` multiplies it by V.
 
-    If a maximum has changed or keys were skipped, the P kept so far is multiplied by V first.
+    If a maximum has changed or keys were skipped, the P that earlier calls kept is multiplied by V
+    now.
     """
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
@@ -55,7 +56,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @part
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the pairs of keys whose P was kept and not multiplied yet."""
+    """Compute O += V^T P for the pairs of keys whose P `take_scores` kept."""
     (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
     if begin < end:
         product_add(
@@ -66,7 +67,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @part
 def moved(cpu, alpha, at):
-    """Return whether the sums of any lane must be rescaled: its alpha is not 1."""
+    """Return whether the sums of any lane must be rescaled because the lane's alpha is not 1."""
     changed = False
     for c in range(cpu.width):
         changed |= alpha[np.uint64(at + c)] != 1
@@ -75,19 +76,19 @@ def moved(cpu, alpha, at):
 
 @part
 def clear_pairs(cpu, P, p0, rows):
-    """Write zeros after the pairs of `rows` rows of P, up to whole tiles."""
+    """Pad the pairs that hold `rows` rows of P with zeros to whole tiles."""
     w = cpu.width
     for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
         P[at] = 0
 
 
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
-    """Round dS to bfloat16 and pair its lanes, as a left operand."""
+    """Store dS as a left operand, rounded to bfloat16; two neighbouring lanes form a pair."""
     pairs_of_lanes(cpu, dS, s0, ld, rows, left, s0 // 2, row)
 
 
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the product dS K, without the scale, before this thread's turn to add to dQ."""
+    """Compute dS K, not yet multiplied by the scale, before this thread's turn to add to dQ."""
     for x in range(0, padded, cpu.width):
         product_set(
             *(cpu, part_dq, x, padded, left, 0, row, 1),
@@ -96,6 +97,6 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
 
 
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
-    """Add the product of `prepare_dq`, times the scale, to dQ."""
+    """Add dS K, which `prepare_dq` computed, times the scale to dQ."""
     for x in range(0, padded, cpu.width):
         add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

@@ -1,7 +1,7 @@
 """Requests permission for AMX tiles from Linux.
 
-By default, Linux does not save a thread's 8 KiB of tile registers, so a process must ask before it
-uses them.
+By default, Linux does not save a thread's 8 KiB of tile registers. So a process must ask for
+permission before it uses tile registers.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ REASONS = {
 
 @cache
 def refusal(process: int) -> str | None:
-    """Request AMX tiles for this process; return None if granted, else the reason for refusal.
+    """Request AMX tiles for this process; return None, or the reason why Linux refuses them.
 
     One request covers all threads of the process, existing and future. A forked process inherits
-    the permission from its parent. The result is cached by `process` (os.getpid()), so a forked
+    the permission from its parent. The result is cached per `process` (os.getpid()). So a forked
     process requests the tiles again, which does no harm.
     """
     del process

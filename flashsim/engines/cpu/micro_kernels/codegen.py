@@ -1,9 +1,9 @@
 """Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-For the loops of these operations, Numba's own vectoriser reaches a quarter of a CPU's peak, and one
-BLAS call per tile reaches half. So this module itself decides which values stay in registers. Each
-`build_*` function writes one LLVM function for an element type and a `Blocking`, with the help of
-`Code` and without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code
+With these operations as plain loops, Numba's own vectoriser reaches a quarter of a CPU's peak. One
+BLAS call per tile reaches half of the peak. So this module itself decides which values stay in
+registers. Each `build_*` function uses `Code` to write one LLVM function for an element type and a
+`Blocking`, without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code
 call that LLVM function with addresses of arrays.
 """
 
@@ -22,7 +22,7 @@ AHEAD = 12
 
 
 def _product(args: str) -> Callable:
-    """Return `builder` for products, with one more argument in mode "rescale"."""
+    """Return `builder` for matrix products, which have one more argument in mode "rescale"."""
     return builder(
         lambda mode, **_: args + "p" * (mode == "rescale"),
         lambda block, writer=Code, **_: writer,
@@ -33,11 +33,11 @@ def _product(args: str) -> Callable:
 def build_step(
     code: Code, C, ldc, A, row, step, B, ldb, n, *alpha, mode: str, rows: int, writer=Code
 ) -> None:
-    """Write a function for `rows` rows of a product, with all accumulators in registers.
+    """Write a function that computes `rows` rows of a product, with all accumulators in registers.
 
-    For each term x of the sums, one scalar of A per row is spread over the lanes and multiplied
-    with the vectors of B's row x. The argument `mode` is "set", "add" or "rescale"; with "rescale",
-    the function has one more argument, the address of alpha (one per lane).
+    For each term x of the sums, the code copies one scalar per row of A to all lanes, and
+    multiplies it by the vectors of B's row x. The argument `mode` is "set", "add" or "rescale";
+    with "rescale", the function has one more argument, the address of alpha (one per lane).
     """
     for pointer in (C, A, B):
         pointer.add_attribute("noalias")
@@ -75,7 +75,7 @@ def build_step(
 def build_product(
     code: Code, C, ldc, A, row, step, B, ldb, rows, n, *alpha, mode: str, writer=Code
 ) -> None:
-    """Write a function for a product with any number of rows: `ROWS` at a time, then the rest."""
+    """Write a function for a product with any number of rows, which computes `ROWS` at a time."""
     b = code.b
 
     def rest(first, count: int) -> None:
@@ -152,7 +152,7 @@ def build_online_softmax(code: Code, S, rows, m, l, alpha) -> None:
 
 @builder("ppiipp")
 def build_grad_scores(code: Code, S, dP, ld, rows, L, delta, *, by_row: bool) -> None:
-    """Write `plain.grad_scores_by_row` or `plain.grad_scores_by_lane`."""
+    """Write the vector code of `plain.grad_scores_by_row` or `plain.grad_scores_by_lane`."""
     b = code.b
 
     def statistics(r) -> list[list]:
@@ -177,7 +177,7 @@ def build_grad_scores(code: Code, S, dP, ld, rows, L, delta, *, by_row: bool) ->
 
 @builder(lambda gated: "piip" + "p" * gated)
 def build_soft_cap(code: Code, S, ld, rows, cap, *gate, gated: bool) -> None:
-    """Write `plain.soft_cap` or, if `gated`, `plain.soft_cap_gated`."""
+    """Write the vector code of `plain.soft_cap` or, if `gated`, of `plain.soft_cap_gated`."""
     b, c, unit = code.b, code.spread(cap), code.const(1)
 
     def body(r, _):
@@ -194,7 +194,7 @@ def build_soft_cap(code: Code, S, ld, rows, cap, *gate, gated: bool) -> None:
 
 @builder("ppiiip")
 def build_transpose(code: Code, panels, X, rows, cols, d, factors, *, out: bool) -> None:
-    """Write `plain.transpose_in` or, with `out`, `plain.transpose_out`."""
+    """Write the vector code of `plain.transpose_in` or, if `out`, of `plain.transpose_out`."""
     b, width = code.b, ir.Constant(INT, code.width)
 
     def square(row, x) -> None:

@@ -1,9 +1,9 @@
 """Vector code for decoding one query per head, which reads K and V row by row in memory order.
 
 Memory bandwidth limits a kernel with one query per head. So the code loads every cache line of K
-and V into registers once, and converts 16-bit numbers to floats there. While it processes a row,
-the code prefetches data `AHEAD` bytes further on. Each head's scores are stored side by side, one
-key per lane, so a vector of scores needs only one vector exponential.
+and V only once, and converts 16-bit numbers to floats in registers. While the code processes a row,
+it prefetches the data that lies `AHEAD` bytes further on in memory. Each head's scores are stored
+side by side, one key per lane, so a vector of scores needs only one vector exponential.
 
 The module `decode_gemv_bf16` is the version for CPUs with an instruction that adds up products of
 bfloat16 pairs (`Blocking.pairs`), and `decode_gemv_amx` is the version for AMX.
@@ -52,7 +52,7 @@ def build_dots(
     groups, near = b.sdiv(b.sub(b.add(rows, step), ir.Constant(INT, 1)), step), CHUNK // KEYS
 
     def several(group, n, h, count: int) -> None:
-        """Emit the code that computes the scores of n groups of keys for `count` heads."""
+        """Emit code that computes the scores of `count` heads and n groups of keys."""
         q_rows = [code.at(Q, b.mul(code.plus(h, k), ldq)) for k in range(count)]
         s_rows = [code.at(S, b.mul(code.plus(h, k), ld)) for k in range(count)]
 
@@ -152,7 +152,7 @@ def build_softmax_along(code: Code, S, ld, heads, n, m, l, alpha, *, kind: int |
     most = HEADS if code.block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
-        """Return a vector with `operation` applied over all lanes of `value` in every lane."""
+        """Reduce the lanes of `value` by `operation`; return a vector of equal results."""
         size = 1
         while size < code.lanes:
             value = operation(value, code.pick(value, value, [x ^ size for x in range(code.lanes)]))

@@ -1,10 +1,10 @@
-"""The version of `decode_gemv` for AMX: multiplies bfloat16 pairs in tiles, for 16 heads at once.
+"""The AMX version of `decode_gemv`, which multiplies bfloat16 pairs in tiles for 16 heads at once.
 
-The module `bf16_dot.amx_tiles` explains the tiles. Rows of K are a left operand as they are in
-memory, and Q is packed as a right operand. So a tile of scores has keys as rows and heads as
-columns, and must be transposed. P is a left operand in the layout that the softmax writes. Each row
-of the right operand consists of two rows of V, merged into pairs. Tiles also have rows and columns
-for heads that do not exist, whose results are never read.
+The module `bf16_dot.amx_tiles` explains the tiles. Rows of K are used in place as a left operand,
+and Q is packed as a right operand. So a tile of scores has keys as rows and heads as columns, and
+must be transposed. The softmax writes P in the layout of a left operand. Each row of the right
+operand consists of two rows of V, merged into pairs. With fewer than 16 heads, a tile's remaining
+rows or columns belong to no head, and their results are never read.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ MERGED = 4096
 
 @pair_builder("pii")
 def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
-    """Write `decode_gemv_bf16.build_side_by_side` for AMX tiles.
+    """Write the AMX version of `decode_gemv_bf16.build_side_by_side`.
 
-    The function packs 16 rows of Q at a time as a right operand. For each pair along the sum, the
-    operand has 16 words of 32 bits, one per row.
+    The code packs 16 rows of Q at a time as a right operand. For each pair along the sum, the right
+    operand has 16 words of 32 bits, one per row of Q.
     """
     b = code.b
     words = code.times(ld, SIDE // 2)
@@ -60,10 +60,10 @@ def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
 
 @pair_builder("pipiipiiip")
 def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
-    """Write `decode_gemv.build_dots` for AMX tiles, each row of which holds 32 numbers of K.
+    """Write the AMX version of `decode_gemv.build_dots`; a tile's row holds 32 numbers of K.
 
-    The code first copies rows of K whose length is no multiple of 32, and rows that are too few for
-    a tile.
+    The code first copies rows of K if their length is no multiple of 32, or if they do not fill a
+    tile.
     """
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
@@ -78,7 +78,7 @@ def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) 
     product = TILED[code.pairs](*code.target, mode="set", rows=KEYS // SIDE, columns=1)
 
     def turned_over(r, h, count: int) -> None:
-        """Emit the code that stores the scores of up to 4 heads, transposed to one row per head."""
+        """Emit code that transposes the scores of up to 4 heads and stores one row per head."""
         for half in range(0, KEYS, SIDE):
             quarters = [_four(code, scores, (half + row) * SIDE, h) for row in range(SIDE)]
             vectors = [_joined(code, quarters[i::4]) for i in range(4)]
@@ -119,9 +119,9 @@ def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) 
 
 @pair_builder("pipipiiii")
 def weigh_in_tiles(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, _heads) -> None:
-    """Write `decode_gemv.build_weigh` for AMX tiles.
+    """Write the AMX version of `decode_gemv.build_weigh`.
 
-    The code merges two rows of V at a time into pairs, then multiplies.
+    The code merges two rows of V at a time into pairs, then multiplies P by these pairs.
     """
     b, values, one = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, 1)
     rest = b.srem(dv, ir.Constant(INT, NUMBERS))
@@ -132,7 +132,7 @@ def weigh_in_tiles(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, _heads) -> N
     product = TILED[code.pairs](*code.target, mode="add", rows=1, columns=NUMBERS // SIDE)
 
     def chunk(r0) -> None:
-        """Emit the code that processes up to ``2 * most`` rows of V, from row r0 on."""
+        """Emit code that multiplies P by up to ``2 * most`` rows of V, from row r0 on."""
         pairs = code.least(b.lshr(b.add(b.sub(keys, r0), one), one), most)
         lines = b.and_(code.plus(pairs, SIDE - 1), ir.Constant(INT, -SIDE))
 
@@ -179,7 +179,7 @@ def _side() -> ir.Constant:
 
 
 def _scratch(code: PairCode, words):
-    """Allocate 32-bit words on the stack of the built function, aligned to a cache line."""
+    """Make the written function allocate 32-bit words on its stack, aligned to a cache line."""
     count = ir.Constant(INT, words) if isinstance(words, int) else words
     place = code.b.alloca(code.element, count)
     place.align = LINE

@@ -1,7 +1,8 @@
-"""The version of `decode_gemv` for CPUs that have dot products of bfloat16 pairs.
+"""The version of `decode_gemv` for CPUs with an instruction for dot products of bfloat16 pairs.
 
-The code converts no number to float. In memory, two neighbours in a row of K already form a pair,
-so Q is rounded to pairs of neighbours too. Two rows of V at a time are merged into pairs.
+The code does not convert K and V to float. Two neighbours in a row of K already form a pair in
+memory. So Q is rounded to bfloat16, also as pairs of neighbours. Two rows of V at a time are merged
+into pairs.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def build_side_by_side(code: Code, Q, ld, rows, *, kind: int | None) -> None:
 
 
 def weigh_pairs(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, heads) -> None:
-    """Write `decode_gemv.build_weigh` for two rows of V at a time, merged into pairs."""
+    """Write a `decode_gemv.build_weigh` that merges two rows of V at a time into pairs."""
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, CHUNK)
     numbers, unit, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4
@@ -66,7 +67,7 @@ def weigh_pairs(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, heads) -> None:
     ordered = [[lane for part in two for lane in part] for two in parts]
 
     def several(r0, n, x, h, count: int, vecs: int, some=None) -> None:
-        """Emit the code that updates O of `count` heads, for `vecs` vectors of columns."""
+        """Emit code that updates O for `count` heads and `vecs` vectors of columns."""
         columns = [code.at(O, b.mul(code.plus(h, k), ldo), x) for k in range(count)]
         first = b.lshr(r0, unit)
         weights = [code.at(P, b.mul(code.plus(h, k), ldp), first) for k in range(count)]

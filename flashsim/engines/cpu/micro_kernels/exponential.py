@@ -1,4 +1,4 @@
-"""Constants with which the vector code computes 2^x and 2^x - 1, for float and double."""
+"""Constants from which vector code computes 2^x and 2^x - 1 for floats and doubles."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ _PARTS_DOUBLE = (_TWICE_LOG2E, 2 * 2.0355273740931033e-17)
 class Exponential(NamedTuple):
     """The constants for computing powers of two in one floating-point type.
 
-    The fields are the number of `mantissa` bits; the exponent `bias`; polynomials, constant term
-    first, for 2^f and, where small results matter, (2^f - 1) / f; and 2 log2 e as a sum of two
-    numbers.
+    The first fields are the number of `mantissa` bits and the exponent `bias`. Two polynomials,
+    constant term first, approximate 2^f and (2^f - 1) / f; the second is for small results. The
+    last field is 2 log2 e as a sum of two numbers.
     """
 
     mantissa: int
@@ -72,16 +72,16 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """The number that, added to x, rounds x to an integer n; the sum's low bits hold n + bias.
+        """The number to add to x to round x to an integer n; the sum's low bits hold n + bias.
 
-        The class `writer.Code` uses it.
+        The class `writer.Code` uses this number.
         """
         return 1.5 * 2**self.mantissa + self.bias
 
     @classmethod
     @cache
     def of(cls, itemsize: int) -> Exponential:
-        """Return the constants for elements of 4 or 8 bytes."""
+        """Return the constants for floats (4 bytes) or doubles (8 bytes)."""
         if itemsize == 4:
             return cls(23, 127, _FLOAT, _FLOAT_LESS_ONE, _PARTS_FLOAT)
         return cls(52, 1023, _DOUBLE, _DOUBLE[1:], _PARTS_DOUBLE)

@@ -1,7 +1,7 @@
-"""Vector code that rounds floats to 16-bit numbers, and converts arrays between both types.
+"""Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
 Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
-float. So one compilation of a kernel serves both float16 and bfloat16.
+float. So a kernel is compiled once for both float16 and bfloat16 inputs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ SHORT = ir.IntType(16)
 def rounded_bits(code: Code, x):
     """Return 32-bit integers whose upper 16 bits are the bfloat16 nearest to each float.
 
-    Ties are rounded to even. The lower 16 bits are arbitrary. A NaN stays a NaN, although plain
-    rounding could turn it into a number or infinity.
+    Ties are rounded to even. The lower 16 bits of the returned integers are arbitrary. A NaN stays
+    a NaN, although plain rounding could turn a NaN into a number or infinity.
     """
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
@@ -35,7 +35,7 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Round floats to the nearest numbers of a 16-bit type, if `kind` names one; return floats."""
+    """Return floats, rounded to the nearest numbers of a 16-bit type if `kind` names one."""
     b = code.b
     if kind is None:
         return x
@@ -66,10 +66,10 @@ def build_round(code: Code, X, ld, rows, *, kind: int | None) -> None:
 
 @builder("ppii")
 def build_convert(code: Code, floats, halves, h0, n, *, kind: int, narrow: bool) -> None:
-    """Write `plain.widen` or, if `narrow`, `plain.narrow`.
+    """Write the vector code of `plain.widen` or, if `narrow`, of `plain.narrow`.
 
-    A second function of the same code, for one lane, handles the numbers left after whole rows of a
-    panel.
+    The same code is written a second time for one lane, for the numbers that remain after whole
+    rows of a panel.
     """
     b = code.b
     shorts, half = (ir.VectorType(kind, code.lanes) for kind in (SHORT, ir.HalfType()))

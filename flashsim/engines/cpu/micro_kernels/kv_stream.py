@@ -26,11 +26,11 @@ CHUNK = 16
 
 
 class Stretch:
-    """A stretch of memory that is read as floats: floats, or 16-bit numbers in a float array.
+    """Part of a float array that is read as floats, and contains floats or 16-bit numbers.
 
-    The argument `start` is the number of elements before the stretch; `kind` is `BFLOAT16`,
-    `FLOAT16` or None (floats). If `code` is a `PairCode`, vectors of pairs are read instead of
-    floats.
+    The argument `start` is the number of elements before the stretch. The argument `kind` is
+    `BFLOAT16`, `FLOAT16` or None (floats). If `code` is a `PairCode`, the stretch is read as
+    vectors of bfloat16 pairs instead of floats.
     """
 
     def __init__(self, code: Code, base, start, kind: int | None) -> None:
@@ -41,9 +41,10 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load the vector that starts at number `at` of the stretch.
+        """Load the vector that begins with number `at` of the stretch.
 
-        Only lanes in the mask `some` (default: all) are read; the others become 0.
+        Only the lanes that the mask `some` selects (default: all) are read; the other lanes become
+        0.
         """
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
@@ -73,9 +74,10 @@ class Stretch:
 
 
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
-    """Return `builder` for numbers of a `kind`: for bfloat16 pairs, it writes with a `PairCode`.
+    """Return `builder` for K and V of a `kind`; its `code` is a `PairCode` for bfloat16 pairs.
 
-    On CPUs whose AMX tiles multiply numbers of this kind, the builder is `of_tiles`, if any.
+    On CPUs whose AMX tiles multiply numbers of this kind, the function returns `of_tiles` instead,
+    unless that is None.
     """
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:
@@ -95,7 +97,7 @@ def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
 
 
 def numbers_of(code: Code) -> int:
-    """Return how many numbers of a `Stretch` one vector holds."""
+    """Return how many numbers of a `Stretch` fit into one vector."""
     return code.lanes * (2 if isinstance(code, PairCode) else 1)
 
 
@@ -110,9 +112,10 @@ def lanes_below(code: Code, count):
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """Emit loops that call ``body(h, count)`` for blocks of heads that start at head h.
+    """Emit loops that call ``body(h, count)`` for each block of `count` heads from head h on.
 
-    Blocks have `most` heads; the remaining heads form blocks of half as many, a quarter, and so on.
+    Blocks have `most` heads. The remaining heads form blocks of `most` / 2 heads, then of `most` /
+    4 heads, and so on.
     """
     size = most
     while size:

@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors of floats and of bfloat16 pairs, as an extension of `writer`."""
+"""Extends the module `writer`, which writes LLVM IR over vectors of floats, by bfloat16 pairs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NATIVE = {"vdpbf16ps": True, "amx": True}
 
 
 class PairCode(Code):
-    """Writes functions whose 32-bit elements are floats or pairs of bfloat16.
+    """Writes LLVM functions whose 32-bit elements are floats or pairs of bfloat16 numbers.
 
     The first number of a pair is in the lower half, as in memory.
     """
@@ -38,7 +38,7 @@ class PairCode(Code):
         return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
 
     def halves(self, x):
-        """Return the bits of the bfloat16 nearest to each float, in 16-bit lanes."""
+        """Round each float to the nearest bfloat16, and return its bits in a 16-bit lane."""
         bits = ir.VectorType(SHORT, self.lanes)
         if self.native:
             return self._call("x86.avx512bf16.cvtneps2bf16.512", bits, x)
@@ -56,7 +56,7 @@ class PairCode(Code):
         return self.b.bitcast(self.b.or_(low, self.b.shl(high, self.ints(16))), self.vector)
 
     def in_a_row(self, x, y):
-        """Round two vectors as `pair` does, but put all numbers of y after those of x."""
+        """Round two vectors of floats to bfloat16, and concatenate them as one vector of pairs."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             both = self._call("x86.avx512bf16.cvtne2ps2bf16.512", kind, y, x)
@@ -69,8 +69,8 @@ class PairCode(Code):
         """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1.
 
         Results below 2^-126 are exactly 0, and NaN stays NaN. AVX-512 has one instruction that
-        subtracts floor(x) from x, and one that multiplies by a power of two. The multiplying
-        instruction takes 130 cycles if its result is subnormal, so such results become 0.
+        subtracts floor(x) from x, and one that multiplies by a power of two. The second instruction
+        takes 130 cycles if its result is subnormal, so the code replaces subnormal results by 0.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -88,17 +88,18 @@ class PairCode(Code):
         return b.select(seen, b.fmul(q, power), zero)
 
     def power(self, x):
-        """Compute e^x for x < 88, with `exp2`."""
+        """Compute e^x for x < 88 with the method `exp2`."""
         return self.exp2(self.b.fmul(x, self.const(np.log2(np.e))))
 
     def load_at(self, address):
-        """Load one vector as `load` does, from any address aligned to 16 bits."""
+        """Load one vector from an address that is aligned to 16 bits."""
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
         """Call an LLVM intrinsic.
 
-        The intrinsics of AVX512-BF16 get bfloat16 as integers, which every version of LLVM accepts.
+        The code passes bfloat16 numbers to AVX512-BF16's intrinsics as integers, which every
+        version of LLVM accepts.
         """
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
@@ -107,7 +108,7 @@ class PairCode(Code):
 
 
 def pair_builder(args: str) -> Callable:
-    """Return `writer.builder` for functions over pairs of bfloat16."""
+    """Return `writer.builder` for functions that use pairs of bfloat16."""
     return builder(args, lambda *_, **__: PairCode)
 
 

@@ -1,18 +1,18 @@
 """The CPU engine's operations on one panel, defined in plain Numba.
 
-A *panel* is a block of rows with a fixed number of lanes side by side: ``width`` queries (forward
-and dQ) or ``width`` keys (dK, dV). If each lane is a query, a panel contains a transposed tile: S^T
-= K Q^T and O^T += V^T P^T. So
+A *panel* is a block of rows, each of which has ``width`` lanes side by side. A lane is a query in
+the forward pass and for dQ, and a key for dK and dV. If lanes are queries, a panel contains a
+transposed tile: S^T = K Q^T and O^T += V^T P^T. So
 
 - the softmax is computed per lane and needs no shuffles, and
-- K and V are read in memory order, one scalar at a time; only the operand of the lanes is
-  transposed, once for a whole loop over tiles.
+- K and V are read in memory order, one scalar at a time. Only the operand whose rows become lanes
+  (Q) is transposed, once for a whole loop over tiles.
 
 Every function in this module has flat arrays and offsets (in elements) as arguments: ``S[s0 + r *
-ld + c]`` is row r, lane c. These functions are the specification. On CPUs whose vector registers
-are known (`registers.py`), vector code does the same as each function; the function's decorator
+ld + c]`` is row r, lane c. The functions in this module are the specification. On CPUs whose vector
+registers are known (`registers.py`), vector code replaces each function; the function's decorator
 (`vector.operation`) names that code. When a kernel is compiled, the type of the first argument,
-`cpu`, selects vector or plain code. Tests compare both.
+`cpu`, selects vector or plain code. Tests compare the results of vector and plain code.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ LOG2E = 1.4426950408889634
 
 @operation("a o0 i a o1 i i a o2 i i i", build_any_product, mode="set")
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
-    """Compute C = A B: C (rows, width), A (rows, n) with strides `row` and `step`, B (n, width).
+    """Compute C = A B for C (rows, width), A (rows, n) and B (n, width).
 
-    If a CPU multiplies pairs of bfloat16 (`Blocking.pairs`), elements of A and B are such pairs,
-    each product is the dot product of two pairs, and the elements of a row of A are adjacent in
-    memory.
+    The strides of A are `row` and `step`. If a CPU multiplies pairs of bfloat16 (`Blocking.pairs`),
+    the elements of A and B are pairs. Each product of two elements is then the dot product of two
+    pairs, and the elements of a row of A are adjacent in memory.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -75,7 +75,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
     """Compute C = alpha C + A B, with one alpha per lane.
 
-    C is multiplied by alpha as it is loaded into registers.
+    The code multiplies C by alpha when it loads C into registers.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -91,8 +91,9 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
 
     `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e). The
     difference S - m is computed first, because S log2 e overflows if S is the largest or smallest
-    finite number, as padding often is. In a lane that has seen no key, or only scores so low that
-    they count as masked, 0 replaces m in the difference, to avoid inf - inf; P and l are then 0.
+    finite number, as padding often is. A lane may have seen no key, or only scores so low that they
+    count as masked. In such a lane, 0 replaces m in the difference, to avoid inf - inf, and P and l
+    are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -113,7 +114,7 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
 
 @operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=True)
 def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """Replace S by P = exp(S - L), and dP by dS = P (dP - delta); each row has its L and delta."""
+    """Replace S by P = exp(S - L) and dP by dS = P (dP - delta), with one L and delta per row."""
     log2e = S.dtype.type(LOG2E)
     for r in range(rows):
         for c in range(cpu.width):
@@ -124,7 +125,7 @@ def grad_scores_by_row(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
 
 @operation("a o0 a o1 i i a a o2,3", build_grad_scores, by_row=False)
 def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
-    """Do the same as `grad_scores_by_row`, with one L and one delta per lane."""
+    """Replace S by P = exp(S - L) and dP by dS = P (dP - delta), with one L and delta per lane."""
     log2e = S.dtype.type(LOG2E)
     for r in range(rows):
         for c in range(cpu.width):
@@ -135,7 +136,7 @@ def grad_scores_by_lane(cpu, S, s0, dP, d0, ld, rows, L, delta, l0):
 
 @operation("a o0 i i a", build_soft_cap, gated=False)
 def soft_cap(cpu, S, s0, ld, rows, c):
-    """Compute S = c tanh(S / c), with the cap in ``c[0]``."""
+    """Replace S by c tanh(S / c), where the softcap c is ``c[0]``."""
     for r in range(rows):
         for at in range(s0 + r * ld, s0 + r * ld + cpu.width):
             S[at] = c[0] * np.tanh(S[at] / c[0])
@@ -143,7 +144,7 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 
 @operation("a o0 i i a a o2", build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
-    """Do the same as `soft_cap`, and write 1 - tanh^2, the softcap's derivative, to `gate`.
+    """Replace S by c tanh(S / c), and write the softcap's derivative, 1 - tanh^2, to `gate`.
 
     The array `gate` has the layout of S; the backward pass multiplies dS by it.
     """
@@ -156,11 +157,11 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 
 @operation_by_kind("a i i", build_side_by_side)
 def side_by_side(cpu, Q, ld, rows, kind):
-    """Arrange Q (rows, ld) as `dots` needs it; plain code leaves Q unchanged.
+    """Rearrange Q (rows, ld) for the function `dots`; plain code leaves Q unchanged.
 
-    If a CPU multiplies pairs of bfloat16 and Q contains such numbers, vector code packs them: the
-    first half of each row then has its numbers, and the other half zeros. For AMX tiles, vector
-    code packs 16 rows of Q side by side.
+    If a CPU multiplies pairs of bfloat16 and the input type is bfloat16, vector code rounds and
+    packs Q. The first half of each row of Q then contains the row's pairs, and the second half
+    contains zeros. For AMX tiles, vector code packs 16 rows of Q side by side.
     """
 
 
@@ -168,10 +169,10 @@ def side_by_side(cpu, Q, ld, rows, kind):
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    The function `side_by_side` must have arranged Q. K may contain floats or 16-bit numbers. Vector
-    code reads each row of Q up to a multiple of 32 columns, and the columns after d must be 0.
-    Vector code writes S up to a multiple of 4 rows of K (AMX tiles: 32). For AMX tiles, Q must have
-    memory for 16 heads.
+    The caller must have rearranged Q by `side_by_side`. K may contain floats or 16-bit numbers.
+    Vector code reads each row of Q up to a multiple of 32 columns, and the columns after d must be
+    0. Vector code writes S up to a multiple of 4 rows of K (AMX tiles: 32). For AMX tiles, Q must
+    have memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -183,11 +184,11 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 
 @operation_by_kind("a i i i a a a o1,2,3", build_softmax_along)
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
-    """Do `online_softmax` along the rows of S (heads, n), one row per head.
+    """Run one step of the online softmax along the rows of S (heads, n), one row per head.
 
-    The number n must be a multiple of 32. If inputs have 16 bits, P is rounded to their type, but
-    the sum l uses the numbers before rounding. If a CPU multiplies pairs of bfloat16, P is stored
-    as pairs of neighbours, in the first half of each row.
+    The number n must be a multiple of 32. If inputs have a 16-bit type, P is rounded to that type,
+    but the sum l adds the elements of P before they are rounded. If a CPU multiplies pairs of
+    bfloat16, P is stored as pairs of neighbours in the first half of each row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):
@@ -210,9 +211,9 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """Compute O (heads, dv) += P V, from P (heads, keys) of `softmax_along` and V (keys, dv).
 
-    If V contains 16-bit numbers, P must have been rounded to their type. Vector code also adds
-    zeros to the columns of O after dv, up to a multiple of 32. For AMX tiles, O and P must have
-    memory for 16 heads.
+    If V contains 16-bit numbers, P must have been rounded to V's type. Vector code also adds zeros
+    to the columns of O after dv, up to a multiple of 32. For AMX tiles, O and P must have memory
+    for 16 heads.
     """
     for h in range(heads):
         for x in range(dv):
@@ -226,7 +227,7 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
     """Transpose `cols` columns of X (rows, d), each row times its factor, into panels.
 
-    The function `pack` calls this one, and describes the panels.
+    The layout of the panels is described at `pack`, the function that calls `transpose_in`.
     """
     w = cpu.width
     for row in range(rows):
@@ -245,9 +246,10 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation_by_kind("a o0 i i", build_round)
 def round_panel(cpu, X, x0, ld, rows, kind):
-    """If inputs have 16 bits, round float32 numbers to their type (ties to even), as float32.
+    """Round float32 numbers to the inputs' type if it has 16 bits; the results stay float32.
 
-    If the type is float16, numbers from 65520 on become infinity. NaN stays NaN.
+    Ties are rounded to even. If the type is float16, numbers from 65520 on become infinity. NaN
+    stays NaN.
     """
     if kind is None:
         return
@@ -260,7 +262,7 @@ def round_panel(cpu, X, x0, ld, rows, kind):
 def widen(cpu, floats, f0, halves, h0, n, kind):
     """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats.
 
-    The module `float16` explains the arrays of 16-bit numbers.
+    The module `float16` explains how float arrays hold 16-bit numbers.
     """
     bits = halves.view(np.uint16)
     for i in range(n):
@@ -314,13 +316,13 @@ def bits_of(x):
 
 @part
 def number_of(bits):
-    """Return the float32 equal to the bfloat16 of these bits."""
+    """Return the float32 that equals the bfloat16 with these bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @part
 def _number_of_float16(bits):
-    """Return the float32 equal to the float16 of these 16 bits."""
+    """Return the float32 that equals the float16 with these bits."""
     sign, size = np.uint32(0x8000), np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
     value = size.view(np.float32) * np.float32(2.0**112)
     if value >= np.float32(2.0**16):  # infinity and NaN

@@ -1,15 +1,18 @@
-"""The vector registers of this CPU, and how panels are divided into registers.
+"""Describes this CPU's vector registers, and how a panel is divided into registers.
 
-The code of a product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in registers. Six
-rows by two vectors fill AVX2's 16 registers (12 accumulators, 2 vectors of the right operand, 1
-scalar spread over the lanes). CPUs with these registers can issue two multiply-adds per cycle,
-which needs at least 8 (AVX2: latency 4) to 16 independent sums.
+The code of a matrix product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in
+registers. Six rows by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the
+right operand, and 1 scalar copied to all lanes. CPUs with such registers can issue two
+multiply-adds per cycle. To do so in every cycle, a CPU needs at least 8 (AVX2: latency 4) to 16
+independent sums.
 
-The code uses the registers for which Numba compiles: NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can name
-a CPU with fewer registers than this one has.
+The code uses the registers of the CPU for which Numba compiles. The environment variables
+NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this machine's CPU
+has.
 
-The classes of CPUs contain no code: their type tells the compiler which operations to use
-(`plain.py`), and is part of the key of Numba's on-disk cache.
+The classes that stand for kinds of CPUs contain no code. An object's class tells the compiler which
+version of each operation to use (`plain.py`). The class is also part of the key in Numba's disk
+cache.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narro
 
 
 class Blocking(NamedTuple):
-    """How the code of a product uses the registers.
+    """How the code of a matrix product uses the CPU's registers.
 
     Attributes
     ----------
@@ -65,7 +68,7 @@ class Blocking(NamedTuple):
     pairs: str = ""
 
     def lanes(self, itemsize: int) -> int:
-        """Return how many elements of this size one register holds."""
+        """Return how many elements of `itemsize` bytes one register holds."""
         return self.register // itemsize
 
 
@@ -100,9 +103,9 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return the kind of code for this CPU, with its panel width for an accumulator type.
+    """Return the best kind of code for this CPU, with its panel width for an accumulator type.
 
-    With `plain`, return the kind for plain definitions, with the panel width of the vector code.
+    With `plain`, return the kind `Plain`, with the panel width that the vector code would have.
     """
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
@@ -111,7 +114,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
 
 
 def narrow(cpu: Cpu, dtype: str) -> Cpu:
-    """Return the kind of code for `cpu` whose panels are as wide as one register."""
+    """Return the version of `cpu` whose panels are as wide as one register."""
     kind = NARROW[type(cpu)]
     block = BLOCKING[NeonNarrow if kind is Plain else kind]
     return kind(block.lanes(np.dtype(dtype).itemsize))
@@ -144,7 +147,7 @@ def _host() -> type[Cpu]:
 
 
 def _given() -> list[str]:
-    """Return the CPU features that Numba passes to LLVM: "+avx2" switches one on, "-avx2" off."""
+    """Return the CPU features that Numba passes to LLVM, such as "+avx2" (on) or "-avx2" (off)."""
     features: str | None = getattr(config, "CPU_FEATURES")  # noqa: B009 (Numba sets it as it loads)
     return (codegen.get_host_cpu_features() if features is None else features).split(",")
 
@@ -175,8 +178,9 @@ def zen() -> bool:
 def without(micro_kernel: str) -> str | None:
     """Return why this process cannot run a bfloat16 micro-kernel; None if it can.
 
-    Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. The process
-    would crash on an instruction that either of these lacks, so this function checks both.
+    Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. An instruction
+    that the CPU lacks would crash the process. So this function checks both the CPU and Numba's
+    features.
     """
     lacks = _lacks(micro_kernel)
     if lacks:

@@ -1,4 +1,4 @@
-"""Makes compiled kernels run an operation as vector code, if the CPU's registers are known."""
+"""Makes compiled kernels run vector code for an operation if the CPU's registers are known."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Decorate a plain definition: compiled callers run vector code if registers are known.
+    """Decorate a plain definition, so that compiled callers run vector code if registers are known.
 
-    The arguments `layout`, `build` and `options` are those of `vector_intrinsic`. A call from
-    Python runs the plain definition itself.
+    The arguments `layout`, `build` and `options` are those of `vector_intrinsic`. If Python calls
+    the decorated function, the plain definition runs.
     """
     code = vector_intrinsic(layout, build, **options)
 
@@ -30,11 +30,11 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 
 
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
-    """Decorate as `operation` does, a definition that may read or write 16-bit numbers.
+    """Decorate, like `operation`, a plain definition that may read or write 16-bit numbers.
 
-    The definition's last argument says which 16-bit numbers, or None. At compile time, the type of
-    that argument shows whether there are 16-bit numbers. The argument's value, BFLOAT16 or FLOAT16,
-    is known only at run time.
+    The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. At compile
+    time, the argument's Numba type shows only whether there are 16-bit numbers. Which of the two
+    types they have is known only at run time.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)
@@ -64,11 +64,11 @@ def _decorated(definition: Callable, vectorised: Callable) -> Callable:
 
 
 def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
-    """Return a Numba intrinsic that calls the LLVM function written by `build` with addresses.
+    """Return a Numba intrinsic that passes addresses to the LLVM function that `build` writes.
 
     The text `layout` has one code for each argument after `cpu`. The code ``a`` stands for an
-    array. The code ``o`` with a number stands for an offset into the array of that number. The code
-    ``i`` stands for an integer, which is passed on unchanged. The elements of all arrays must be as
+    array. The code ``o2`` stands for an offset into array number 2. The code ``i`` stands for an
+    integer, which is passed to the LLVM function unchanged. The elements of all arrays must be as
     wide as those of the first array, or 16 bits wide.
     """
     slots = layout.split()

@@ -1,7 +1,7 @@
-"""Writes LLVM IR over vectors: the values, arithmetic and loops with which `codegen` builds.
+"""Writes LLVM IR over vectors: the values, arithmetic and loops that the module `codegen` uses.
 
-This module does not depend on Numba, and only its exponentials are specific to attention. LLVM
-lowers the same IR to AVX2, AVX-512 or NEON.
+This module does not depend on Numba. Only the exponentials in this module are specific to
+attention. LLVM lowers the same IR to AVX2, AVX-512 or NEON.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Code:
     Parameters
     ----------
     module : ir.Module
-        The module to which the function is added, unless it has it already.
+        The module to which the function is added, unless the module already has that function.
     name : str
     block : Blocking
     itemsize : int
@@ -64,11 +64,11 @@ class Code:
         return ir.Constant(self.vector, [float(value)] * self.lanes)
 
     def masked(self) -> ir.Constant:
-        """Return a vector with `masked_score` in every lane: up to it, scores count as masked."""
+        """Return a vector whose lanes all hold the largest score that counts as masked."""
         return self.const(masked_score(np.float32 if self.itemsize == 4 else np.float64))
 
     def ints(self, value: int) -> ir.Constant:
-        """Return a vector of integers as wide as the elements, with `value` in every lane."""
+        """Return a vector of integers with `value` in every lane, each as wide as an element."""
         kind = ir.VectorType(ir.IntType(8 * self.itemsize), self.lanes)
         return ir.Constant(kind, [value] * self.lanes)
 
@@ -102,7 +102,7 @@ class Code:
         self.b.store(value, self.b.bitcast(address, value.type.as_pointer()), align=self.itemsize)
 
     def prefetch(self, address, cache: int = 1) -> None:
-        """Prefetch the cache line at an address, valid or not, into L1 or L2."""
+        """Prefetch the cache line at an address into L1 or L2; the address need not be valid."""
         kind, flag = ir.IntType(8).as_pointer(), ir.IntType(32)
         signature = ir.FunctionType(VOID, [kind, flag, flag, flag])
         function = self.function.module.declare_intrinsic("llvm.prefetch", [kind], signature)
@@ -110,7 +110,7 @@ class Code:
         self.b.call(function, [self.b.bitcast(address, kind), read, near, data])
 
     def vectors(self, address) -> list:
-        """Return the addresses of the vectors in the panel row at `address`."""
+        """Return the addresses of the vectors that form the panel row at `address`."""
         return [self.at(address, v * self.lanes) for v in range(self.vecs)]
 
     def spread(self, address):
@@ -140,11 +140,11 @@ class Code:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """Return n and 2^n for several vectors that `Exponential.magic` was added to.
+        """Return n and 2^n for several vectors x to which `Exponential.magic` was added.
 
         Adding that constant to x rounds x to the integer n. The sum has n + bias in its low bits,
-        and one shift turns these bits into the float 2^n. The code works on all vectors step by
-        step together, so that their dependency chains overlap.
+        and one shift turns these bits into the float 2^n. The code does each step for all vectors
+        before the next step, so that the vectors' dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -155,7 +155,7 @@ class Code:
         return ns, powers
 
     def polynomial(self, coefficients: tuple[float, ...], fs: list) -> list:
-        """Evaluate a polynomial, constant term first, at several vectors, together step by step."""
+        """Evaluate a polynomial, constant term first, at several vectors in parallel."""
         ps = [self.const(coefficients[-1])] * len(fs)
         for coefficient in coefficients[-2::-1]:
             ps = [self.fma(p, f, self.const(coefficient)) for p, f in zip(ps, fs, strict=True)]
@@ -182,8 +182,9 @@ class Code:
 
         With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum y = 2^n (2^f - 1) +
         (2^n - 1) loses no precision for small x. The polynomial's error is small relative to 2^f -
-        1, and f includes the rounding errors of z and of its factor. Beyond |z| of twice the number
-        of mantissa bits, to which the code limits z, the quotient is +-1 to the last bit.
+        1, and f includes the rounding errors of z and of the factor 2 log2 e / c. The code limits
+        |z| to twice the number of mantissa bits. Beyond that limit, the quotient is +-1 to the last
+        bit.
         """
         e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -208,9 +209,9 @@ class Code:
     def transposed(self, rows: list) -> list:
         """Return the columns of a square matrix, given as vectors of its rows.
 
-        In each step, pairs of vectors that are 1, 2, 4, .. apart exchange blocks of that many
-        lanes: every second block of the first vector is swapped with the opposite blocks of the
-        second.
+        The method transposes in steps of n = 1, 2, 4, .. In each step, vectors whose numbers differ
+        by n exchange blocks of n lanes. The odd blocks of the first vector are swapped with the
+        even blocks of the second vector.
         """
         size = 1
         while size < self.lanes:
@@ -227,9 +228,10 @@ class Code:
     def summed(self, sums: list) -> Any:
         """Return a vector whose lane i is the sum of all lanes of vector i.
 
-        The number of vectors is a power of two. Each step adds one half of two vectors' lanes to
-        the other half, and merges the sums into one vector: first within groups of 16 bytes, which
-        are cheap to shuffle, then across whole groups of 16 bytes.
+        The number of vectors is a power of two. Each step takes two vectors, adds one half of each
+        vector's lanes to the other half, and merges the sums into one vector. The first steps add
+        lanes within groups of 16 bytes, which are cheap to shuffle. The later steps add whole
+        groups of 16 bytes.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:
@@ -250,12 +252,12 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of chosen lanes of x and y; y's lanes are numbered after those of x."""
+        """Return a vector of the chosen lanes of x and y; lane numbers of y follow those of x."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Add one term of a product's sum: a scalar of A (spread) times a vector of B's row."""
+        """Return `total` plus a scalar of A, which fills `left`, times a vector of B's row."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
@@ -293,15 +295,15 @@ class Code:
 
 
 def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_: Code) -> Callable:
-    """Turn ``body(code, *arguments, **options)``, which writes an LLVM function, into its builder.
+    """Return the builder of a function that ``body(code, *arguments, **options)`` writes.
 
-    The builder is ``build(module, block, itemsize, **options)``. It returns the module's function,
-    and writes the function if the module does not have it.
+    The builder is ``build(module, block, itemsize, **options)``. The builder returns the module's
+    LLVM function, which it first writes if the module lacks it.
 
     Parameters
     ----------
     args : str or callable
-        The argument `args` of `Code`, or a function that returns it for the options.
+        The argument `args` of `Code`, or a function that computes `args` from the options.
     writer : callable
         Returns the class of `code` for ``(block, **options)``.
     """

@@ -1,1 +1,1 @@
-"""Functions that all compiled kernels use: atomics, packing, arrays without reference counts."""
+"""Functions that all compiled kernels use, such as atomics and the allocation of arrays."""

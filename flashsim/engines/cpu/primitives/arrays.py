@@ -1,4 +1,4 @@
-"""Allocates and slices arrays inside a compiled kernel.
+"""Allocates arrays and slices them inside a compiled kernel.
 
 The functions in this module do the same as NumPy's `empty` and `X[start:]`, with a tenth of the
 LLVM IR: Numba's versions handle every shape, sign and step that an array could have.
@@ -18,8 +18,8 @@ from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 def panel_array(context, n, dtype):
     """Allocate n elements, aligned to a cache line.
 
-    The alignment matters because a load that crosses two cache lines needs two reads, and an
-    AVX-512 register is as long as a line.
+    An AVX-512 register is as long as a cache line. So an unaligned load would read from two cache
+    lines.
     """
     array = types.Array(dtype.dtype, 1, "C")
 

@@ -1,4 +1,4 @@
-"""Atomic operations with which the threads of a kernel share work, as Numba intrinsics."""
+"""Atomic operations, as Numba intrinsics, by which the threads of a kernel share work."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def fetch_add(context, counter):
 def arrive(context, array, index):
     """Add 1 to ``array[index]`` atomically, and return its old value.
 
-    Afterwards this thread sees all data that other threads wrote before they arrived, and threads
-    that arrive later see all data that this thread wrote before.
+    After the call, this thread sees all data that other threads wrote before they called `arrive`.
+    Threads that call `arrive` later see all data that this thread wrote before its call.
     """
 
     def codegen(context, builder, signature, args):
@@ -46,9 +46,9 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """Return ``array[index]``, and make all data visible that was written before it was stored.
+    """Return ``array[index]``, and make all data visible that its writer wrote earlier.
 
-    The storing thread must use `store_release`.
+    The thread that wrote the element must have used `store_release`.
     """
 
     def codegen(context, builder, signature, args):
@@ -72,7 +72,7 @@ def store_release(context, array, index, value):
 
 @intrinsic
 def give_way(context):
-    """Yield this CPU to another thread, which may be the one that this thread waits for."""
+    """Yield this CPU to another thread, perhaps to the thread for which this thread waits."""
 
     def codegen(context, builder, signature, args):
         name = "SwitchToThread" if sys.platform == "win32" else "sched_yield"

@@ -1,4 +1,4 @@
-"""Passes arrays to a kernel without reference counts, and tables of arrays by address.
+"""Passes arrays to a kernel without counting references, and tables of arrays by address.
 
 The arguments outlive the kernel's call, so the kernel need not count references to them or copy
 them.
@@ -23,11 +23,11 @@ _OWNERS = "meminfo", "parent"
 
 
 class ByAddress(types.Type):
-    """The Numba type of a named tuple that is passed by its address, not as a hundred numbers.
+    """The Numba type of a named tuple that is passed by its address instead of field by field.
 
-    By default, Numba passes a tuple field by field, and an array as seven numbers, through every
-    call down to the last function that reads a field. It also counts references to each array on
-    the way.
+    By default, Numba passes a tuple field by field, and an array as seven numbers. Every call
+    passes all of these numbers on, down to the last function that reads a field. Numba also counts
+    references to each array at every call.
     """
 
     def __init__(self, of: types.BaseTuple) -> None:
@@ -49,7 +49,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the type of a tuple's field, or None, for which Numba reports an error."""
+        """Return the type of a tuple's field; for None, Numba reports that the field is unknown."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -57,14 +57,14 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """Read a tuple's field from memory; an array comes without its owner, so nothing is counted."""
+    """Read a tuple's field; an array comes without its owner, so no references are counted."""
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """Read a value from memory; arrays come without owners, so no references are counted."""
+    """Read a value from memory, arrays without their owners, so no references are counted."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for nth, name in enumerate(context.data_model_manager[kind]._fields):
@@ -95,8 +95,8 @@ def _lent(kind: Any) -> Any:
 def call_with_lent(context, kernel, cpu, arguments):
     """Call ``kernel(cpu, *arguments)``, with arrays that have no owner and tables by address.
 
-    For an array with an owner, Numba counts references atomically around every call that takes it,
-    so the threads of a kernel would contend for these counters at every tile.
+    For an array with an owner, Numba counts references atomically around every call that takes the
+    array. So the threads of a kernel would contend for these counters at every tile.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 

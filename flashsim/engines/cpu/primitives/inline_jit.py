@@ -1,11 +1,11 @@
-"""Compiles functions that only kernels call, once, as part of each kernel.
+"""Compiles functions that only kernels call as part of each kernel, so each is optimised once.
 
 By default, Numba builds a separate library for every `@njit` function that another one calls. Numba
 optimises that library, and translates it, with a wrapper for Python callers, to machine code that
-is never run. Then Numba links the library's LLVM IR into each caller and optimises it again, at
+is never run. Then Numba links the library's LLVM IR into each caller, and optimises the IR again at
 every level of calls. In this module, a `part` is a function that is only lowered to LLVM IR. A
-`Whole` is a kernel's entry: it links in every part that it calls, directly or indirectly, and
-optimises everything once.
+`Whole` is the entry function of a kernel. The library of a `Whole` links in every part that the
+kernel calls, directly or indirectly, and optimises everything once.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from numba.extending import overload
 
 
 class _Text(JITCodeLibrary):
-    """The LLVM IR of a part, which is linked into other libraries and never loaded by itself."""
+    """A part's LLVM IR, which is linked into other libraries and never loaded by itself."""
 
     _shared_module: Any
     _linking_libraries: list[Any]
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Optimise nothing: the library that links this one in does so."""
+        """Do nothing, because the library into which this library is linked optimises all code."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
@@ -46,7 +46,7 @@ class _Text(JITCodeLibrary):
         self._finalized = True
 
     def _get_module_for_linking(self):
-        """Return this library's IR with its callees linked in, for a library of Numba's own."""
+        """Return the IR of this library and its callees, for a caller that Numba compiles."""
         self._ensure_finalized()
         if self._shared_module is None:
             self._shared_module = self._final_module.clone()
@@ -55,9 +55,9 @@ class _Text(JITCodeLibrary):
 
 
 class _HotText(_Text):
-    """The LLVM IR of an inner loop, which is also optimised by itself.
+    """An inner loop's LLVM IR, which is optimised once more before it is linked.
 
-    With each optimisation, LLVM unrolls an inner loop further.
+    LLVM unrolls an inner loop further each time it optimises the loop.
     """
 
     _optimize_functions = JITCodeLibrary._optimize_functions
@@ -70,13 +70,13 @@ class _HotText(_Text):
 
 
 class _Whole(JITCodeLibrary):
-    """The library of a function that Python calls: machine code of the function and its callees."""
+    """The library of a function that Python calls: its machine code, and that of its callees."""
 
     _linking_libraries: list[Any]
     _optimize_functions = _Text._optimize_functions
 
     def finalize(self) -> None:
-        """Link in every callee once, where Numba would link in all callees once per function."""
+        """Link in every callee once; Numba itself would link all callees once per function."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()
@@ -135,7 +135,7 @@ class Part(CompilerBase):
     lowering: type[NativeLowering] = _LowerToText
 
     def define_pipelines(self) -> list[Any]:
-        """Return the pipeline for code without Python objects."""
+        """Return the compiler pipeline for code without Python objects (nopython mode)."""
         passes = DefaultPassBuilder.define_nopython_pipeline(self.state, "flashsim_part")
         at = [each for each, _ in passes.passes].index(NativeLowering)
         passes.passes[at] = (self.lowering, "lower to LLVM IR")
@@ -159,7 +159,7 @@ class _LowerWhole(NativeLowering):
 
 
 class Whole(Part):
-    """The compiler pipeline for a function that Python calls and that calls parts."""
+    """Numba's compiler pipeline for a function that Python calls, and that calls parts."""
 
     lowering = _LowerWhole
 
@@ -173,14 +173,14 @@ class HotPart(Part):
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
     """Make compiled callers use the function that `choose` returns for the arguments' types.
 
-    The function replaces `definition`, which callers name.
+    Callers name `definition`, and the chosen function replaces it.
     """
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 
 
 def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **options: Any) -> Any:
-    """Let compiled callers use a function as a part; a call from Python runs it uncompiled."""
+    """Decorate a function as a part of kernels; a call from Python runs it uncompiled."""
     if definition is None:
         return lambda function: part(function, pipeline=pipeline, **options)
     using(pipeline, definition, lambda *_: definition, **options)
