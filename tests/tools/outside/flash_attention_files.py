@@ -54,6 +54,8 @@ INSIDE = {
     "test_flash_attn_kvcache_paged_block_table_bounds": "it calls flash_attn's extension itself",
     "test_flash3_bw_compatibility": "it compares schemas of flash_attn_3's extension",
     "test_flash_attn_bwd_preallocated_outputs": "it calls private functions of flash_attn.cute",
+    "test_flash_attn_varlen_tensor_max_seqlen_reuses_fwd_cache": "it reads flash_attn.cute's cache",
+    "test_flash_attn_invalid_head_dim": "it expects errors for head dims that flashsim supports",
 }
 #: Names of values that distinguish kinds of a test's points: one point of each kind is run.
 TELLING = ("seqlen_q", "seqlen_k", "seqlen"), ("d", "D", "head_dim", "sink_dtype")
