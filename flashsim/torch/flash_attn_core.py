@@ -7,7 +7,7 @@ arguments as the original packages do. The user's tensors are (batch, n, heads, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -454,23 +454,56 @@ def _functions_of(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Do what `_by_functions` does for sequences whose diagonal starts at key `start`."""
-    left, right = window
-    values = None if slopes is None else slopes.detach().float()
+    starts = torch.tensor([start], dtype=torch.int32, device=q.device)
+    mask = None
+    if tuple(window) != (None, None):
+        mask = MaskFunction.of(_signed_window(window, starts))
+    given: dict[str, Any] = {"mask": mask, "sinks": sinks, "backend": default_backend(q)}
+    if slopes is None:
+        return with_functions(q, k, v, None, **given, **options)
+    slopes = slopes.detach().float()
+    if not options["causal"] or sinks is not None:
+        return with_functions(q, k, v, _alibi(slopes, starts), **given, **options)
+    # No key that a query sees lies after it. Without `start`, all scores of a row are larger by the
+    # same number: the output does not change, and the GPU's kernels add this form without a load.
+    out, lse = with_functions(q, k, v, _falling(slopes), **given, **options)
+    return out, lse - slopes.reshape(-1, q.shape[1], 1) * start
+
+
+def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
+    """Return ALiBi as a score function of (heads,) or (batch, heads) slopes.
+
+    The diagonal's first key is an element of the array `starts`, not a number in the function. So
+    one compilation serves every cache length.
+    """
 
     def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        assert values is not None
-        slope = values[h] if values.ndim == 1 else values[b, h]
-        return score - slope * abs(i + start - j)
+        slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]
+        return score - slope * abs(i + starts[0] - j)
+
+    return alibi
+
+
+def _falling(slopes: Tensor) -> Callable[..., Any]:
+    """Return ALiBi under a causal mask, for a diagonal that starts at key 0."""
+
+    def falling(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * (i - j)
+
+    return falling
+
+
+def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
+    """Return a window as a mask function; its sides may be negative, and None means no limit."""
+    left, right = window
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
-        keep = i == i
-        if left is not None:
-            keep = keep & (i + start - j <= left)
-        return keep if right is None else keep & (j - i - start <= right)
+        distance = i + starts[0] - j
+        if left is None:
+            return -distance <= right
+        return distance <= left if right is None else (distance <= left) & (-distance <= right)
 
-    mask = None if left is right is None else MaskFunction.of(seen)
-    given = None if slopes is None else alibi, mask, sinks
-    return with_functions(q, k, v, *given, backend=default_backend(q), **options)
+    return seen
 
 
 def _kept_rows(
