@@ -24,8 +24,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     out_b``. This merge is FlashDecoding's second step for two splits of the keys. If a row saw no
     key of one set (lse = -inf, out = 0), its result is that of the other set.
 
-    `lse_a` and `lse_b` are natural logarithms. Some libraries (FlashInfer) return an LSE to base 2:
-    multiply it by ``math.log(2)``.
+    `lse_a` and `lse_b` are natural logarithms. Some libraries, such as FlashInfer, return an LSE to
+    base 2. Multiply such an LSE by ``math.log(2)``.
 
     Parameters
     ----------

@@ -67,7 +67,7 @@ class KernelExercise:
     flag : bool
         Whether the function takes the causal flag.
     truth : function of (arrays, problem, dtype), optional
-        Returns the outputs by name, for exercises on something else than attention.
+        Returns the right outputs by name; needed for exercises that do not compute attention.
     budget : function of the task, optional
         Returns the most bytes that get full marks, by operation and tensor. Default: the bytes of
         FlashAttention-2.

@@ -6,9 +6,9 @@ outer step. Each part lists its *moves* in order: the tensors that are loaded fr
 HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
 alloc S, load bias".
 
-From these lists, flashsim derives several results: a stage's buffers (and so the tilings that fit),
-and the events of engines whose kernels report only sizes. The requests to L2, the tensors that a
-pass saves, and the titles of pictures also follow from the lists. The modules in
+From these lists, flashsim derives a stage's buffers, and so the tilings that fit. For engines whose
+kernels report only sizes, flashsim derives the events of a trace. The requests to L2, the tensors
+that a pass saves, and the titles of pictures also follow from the lists. The modules in
 `flashsim.algorithms`, which execute the algorithms, and the closed forms in `counts.forms` do not
 use this module. The tests compare the results of all three.
 
@@ -65,8 +65,8 @@ class StageDataflow(NamedTuple):
         "merges": it has one outer step per row tile with several parts, and `visit` lists the moves
         per part.
     once : bool
-        True if the stage needs a schedule in which each row tile has exactly one visit
-        (`Schedule.visited_once`), because it treats the results of one visit as complete.
+        True if the stage treats the results of one visit as complete. The stage then needs a
+        schedule in which each row tile has exactly one visit (`Schedule.visited_once`).
     """
 
     name: str

@@ -4,8 +4,8 @@ The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 200
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. The
 method `Traffic.flops` also includes exponentials and other operations, whose peak is lower.
 
-The bytes of a pass can be counted in several ways, which are often confused (`COUNTS`). So each
-roofline point names its way of counting.
+The bytes of a pass can be counted in several ways (`COUNTS`), and these ways are often confused. So
+each roofline point names its way of counting.
 """
 
 from __future__ import annotations

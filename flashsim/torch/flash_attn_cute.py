@@ -1,11 +1,11 @@
 """The interface of FlashAttention's CuTe kernels: ``from flashsim.torch import flash_attn_cute``.
 
-Code written for ``flash_attn.cute`` (the package flash-attn-4) runs by changing one import. Tensor
-layouts and masks are those of `flashsim.torch.flash_attn`, but in `window_size` a negative number
-is a position on the other side of the diagonal; only None means no limit. `num_splits`, `pack_gqa`,
-`scheduler_metadata` and the lengths `max_seqlen_q` to `min_seqlen_k` only tune speed in that
-package, and have no effect here. Functions in CuTe DSL, and block-sparse and gathered keys, raise
-UnsupportedError.
+Code written for ``flash_attn.cute`` (the package flash-attn-4) runs after you change one import.
+Tensor layouts and masks are those of `flashsim.torch.flash_attn`, but in `window_size` a negative
+number is a position on the other side of the diagonal; only None means no limit. `num_splits`,
+`pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to `min_seqlen_k` only tune speed in
+that package, and have no effect here. Functions in CuTe DSL, and block-sparse and gathered keys,
+raise UnsupportedError.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: the CuTe kernels plan their tile scheduler here; flashsim needs no plan."""
+    """Return None: in flash-attn-4, this plans the tile scheduler; flashsim needs no plan."""
     return
 
 

@@ -1,8 +1,8 @@
-"""`ring_attention`: attention over the GPUs of a process group, each of which has some of the rows.
+"""`ring_attention`: attention over a process group, each of whose GPUs has some of the rows.
 
-The class `flashsim.distributed.Group` decides which rank has which rows, which block of scores it
-computes at each step, and what it sends to whom. The simulation in `flashsim.distributed` uses the
-same class.
+The class `flashsim.distributed.Group` decides which rank has which rows, which block of scores each
+rank computes at each step, and which tensors each rank sends to which other rank. The simulation in
+`flashsim.distributed` uses the same class.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ _Spread = tuple[int, str, int | None]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
-    """Return the `Group` for the whole problem, derived from this rank's share of it."""
+    """Return the `Group` for the whole problem, derived from the tensors of this rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ShapeError(
@@ -330,7 +330,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV that a step receives: one block's at first, float32 sums later."""
+        """Allocate the dK and dV that a step receives: at first one block's, later float32 sums."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
@@ -360,7 +360,8 @@ class _Part:
     def sums_wide(self, q: Tensor) -> bool:
         """Return whether sums over blocks are kept in float32.
 
-        Two blocks need no such sum, because they are added and rounded at once.
+        With only two blocks, no float32 sum is stored, because the two are added and rounded in one
+        step.
         """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 
@@ -381,11 +382,11 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: give some rows of all heads, get all rows of some heads."""
+        """Exchange in this rank's team: send some rows of all heads, get all rows of some heads."""
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: give all rows of some heads, get some rows of all heads."""
+        """Exchange in this rank's team: send all rows of some heads, get some rows of all heads."""
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:

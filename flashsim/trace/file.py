@@ -447,7 +447,7 @@ def _unpack_timeline(
 
 
 def _recode(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
-    """Replace the file's codes in `table` by this version's codes for the same names."""
+    """Replace the codes in a file's `table` by this version's codes for the same names."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)

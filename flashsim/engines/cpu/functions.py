@@ -1,7 +1,7 @@
 """Score functions on the CPU engine, which Numba compiles separately from the kernels.
 
-A kernel calls the compiled score function through a pointer, once per panel of scores. So a new
-score function needs only one small compilation, and no kernel is compiled again.
+A kernel calls the compiled score function through a pointer, once per panel of scores. So for a new
+score function, only that small function is compiled, and no kernel again.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
 
 @dataclass(frozen=True)
 class Apart:
-    """One quantity of one kernel: its prediction, its measurement and its largest allowed error."""
+    """A quantity of a kernel: predicted value, measured value and largest allowed error."""
 
     case: Case
     stage: str
