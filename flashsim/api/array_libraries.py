@@ -1,9 +1,9 @@
 """Convert CPU arrays of any library to NumPy arrays that share memory with them, and back.
 
-Results are arrays of the inputs' library; for a subclass of torch.Tensor they are plain tensors.
-NumPy's and torch's arrays are recognised by their package's name. Arrays of other libraries are
-read through DLPack. Results become arrays of the inputs' library if it has an array namespace, as
-JAX does; otherwise they stay NumPy arrays. No input array is copied.
+Results are arrays of the inputs' library; for inputs of a subclass of torch.Tensor, results are
+plain tensors. NumPy's and torch's arrays are recognised by their package's name. Arrays of other
+libraries are read through DLPack. Results become arrays of the inputs' library if it has an array
+namespace, as JAX does; otherwise they stay NumPy arrays. No input array is copied.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class Inputs(NamedTuple):
 def offsets(cu_seqlens: Any) -> Any:
     """Return the offsets of packed sequences; a tensor is converted to a tuple.
 
-    The conversion is needed because a tensor may change later, and its hash is only its id. Reading
-    a tensor on a GPU waits for it.
+    The conversion is needed because a tensor may change later, and a tensor's hash is only its id.
+    Reading a tensor that is on a GPU waits for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens

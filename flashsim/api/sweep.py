@@ -1,8 +1,8 @@
 """`sweep`: count many problems, tilings and machines into one table.
 
-A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. Its points are
-independent of each other, so any `concurrent.futures` executor may run them, on one machine or
-many.
+A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. The points of
+a sweep are independent of each other, so any `concurrent.futures` executor may run the points, on
+one machine or many.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from flashsim.report import Cell
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The rows of a sweep, in the order of its lists; printing it shows one table.
+    """The rows of a sweep, in the order of the sweep's lists; prints as one table.
 
     Attributes
     ----------

@@ -111,7 +111,7 @@ class KernelExercise:
         """The graded calls: every task with normal inputs, and the first also with rising scores.
 
         A backward pass is not called with rising scores, because it has no running maximum that
-        they could test.
+        rising scores could test.
         """
         rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
         return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]

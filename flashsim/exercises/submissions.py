@@ -94,7 +94,7 @@ def grade_folder(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, Marks]]:
-    """Grade all .py files in a folder and its subfolders, several at once; yield them by name.
+    """Grade all .py files in a folder and its subfolders, several at once; yield results by name.
 
     If `exercise` is None, the first line of each file must name an exercise; a file without such a
     line gets no points. A subfolder without any .py file gets 0 points.

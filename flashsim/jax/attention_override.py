@@ -34,9 +34,9 @@ def dot_product_attention(
     batch, 1 or heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
     (`mask_mod`) or packed sequences (`cu_seqlens_q`).
 
-    The result differs from jax.nn's in two things. A row that sees no key gives zeros in flashsim;
-    in jax.nn, softmax over equal scores gives it the mean of all values. The residual (the LSE)
-    also differs: in flashsim, masked scores do not add rounding errors to the residual.
+    The result differs from jax.nn's in two things. For a row that sees no key, flashsim returns
+    zeros; jax.nn returns the mean of all values, the softmax over equal scores. The residual (the
+    LSE) also differs: in flashsim, masked scores do not add rounding errors to the residual.
 
     Parameters
     ----------

@@ -166,7 +166,7 @@ def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Arr
 
 
 def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
-    """Check sinks; return them in the type in which scores are computed."""
+    """Check attention sinks; return the sinks in the type in which scores are computed."""
     sinks = taken("sinks", sinks)
     if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ShapeError(

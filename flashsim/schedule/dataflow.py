@@ -16,15 +16,16 @@ Five rules keep one dataflow valid for many problems:
 
 - A tensor that the problem does not have is left out, and so is a stage that has no other tensor.
   The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
-  cache. The tensor `V` is left out if it is columns of K, and `dL` if the LSE has no gradient. The
-  tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask function with
-  captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with sinks and left
-  out in others.
+  cache. The tensor `V` is left out if V is stored as columns of K, and `dL` if the LSE has no
+  gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
+  function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
+  sinks and left out in others.
 - A Q-outer loop reads captured elements that depend only on the head or the row at the start of a
   step (`F_own`, `M_own`), and all others at each visit (`F`, `M`). Visits of FULL tiles do not load
   `M`.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
-- A stage that only converts an accumulator to X's type is left out if both have the same type.
+- A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
+  type.
 - In a problem with FP8 scales, each loaded tile of Q, K or V is loaded with its scales.
 """
 

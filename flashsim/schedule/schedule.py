@@ -396,7 +396,7 @@ class Schedule(Grid):
 
     @cached_property
     def part_sums(self) -> PartSums:
-        """Sums over all row tiles of their numbers of rows and parts."""
+        """The sums of rows, and of rows x parts, over this schedule's row tiles (`PartSums`)."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         several = (self.part_counts > 1) | (self.prefix_tiles > 0)
         return PartSums(

@@ -141,7 +141,7 @@ ENERGIES = {
 
 
 def energy_of(device: Device | str) -> Energy | None:
-    """Return a device's energy constants; None if they were never measured.
+    """Return a device's energy constants; None if the device's energy was never measured.
 
     Parameters
     ----------

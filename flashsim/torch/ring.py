@@ -48,9 +48,10 @@ def ring_attention(
     """Compute attention, with a gradient, over a sequence divided among the ranks of a group.
 
     Every rank calls this function with its own rows (`shard`). Ranks pass on K and V while the
-    kernels of `attention` compute; in some schemes they exchange heads. The results of blocks are
-    merged by their LSE in float32. The backward pass also sends dK and dV, in float32, after K and
-    V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at the call.
+    kernels of `attention` compute; in some schemes, ranks exchange heads instead or in addition.
+    The results of blocks are merged by their LSE in float32. The backward pass also sends dK and
+    dV, in float32, after K and V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at
+    the call.
 
     Parameters
     ----------
@@ -289,9 +290,9 @@ class _Part:
         """Return the gradients of this rank's rows.
 
         dK and dV of other members' keys are sent after these keys' K and V until they reach the
-        rank that owns the keys. At first dK and dV are one block's gradients, in the type of its
-        computation. From the second block on, dK and dV are float32 sums. The rank that owns the
-        keys adds the gradients of its own block, and rounds the sum once.
+        rank that owns the keys. At first dK and dV are one block's gradients, in the type in which
+        that block was computed. From the second block on, dK and dV are float32 sums. The rank that
+        owns the keys adds the gradients of its own block, and rounds the sum once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)

@@ -316,7 +316,7 @@ def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[d
 
 
 def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
-    """Return the mean time of the measured calls, and whether it is of kernels or operators."""
+    """Return the measured calls' mean time, and whether kernels or operators were timed."""
     times = [sum(call.measured[direction].values()) for call in calls if direction in call.measured]
     if not times:
         return {"measured ms": None}

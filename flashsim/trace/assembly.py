@@ -77,8 +77,8 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
     """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
 
     `heights`, int64 (T,), are the numbers of rows of the row tiles. Each row of scores spans the
-    keys of its sequence. Each row of a bias gradient spans all keys, because the whole matrix is
-    cleared and rounded.
+    keys of the row's sequence. Each row of a bias gradient spans all keys, because the whole matrix
+    is cleared and rounded.
     """
     keys = (
         schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)

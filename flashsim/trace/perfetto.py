@@ -124,9 +124,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The counters' times come from the timeline, and their bytes from the events. The bytes of a
-    visit are added at the visit's end, and those of an outer step when its row or column tile is
-    stored. A thread block uses its stage's peak SRAM while its last role works (of a
+    The times of the counters come from the timeline, the bytes of the counters from the events. The
+    bytes of a visit are added at the visit's end, and those of an outer step when its row or column
+    tile is stored. A thread block uses its stage's peak SRAM while its last role works (of a
     warp-specialised kernel, the last consumer).
     """
     yield from _process(_COUNTERS, "totals")

@@ -2,8 +2,8 @@
 
 The grid has one row per query tile and one column per key tile. So a tensor with one row per query
 is drawn as a column beside the grid, and a tensor with one row per key as a row above or below the
-grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn at the left of the
-grid and above it, results at its right and below it.
+grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn to the left of the
+grid and above it, results to the right and below.
 """
 
 from __future__ import annotations

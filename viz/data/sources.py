@@ -60,8 +60,8 @@ def one_trace(data: Any) -> Trace:
 def made_by(how: str, data: Any, has: str) -> Any:
     """Return `data`, which must be the result of the function named `how`.
 
-    The result is recognised by its attribute `has`, because its class belongs to a higher layer,
-    which this module may not import.
+    The object is recognised by the attribute `has`, because the object's class belongs to a higher
+    layer, which this module may not import.
     """
     if not hasattr(data, has):
         raise DTypeError(f"expected the result of {how}, got {shown(data)}")

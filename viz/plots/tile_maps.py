@@ -127,8 +127,9 @@ def mask(
 ) -> None:
     """Draw the scores that a mask keeps, and the tiles that kernels compute to get them.
 
-    Kernels skip a tile without a kept score. In every other tile they compute all scores, including
-    those that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q, n_kv, 4).
+    Kernels skip a tile without a kept score. In every other tile, kernels compute all scores,
+    including scores that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q,
+    n_kv, 4).
 
     Parameters
     ----------

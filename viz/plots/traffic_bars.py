@@ -295,7 +295,7 @@ def sram_timeline(
 
     The dashed line is the shared memory that the device offers to one block. If the tiles use only
     a small part of this capacity, the capacity is written at the top instead. A GPU kernel may hold
-    more bytes than that, because a block has registers besides its shared memory.
+    more bytes than this capacity, because a block has registers besides shared memory.
 
     Parameters
     ----------

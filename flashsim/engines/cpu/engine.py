@@ -409,8 +409,8 @@ def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers (see `float16`).
 
     Arrays of other types are returned unchanged. If the number of 16-bit elements is odd, the last
-    element lies past the end of the view. Kernels can still read that element, because they do not
-    check bounds.
+    element lies past the end of the view. Kernels can still read that last element, because kernels
+    do not check bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat

@@ -25,7 +25,7 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 
 
 class Panels(NamedTuple):
-    """A problem's compiled score functions, and the arrays that they use.
+    """A problem's compiled score functions, and the arrays that these functions use.
 
     The field `calls` contains the addresses of the compiled functions, or 0 for a missing function.
     The field `table` contains the addresses of captured arrays and of their gradients. The field

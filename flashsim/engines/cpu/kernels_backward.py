@@ -69,7 +69,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     to the query tile's dQ in memory (``grads.dq``). Several threads add to the same tile of dQ, so
     ``turns[head, row tile]`` counts the additions, and each thread waits for its turn. So every sum
     has a fixed order, and the results are the same for any number of threads. Threads cannot
-    deadlock, because they take key tiles, and process the key tiles of a run, in the order of the
+    deadlock, because the order in which threads take and process key tiles is the order of the
     turns.
 
     A thread processes a run of neighbouring column tiles (key tiles) together. So the thread reads

@@ -232,7 +232,7 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 def scale_scores(cpu, S, s0, ld, rows, scale):
     """Multiply scores by ``scale[0]`` if operands are pairs.
 
-    Float operands were already multiplied by the scale when they were copied.
+    For float operands, the scale was already applied when the operands were copied.
     """
 
 

@@ -1,9 +1,9 @@
 """Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The lanes of a panel are either queries or keys, and the same functions serve both. Each element
-(row r, lane c) of a panel is the score of one query and one key. The score's index in the bias, its
-index in the mask's bits and its distance from the diagonal are linear in r and c. So the code
-describes each such position by a start and two strides.
+The lanes of a panel are either queries or keys; this module's functions work for either case. Each
+element (row r, lane c) of a panel is the score of one query and one key. The score's index in the
+bias, its index in the mask's bits and its distance from the diagonal are linear in r and c. So the
+code describes each such position by a start and two strides.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A schedule's tables, and how its tiles are divided among threads.
+    """A schedule's tables, and the division of the schedule's tiles among threads.
 
     Attributes
     ----------

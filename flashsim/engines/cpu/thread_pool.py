@@ -2,9 +2,9 @@
 
 When a caller wakes a sleeping thread, Linux often runs the thread on the caller's CPU. Linux moves
 the thread to another CPU only a few milliseconds later, when a short kernel has already ended
-(docs/notebooks/cpu.md). So before a caller wakes threads, the caller restricts these threads to
-CPUs other than its own. As soon as a woken thread runs, the thread may use all CPUs again. So Linux
-can move the thread if other processes are busy.
+(docs/notebooks/cpu.md). So before a caller wakes threads, it restricts these threads to CPUs on
+which the caller does not run. As soon as a woken thread runs, the thread may use all CPUs again. So
+Linux can move the thread if other processes are busy.
 """
 
 from __future__ import annotations

@@ -212,7 +212,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of one access pattern, or of all, in every layout that allows it."""
+    """Return a table of one access pattern, or of all, in every layout that allows the pattern."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

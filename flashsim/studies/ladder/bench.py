@@ -1,6 +1,6 @@
 """The simulated machine on which the ladder's algorithms ("rungs") run.
 
-It has one head, visits all tiles, and its loops are Q-outer.
+The machine runs one head, visits all tiles, and its outer loop runs over queries.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class Constants(NamedTuple):
     A "share" is a fraction of the time that a unit alone needs for a visit (`units.Work`; a visit
     is one query tile times one key tile). For that part of the time, the visit keeps the other
     blocks on its SM waiting. A share is near 1 if the unit bounds the kernel's time, and near 0 if
-    its work overlaps with another unit's. A share exceeds 1 if the kernel's warps wait for each
-    other.
+    the unit's work overlaps with that of another unit. A share exceeds 1 if the kernel's warps wait
+    for each other.
 
     Attributes
     ----------

@@ -422,7 +422,7 @@ def stage_seconds(
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
-    """Return the share of a wave's HBM bytes whose transfer does not overlap with its products.
+    """Return the share of a wave's HBM bytes whose transfer does not overlap with products.
 
     The blocks of a wave load their outer tiles and first visits at about the same time, and later
     store together. Their other visits' tiles arrive during products.

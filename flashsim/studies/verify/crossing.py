@@ -317,9 +317,9 @@ def _columns_of_dq(traffic: Traffic) -> int:
     """Return how many columns of dQ the portable fused kernel multiplies.
 
     The number of columns is a multiple of 16, and each warp has equally many. A warp whose columns
-    all lie past the last column computes nothing. If a warp has only one pair of fragments left and
-    its share is two pairs, it computes two; for larger shares, the kernel has a branch that stops
-    earlier.
+    all lie past the last column computes nothing. If a warp's share is two pairs of fragments but
+    only one pair is left, the warp still computes two. For larger shares, the kernel has a branch
+    that stops earlier.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

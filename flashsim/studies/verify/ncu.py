@@ -74,8 +74,9 @@ class MeasuredLaunch:
 def stage_of(kernel: str) -> str | None:
     """Return the stage that the kernel of this name runs; None if it is not a kernel of flashsim.
 
-    One kernel runs the KV-outer pass. Its name contains ``dkdv`` or ``backward``, whether it also
-    reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv" for both stages.
+    One kernel runs the KV-outer pass. That kernel's name contains ``dkdv`` or ``backward``, whether
+    the kernel also reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv"
+    for both stages.
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:

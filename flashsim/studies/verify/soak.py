@@ -134,7 +134,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 def table(found: Sequence[Apart], most: int = 20) -> Table:
     """Return a table of the largest errors.
 
-    Its note counts the quantities that are within their targets.
+    The table's note says how many quantities are within their error targets.
     """
     parts = []
     for quantity in TARGETS:

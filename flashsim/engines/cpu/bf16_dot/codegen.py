@@ -234,7 +234,7 @@ def build_transpose_panel(code: PairCode, panel, X, d, factors, rows, columns) -
     b = code.b
 
     def fetch(y, x, r: int):
-        """Load row x + r of the panel from lane y on, and multiply each lane by its factor."""
+        """Load row x + r of the panel from lane y on, and multiply each lane by the lane factor."""
         value = code.load(code.at(panel, code.times(code.plus(x, r), code.width), y))
         return b.fmul(value, code.load(code.at(factors, y)))
 

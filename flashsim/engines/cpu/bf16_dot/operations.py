@@ -102,7 +102,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """Multiply each lane of X by its factor; vector code skips X if all factors are 1."""
+    """Multiply each lane of X by the lane's factor; vector code skips X if all factors are 1."""
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]

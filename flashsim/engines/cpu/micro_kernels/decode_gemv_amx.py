@@ -4,7 +4,7 @@ The module `bf16_dot.amx_tiles` explains the tiles. Rows of K are used in place 
 and Q is packed as a right operand. So a tile of scores has keys as rows and heads as columns, and
 must be transposed. The softmax writes P in the layout of a left operand. Each row of the right
 operand consists of two rows of V, merged into pairs. With fewer than 16 heads, a tile's remaining
-rows or columns belong to no head, and their results are never read.
+rows or columns belong to no head, and the code never reads results from them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
 Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
-float. So a kernel is compiled once for both float16 and bfloat16 inputs.
+float. So one compiled kernel serves both float16 and bfloat16 inputs.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ def using(pipeline: type[Part], definition: Callable, choose: Callable, **option
 
 
 def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **options: Any) -> Any:
-    """Decorate a function as a part of kernels; a call from Python runs it uncompiled."""
+    """Decorate a function as a part of kernels; a call from Python runs the plain function."""
     if definition is None:
         return lambda function: part(function, pipeline=pipeline, **options)
     using(pipeline, definition, lambda *_: definition, **options)

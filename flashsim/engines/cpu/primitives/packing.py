@@ -29,7 +29,7 @@ def filled(n, value, dtype):
 
 @part
 def fill(X, value):
-    """Set all elements of X to `value`, which has their type."""
+    """Set all elements of X to `value`, which must have the same type as X."""
     for i in range(X.size):
         X[np.uint64(i)] = value
 
