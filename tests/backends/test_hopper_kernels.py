@@ -261,6 +261,13 @@ def test_key_tiles_that_leave_multiprocessors_idle_are_shared_by_clusters():
     for tiling, blocks in ((Tiling(64, 64), 8), (ROLES, 1)):  # roles have no clusters
         given = wide, tiling, H200, "ascending", "", "flash2-fused"
         assert HOPPER.backward_passes(*given)[1].kernel.cluster == blocks
+    wide = Problem(2048, 2048, 256, 256, heads=4, dtype="bfloat16", causal=True)  # 128 items
+    for problem, blocks in (
+        (wide, 1),
+        (replace(wide, heads=2, kv_heads=2), 2),
+    ):  # clusters of two: 256, 128
+        dkdv = HOPPER.backward_passes(problem, None, H200, "ascending", "", "flash2")[1]
+        assert dkdv.kernel.cluster == blocks
     dkdv, dq = HOPPER.backward_passes(p, None, H200, "ascending", "", "flash2")[1:]
     assert (dkdv.kernel.cluster, dq.kernel.cluster) == (2, 1)
     assert dq.grid == (132,)
