@@ -215,7 +215,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return the seconds of each stage in the portable kernels; empty if these cannot run it."""
+    """Return each stage's seconds in the portable kernels; empty if they cannot run the pass."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:
