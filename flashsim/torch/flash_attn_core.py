@@ -175,7 +175,7 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `with_cache` does for packed queries, (tokens, heads, d), and packed new keys.
+    """Rotate, append and attend like `with_cache`, for packed queries (tokens, heads, d) and keys.
 
     Cache lengths are read on the host. The argument `splits` has no effect.
     """
@@ -290,8 +290,8 @@ def attend(
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
     `cuts` divides a batch of 1 into packed sequences. If `signed`, a negative number in `window`
-    moves that side across the diagonal, and only None means no limit; otherwise a negative number
-    means no limit, too.
+    moves that side of the window across the diagonal, and only None means no limit. Otherwise, a
+    negative number also means no limit.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -326,7 +326,7 @@ def attend(
 
 
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
-    """Cut sequences where chunks of `chunk` positions end; pieces without queries or keys are kept.
+    """Cut sequences at multiples of `chunk` positions; pieces without queries or keys are kept.
 
     Query i of a sequence has the same position as key ``i + n_k - n_q``. In every piece, as in an
     uncut sequence, the last query has the position of the last key, so masks do not change.
@@ -453,7 +453,7 @@ def _functions_of(
     start: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Do what `_by_functions` does for sequences whose diagonal starts at key `start`."""
+    """Compute attention with ALiBi and a signed window if all diagonals start at key `start`."""
     starts = torch.tensor([start], dtype=torch.int32, device=q.device)
     mask = None
     if tuple(window) != (None, None):
