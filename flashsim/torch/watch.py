@@ -183,19 +183,22 @@ def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
 _apply = torch.autograd.Function.apply.__func__
 
 
-def _applied(cls: type, *args: Any) -> Any:
+def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
     """Call an autograd function, for this thread's recorders: FlashAttention-4 is such a function.
 
-    Modes do not see it, because it calls no operator of torch.
+    Modes do not see it, because it calls no operator of torch. Torch takes keywords if the function
+    defines `setup_context`.
     """
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
-    return run(*args)
+    return run(*args, **kwargs)
 
 
-def _watching(recorder: _Recorder, func: Any, run: Callable[..., Any], *args: Any) -> Any:
-    return recorder.watched(func, args, None, run)
+def _watching(
+    recorder: _Recorder, func: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return recorder.watched(func, args, kwargs, run)
 
 
 class _Names:

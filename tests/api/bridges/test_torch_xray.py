@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -12,7 +12,7 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 from flashsim import Problem  # noqa: E402
-from flashsim.torch import compiled_calls, xray  # noqa: E402
+from flashsim.torch import compiled_calls, watch, xray  # noqa: E402
 from flashsim.torch.watch import in_ranges  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -161,3 +161,49 @@ def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
     with in_ranges(opened) as others:
         FlashAttnFunc.apply(q, k, v, None, False)
     assert next(iter(others.calls.values()))[0].pattern.window is None
+
+
+@pytest.mark.parametrize("observers", [1, 2])
+def test_an_autograd_function_takes_keywords_while_it_is_watched(observers):
+    """Torch takes them if `setup_context` is defined; the names are those of our own parameters."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(x, recorder=2.0, run=0.0):
+            return x * recorder + run
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.factor = inputs[1]
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout * ctx.factor, None, None
+
+    x = torch.ones(2, requires_grad=True)
+    with ExitStack() as stack:
+        stack.enter_context(in_ranges(torch.profiler.record_function))
+        for _ in range(observers - 1):
+            stack.enter_context(watch())
+        found = Scaled.apply(x, recorder=3.0, run=1.0)
+        found.sum().backward()
+    assert (found.tolist(), x.grad.tolist()) == ([4.0, 4.0], [3.0, 3.0])
+
+
+def test_keywords_of_a_seen_autograd_function_are_read(monkeypatch):
+    class FlashAttnFunc(torch.autograd.Function):
+        @staticmethod
+        def forward(q, k, v, softmax_scale=None, causal=False):
+            return v * 1.0
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    monkeypatch.setattr(FlashAttnFunc, "__module__", "flash_attn.cute.interface")
+    q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+    with watch() as seen:
+        FlashAttnFunc.apply(q, k, v, softmax_scale=0.5, causal=True)
+    assert not seen.missed
+    (call,) = seen
+    assert call.problem == Problem(8, head_dim=16, batch=2, heads=4, causal=True, scale=0.5)
