@@ -289,7 +289,9 @@ class _Recorder:
     def compiled(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a compiled flex_attention, and record the call."""
+        """Call a compiled flex_attention, and record the call if it is made in this thread."""
+        if self not in _here():
+            return run(*args, **kwargs)
         return self.watched(signatures.FLEX, args, kwargs, run)
 
     def _timed(self) -> AbstractContextManager[Any]:

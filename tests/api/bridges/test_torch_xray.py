@@ -1,6 +1,7 @@
 """The ranges by which Nsight Compute labels a program's attention kernels, and their calls."""
 
 import json
+import threading
 import warnings
 from contextlib import ExitStack, contextmanager
 
@@ -105,12 +106,12 @@ def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way):
 
 def test_a_module_compiled_without_options_keeps_its_result():
     """Its hooks return nothing: a hook's result would replace the module's."""
-    layer, around, x = torch.nn.Linear(4, 2), [], torch.ones(3, 4)
+    layer, around, x = torch.nn.Linear(4, 2), compiled_calls._Around(), torch.ones(3, 4)
     expected = layer(x)
     noted = []
-    layer.register_forward_pre_hook(lambda *_: noted.append(len(around)))
+    layer.register_forward_pre_hook(lambda *_: noted.append(len(around.options)))
     torch.testing.assert_close(compiled_calls._entered(layer, around, {})(x), expected)
-    assert (noted, around) == ([0], [])
+    assert (noted, around.options) == ([0], [])
 
 
 def test_flex_attention_outside_of_compiled_code_stays_uncompiled():
@@ -125,6 +126,49 @@ def test_flex_attention_outside_of_compiled_code_stays_uncompiled():
     torch.testing.assert_close(found, sdpa(q, q, q))  # not doubled
     calls = [call for call, direction in ranges.calls.values() if direction == "forward"]
     assert [call.pattern.causal for call in calls] == [False, True]
+
+
+def test_compiled_code_of_another_thread_compiles_no_call_of_this_one():
+    """The other thread's flex_attention runs compiled as well, but it is not watched."""
+    q, entered, leave = torch.randn(1, 2, 128, 16), threading.Event(), threading.Event()
+    others = []
+
+    def hold():
+        others.append(flex.flex_attention(q, q, q, score_mod=doubled_if_compiled))
+        entered.set()
+        assert leave.wait(60)
+
+    with warnings.catch_warnings(), in_ranges(torch.profiler.record_function) as ranges:
+        warnings.simplefilter("ignore")  # torch's advice to compile it
+        other = threading.Thread(target=torch.compile(hold, backend="eager"))
+        other.start()
+        try:
+            assert entered.wait(60)
+            found = flex.flex_attention(q, q, q, score_mod=doubled_if_compiled)
+        finally:
+            leave.set()
+            other.join()
+    torch.testing.assert_close(found, sdpa(q, q, q))  # not doubled
+    torch.testing.assert_close(others, [sdpa(q, q, q, scale=2 / 4)])
+    assert [way for _, way in ranges.calls.values()].count("forward") == 1
+
+
+def test_flex_attention_is_compiled_once_for_the_same_options(monkeypatch):
+    q, compiled, compile_ = torch.randn(1, 2, 128, 16), [], torch.compile
+
+    def noting(function, **options):
+        compiled.append((function, options["backend"]))
+        return compile_(function, **options)
+
+    monkeypatch.setattr(torch, "compile", noting)
+    attend = flex.flex_attention
+    with in_ranges(torch.profiler.record_function) as ranges:
+        for backend in ("eager", "eager", "aot_eager"):
+            run = torch.compile(lambda x: flex.flex_attention(x, x, x), backend=backend)
+            run(q)
+            run(q)
+    assert [way for function, way in compiled if function is attend] == ["eager", "aot_eager"]
+    assert [way for _, way in ranges.calls.values()].count("forward") == 6
 
 
 def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
