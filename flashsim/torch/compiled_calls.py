@@ -7,6 +7,7 @@ kernels with and without compilation.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -21,6 +22,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
+class _Around(threading.local):
+    """The compiled functions that are running in this thread, outermost first."""
+
+    def __init__(self) -> None:
+        self.options: list[dict[str, Any]] = []
+
+
 @contextmanager
 def compiled_flex(observe: Observer) -> Iterator[None]:
     """In the ``with`` block, compile flex_attention for each call in compiled code.
@@ -28,7 +36,7 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
     The call gets the options of the `torch.compile` around it. Only what this block compiles or
     imports is affected: the block replaces `torch.compile` and `flex_attention` in their modules.
     """
-    around: list[dict[str, Any]] = []  # the options of the compiled functions that are running
+    around = _Around()
     made: dict[str, Callable[..., Any]] = {}
     compile_, attend = torch.compile, flex.flex_attention
 
@@ -41,11 +49,13 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
 
     @wraps(attend)
     def attending(*args: Any, **kwargs: Any) -> Any:
-        if not around or torch.compiler.is_compiling():
+        if not around.options or torch.compiler.is_compiling():
             return attend(*args, **kwargs)
-        options = around[-1]
-        run = made.setdefault(repr(sorted(options.items())), compile_(attend, **options))
-        return observe(_on_its_own(run), args, kwargs)
+        options = around.options[-1]
+        key = repr(sorted(options.items()))
+        if key not in made:
+            made[key] = compile_(attend, **options)
+        return observe(_on_its_own(made[key]), args, kwargs)
 
     with (
         mock.patch.object(torch, "compile", compile),
@@ -55,29 +65,29 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
 
 
 def _noting(
-    run: Callable[..., Any], around: list[dict[str, Any]], options: dict[str, Any]
+    run: Callable[..., Any], around: _Around, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return `run`, which puts its options on the list `around` while it runs."""
+    """Return `run`, which adds its options to `around` while it runs."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
-        around.append(options)
+        around.options.append(options)
         try:
             return run(*args, **kwargs)
         finally:
-            around.pop()
+            around.options.pop()
 
     return running
 
 
-def _entered(model: Any, around: list[dict[str, Any]], options: dict[str, Any]) -> Any:
-    """Return a compiled module, which puts its options on the list `around` while it runs."""
+def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
+    """Return a compiled module, which adds its options to `around` while it runs."""
 
     def enter(*_: Any) -> None:
-        around.append(options)
+        around.options.append(options)
 
     def leave(*_: Any) -> None:  # a hook's result would replace the module's
-        around.pop()
+        around.options.pop()
 
     model.register_forward_pre_hook(enter)
     model.register_forward_hook(leave, always_call=True)

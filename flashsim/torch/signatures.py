@@ -50,9 +50,11 @@ def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Argu
         bound = inspect.signature(func).bind(*args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
-    if isinstance(func, type):  # an autograd function; its first argument is the context
-        forward: Callable[..., Any] = getattr(func, "forward")  # noqa: B009
-        bound = inspect.signature(forward).bind(None, *args)
+    if isinstance(func, type):  # an autograd function
+        forward, setup = (getattr(func, part) for part in ("forward", "setup_context"))
+        # Without its own `setup_context`, its forward pass takes the context first.
+        context = (None,) if setup is torch.autograd.Function.setup_context else ()
+        bound = inspect.signature(forward).bind(*context, *args, **kwargs)
         bound.apply_defaults()
         return bound.arguments
     if func is FLEX:

@@ -184,20 +184,22 @@ def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
 _apply = torch.autograd.Function.apply.__func__
 
 
-def _applied(cls: type, *args: Any) -> Any:
+def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
     """Call an autograd function and report it to this thread's recorders.
 
     FlashAttention-4 is such a function. It calls no operator of torch, so torch's modes do not see
-    it.
+    it. Torch accepts keywords if the function defines `setup_context`.
     """
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
-    return run(*args)
+    return run(*args, **kwargs)
 
 
-def _watching(recorder: _Recorder, func: Any, run: Callable[..., Any], *args: Any) -> Any:
-    return recorder.watched(func, args, None, run)
+def _watching(
+    recorder: _Recorder, func: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Any:
+    return recorder.watched(func, args, kwargs, run)
 
 
 class _Names:
@@ -288,7 +290,9 @@ class _Recorder:
     def compiled(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a compiled flex_attention, and record the call."""
+        """Call a compiled flex_attention, and record the call if it is made in this thread."""
+        if self not in _here():
+            return run(*args, **kwargs)
         return self.watched(signatures.FLEX, args, kwargs, run)
 
     def _timed(self) -> AbstractContextManager[Any]:

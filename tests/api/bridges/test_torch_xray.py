@@ -1,8 +1,9 @@
 """The ranges by which Nsight Compute labels a program's attention kernels, and their calls."""
 
 import json
+import threading
 import warnings
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
@@ -12,7 +13,7 @@ from torch.nn.attention import flex_attention as flex  # noqa: E402
 from torch.nn.functional import scaled_dot_product_attention as sdpa  # noqa: E402
 
 from flashsim import Problem  # noqa: E402
-from flashsim.torch import compiled_calls, xray  # noqa: E402
+from flashsim.torch import compiled_calls, watch, xray  # noqa: E402
 from flashsim.torch.watch import in_ranges  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -105,12 +106,12 @@ def test_flex_attention_of_compiled_code_runs_compiled_in_its_range(way):
 
 def test_a_module_compiled_without_options_keeps_its_result():
     """Its hooks return nothing: a hook's result would replace the module's."""
-    layer, around, x = torch.nn.Linear(4, 2), [], torch.ones(3, 4)
+    layer, around, x = torch.nn.Linear(4, 2), compiled_calls._Around(), torch.ones(3, 4)
     expected = layer(x)
     noted = []
-    layer.register_forward_pre_hook(lambda *_: noted.append(len(around)))
+    layer.register_forward_pre_hook(lambda *_: noted.append(len(around.options)))
     torch.testing.assert_close(compiled_calls._entered(layer, around, {})(x), expected)
-    assert (noted, around) == ([0], [])
+    assert (noted, around.options) == ([0], [])
 
 
 def test_flex_attention_outside_of_compiled_code_stays_uncompiled():
@@ -125,6 +126,49 @@ def test_flex_attention_outside_of_compiled_code_stays_uncompiled():
     torch.testing.assert_close(found, sdpa(q, q, q))  # not doubled
     calls = [call for call, direction in ranges.calls.values() if direction == "forward"]
     assert [call.pattern.causal for call in calls] == [False, True]
+
+
+def test_compiled_code_of_another_thread_compiles_no_call_of_this_one():
+    """The other thread's flex_attention runs compiled as well, but it is not watched."""
+    q, entered, leave = torch.randn(1, 2, 128, 16), threading.Event(), threading.Event()
+    others = []
+
+    def hold():
+        others.append(flex.flex_attention(q, q, q, score_mod=doubled_if_compiled))
+        entered.set()
+        assert leave.wait(60)
+
+    with warnings.catch_warnings(), in_ranges(torch.profiler.record_function) as ranges:
+        warnings.simplefilter("ignore")  # torch's advice to compile it
+        other = threading.Thread(target=torch.compile(hold, backend="eager"))
+        other.start()
+        try:
+            assert entered.wait(60)
+            found = flex.flex_attention(q, q, q, score_mod=doubled_if_compiled)
+        finally:
+            leave.set()
+            other.join()
+    torch.testing.assert_close(found, sdpa(q, q, q))  # not doubled
+    torch.testing.assert_close(others, [sdpa(q, q, q, scale=2 / 4)])
+    assert [way for _, way in ranges.calls.values()].count("forward") == 1
+
+
+def test_flex_attention_is_compiled_once_for_the_same_options(monkeypatch):
+    q, compiled, compile_ = torch.randn(1, 2, 128, 16), [], torch.compile
+
+    def noting(function, **options):
+        compiled.append((function, options["backend"]))
+        return compile_(function, **options)
+
+    monkeypatch.setattr(torch, "compile", noting)
+    attend = flex.flex_attention
+    with in_ranges(torch.profiler.record_function) as ranges:
+        for backend in ("eager", "eager", "aot_eager"):
+            run = torch.compile(lambda x: flex.flex_attention(x, x, x), backend=backend)
+            run(q)
+            run(q)
+    assert [way for function, way in compiled if function is attend] == ["eager", "aot_eager"]
+    assert [way for _, way in ranges.calls.values()].count("forward") == 6
 
 
 def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
@@ -161,3 +205,49 @@ def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
     with in_ranges(opened) as others:
         FlashAttnFunc.apply(q, k, v, None, False)
     assert next(iter(others.calls.values()))[0].pattern.window is None
+
+
+@pytest.mark.parametrize("observers", [1, 2])
+def test_an_autograd_function_takes_keywords_while_it_is_watched(observers):
+    """Torch takes them if `setup_context` is defined; the names are those of our own parameters."""
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(x, recorder=2.0, run=0.0):
+            return x * recorder + run
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            ctx.factor = inputs[1]
+
+        @staticmethod
+        def backward(ctx, dout):
+            return dout * ctx.factor, None, None
+
+    x = torch.ones(2, requires_grad=True)
+    with ExitStack() as stack:
+        stack.enter_context(in_ranges(torch.profiler.record_function))
+        for _ in range(observers - 1):
+            stack.enter_context(watch())
+        found = Scaled.apply(x, recorder=3.0, run=1.0)
+        found.sum().backward()
+    assert (found.tolist(), x.grad.tolist()) == ([4.0, 4.0], [3.0, 3.0])
+
+
+def test_keywords_of_a_seen_autograd_function_are_read(monkeypatch):
+    class FlashAttnFunc(torch.autograd.Function):
+        @staticmethod
+        def forward(q, k, v, softmax_scale=None, causal=False):
+            return v * 1.0
+
+        @staticmethod
+        def setup_context(ctx, inputs, output):
+            pass
+
+    monkeypatch.setattr(FlashAttnFunc, "__module__", "flash_attn.cute.interface")
+    q, k, v = (torch.randn(2, 8, 4, 16) for _ in range(3))
+    with watch() as seen:
+        FlashAttnFunc.apply(q, k, v, softmax_scale=0.5, causal=True)
+    assert not seen.missed
+    (call,) = seen
+    assert call.problem == Problem(8, head_dim=16, batch=2, heads=4, causal=True, scale=0.5)
