@@ -3,9 +3,9 @@
 A search in the colour space Oklab chose the colours: it maximised the smallest distance between any
 two colours. Distances were compared for normal sight and for protanopia, deuteranopia and
 tritanopia, which are simulated with the matrices of Machado, Oliveira and Fernandes (2009).
-`tests/viz/test_viz_palette.py` measures these distances. Seventeen colours cannot all be far apart,
-so nothing depends on colour only: tensors have labels, gradients are hatched, and line styles
-differ.
+`tests/viz/test_viz_palette.py` measures these distances. Seventeen colours cannot all differ
+clearly, so a reader never depends on colour alone: tensors have labels, gradients are hatched, and
+line styles differ.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Theme:
         By the papers' names; see `color`.
     cycle : tuple of str
         Colours of lines and bars that stand for algorithms, in the order of `sources.NAMES`:
-        standard, FlashAttention-1, FlashAttention-2, fused. None of them resembles a tensor's
-        colour.
+        standard, FlashAttention-1, FlashAttention-2, fused. None of these colours resembles a
+        tensor's colour.
     """
 
     name: str

@@ -205,7 +205,7 @@ def series_style(theme: Theme, n: int) -> dict[str, Any]:
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """Return a ramp of one hue from near the background to near the text colour.
+    """Return a colour ramp of one hue, from near the background colour to near the text colour.
 
     The ramp is readable in print and with colour blindness.
     """

@@ -1,4 +1,4 @@
-"""All public functions and classes; the package `flashsim` loads them from here."""
+"""Contains all public functions and classes, which the package `flashsim` loads from here."""
 # ruff: noqa: F401 - flashsim.__all__ lists these names
 
 from flashsim.api.compare import Comparison, compare

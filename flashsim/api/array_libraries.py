@@ -1,9 +1,9 @@
-"""Convert CPU arrays of any library to NumPy arrays that share their memory, and back.
+"""Convert CPU arrays of any library to NumPy arrays that share memory with them, and back.
 
-Results are arrays of the inputs' library; for a subclass of torch.Tensor they are plain tensors.
-NumPy's and torch's arrays are recognised by their package's name. Arrays of other libraries are
-read through DLPack. Results become arrays of the inputs' library if it has an array namespace, as
-JAX does; otherwise they stay NumPy arrays. No input array is copied.
+Results are arrays of the inputs' library; for inputs of a subclass of torch.Tensor, results are
+plain tensors. NumPy's and torch's arrays are recognised by their package's name. Arrays of other
+libraries are read through DLPack. Results become arrays of the inputs' library if it has an array
+namespace, as JAX does; otherwise they stay NumPy arrays. No input array is copied.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _DLPACK_CPU = 1
 
 
 class Host(NamedTuple):
-    """How to convert one library's arrays: `take(name, x)` gives NumPy's, `give` converts back.
+    """How to convert a library's arrays: `take(name, x)` returns NumPy's, `give` converts back.
 
     `library` is the array library's package name, or "" if arrays of any kind pass through
     unchanged.
@@ -87,10 +87,10 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Copy arrays to NumPy, from a GPU too; the returned `Host` converts results back.
+    """Copy arrays to NumPy, also from a GPU; the returned `Host` converts results back.
 
-    The function serves operations that have no GPU kernel. All arrays are converted in the way of
-    the first one.
+    The function serves operations that have no GPU kernel. The library of the first array decides
+    how all arrays are converted.
     """
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)

@@ -93,7 +93,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """Return `array` if it has the shape and dtype of `like`, which errors call `what`."""
+    """Return `array` if its shape and dtype are those of `like`; error texts call it `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")

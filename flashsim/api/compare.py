@@ -34,7 +34,7 @@ from flashsim.trace.trace import Trace
 @own_errors
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(report.Tabled):
-    """The results of several algorithms on the same inputs; printing it shows one table.
+    """The results of several algorithms on the same inputs; prints as one table.
 
     Attributes
     ----------
@@ -140,8 +140,8 @@ def compare(
     dout : array, optional
         Gradient of the loss with respect to `out`; with it, the backward passes also run.
     tiling, backward_tiling : Tiling or "fit", optional
-        The tiling of the forward passes, and of the backward passes. "fit": each algorithm's own,
-        the one that fits and moves the fewest bytes. Default: on the CPU `Tiling.common`, one for
+        The tiling of the forward passes, and of the backward passes. "fit": for each algorithm, the
+        tiling that fits and moves the fewest bytes. Default: on the CPU `Tiling.common`, one for
         all algorithms and both directions; "fit" on a GPU, with options of decoding, `scales` or a
         block mask.
     **options
@@ -208,7 +208,7 @@ def compare(
 
 
 def _plain(backend: str, options: Mapping[str, Any]) -> bool:
-    """Return whether the problem's sizes alone decide which tiles are possible."""
+    """Return whether only the problem's sizes decide which tiles are possible."""
     deciding = (*inputs.DECODING, "scales", "block_mask")
     return backend in dispatch.ON_CPU and all(options.get(name) is None for name in deciding)
 

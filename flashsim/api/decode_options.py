@@ -38,15 +38,15 @@ class DecodeOptions:
         The number of live keys per batch entry. The causal mask is aligned to their end. Default:
         the whole cache.
     shared_prefix : int, optional
-        The number of equal keys that all entries begin with, which are read once (cascade
-        attention). With a `block_table`, whole pages.
+        The number of equal keys with which all entries begin; these keys are read once (cascade
+        attention). With a `block_table`, these keys must fill whole pages.
     block_table : array of int, (batch, max_pages), optional
         Row b lists the pages that hold the keys of entry b; k and v are then (pages, kv_heads,
         page_size, head_dim). `count` and `predict` take the page size from the problem.
     head_dim_v : int, optional
         V is the first `head_dim_v` columns of k, and v is None (latent attention).
     workspace : flashsim.backends.cupy_gpu.decode.Workspace, optional
-        "cupy" only: memory for partial results that calls share.
+        "cupy" only: memory for partial results, which several calls can share.
 
     Raises
     ------

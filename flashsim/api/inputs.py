@@ -95,8 +95,8 @@ class Inputs(NamedTuple):
 def offsets(cu_seqlens: Any) -> Any:
     """Return the offsets of packed sequences; a tensor is converted to a tuple.
 
-    The conversion is needed because a tensor may change later, and its hash is only its id. Reading
-    a tensor on a GPU waits for it.
+    The conversion is needed because a tensor may change later, and a tensor's hash is only its id.
+    Reading a tensor that is on a GPU waits for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -234,7 +234,7 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return V, and whether V is the first `head_dim_v` columns of k (then `v` must be None).
+    """Return V, and whether V is the first `head_dim_v` columns of k (if so, `v` must be None).
 
     The function removes `head_dim_v` from `options`.
     """

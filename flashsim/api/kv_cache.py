@@ -129,7 +129,7 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_alike(prefix: int, **caches: np.ndarray) -> None:
-    """Raise `OptionError` unless all entries begin with the same `prefix` keys, bit for bit."""
+    """Raise `OptionError` unless the first `prefix` keys of all entries are equal, bit for bit."""
     for name, x in caches.items():
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
@@ -143,7 +143,7 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 def _checked_table(
     said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
-    """Return the block table as int64, after checking that live keys have pages of the pool.
+    """Return the block table as int64, after checking that the pool has all pages of live keys.
 
     The pages of a shared prefix must be the same in every row.
     """

@@ -22,10 +22,10 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
 
     ``lse = log(exp(lse_a) + exp(lse_b))``, and ``out = exp(lse_a - lse) out_a + exp(lse_b - lse)
     out_b``. This merge is FlashDecoding's second step for two splits of the keys. If a row saw no
-    key of one set (lse = -inf, out = 0), its result is that of the other set.
+    key of one set (lse = -inf, out = 0), the row's result is that of the other set.
 
-    `lse_a` and `lse_b` are natural logarithms. Some libraries (FlashInfer) return an LSE to base 2:
-    multiply it by ``math.log(2)``.
+    `lse_a` and `lse_b` are natural logarithms. Some libraries, such as FlashInfer, return an LSE to
+    base 2. Multiply such an LSE by ``math.log(2)``.
 
     Parameters
     ----------

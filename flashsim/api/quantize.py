@@ -109,7 +109,7 @@ def quantize(
     seed: int = 0,
     backend: str = "simulator",
 ) -> Quantized:
-    """Round q, k and v to FP8, scaled so that the largest element is the type's largest number.
+    """Round q, k and v to FP8; scales map the largest element to the FP8 type's largest number.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Check a call of `run` or `backward`, or find the result of checking an equal call before."""
+"""Check a call of `run` or `backward`; for a call like an earlier one, reuse the earlier check."""
 
 from __future__ import annotations
 
@@ -196,7 +196,7 @@ def _key(
 
 
 def _with(problem: Problem, **fields: Any) -> Problem:
-    """Return the problem with some fields replaced; the same object if nothing changes."""
+    """Return the problem with some fields replaced; if nothing changes, return the same object."""
     same = all(getattr(problem, name) == value for name, value in fields.items())
     return problem if same else replace(problem, **fields)
 

@@ -172,18 +172,19 @@ class Result(_Pass):
         dout : array
             Gradient of the loss with respect to `out`; same shape and dtype.
         dlse : array, optional
-            Gradient of the loss with respect to `lse`; same shape and dtype. Leave it out if the
-            loss does not depend on the LSE: then nothing is read for it.
+            Gradient of the loss with respect to `lse`; same shape and dtype. Leave `dlse` out if
+            the loss does not depend on the LSE; the kernels then read no `dlse`.
         tiling : Tiling, optional
             Default: the best that fits; a backward pass holds more buffers than a forward pass.
         deterministic : bool, optional
-            For FlashAttention-2 only. True runs the three-pass form without atomics, or the fused
-            form with dQ's additions in a fixed order if the backend supports that and it is faster.
-            False runs the fused form, or the three-pass form if the backend chooses the tiling and
-            knows that it is faster. After ``algorithm="flash2-fused"``, False always runs the fused
-            form. With either value a backend may run "flash2-once", which adds nothing up, if it
-            knows that this is faster: for short sequences on a Hopper GPU. A trace says what ran.
-            Default: by `algorithm` ("flash2", three-pass: True; "flash2-fused": False).
+            For FlashAttention-2 only. True runs the three-pass form without atomics. If the backend
+            can run the fused form with dQ's additions in a fixed order, and that form is faster,
+            True runs it instead. False runs the fused form, or the three-pass form if the backend
+            chooses the tiling and knows that it is faster. After ``algorithm="flash2-fused"``,
+            False always runs the fused form. With either value a backend may run "flash2-once",
+            which adds nothing up, if it knows that this is faster: for short sequences on a Hopper
+            GPU. A trace says which form ran. Default: by `algorithm` ("flash2", three-pass: True;
+            "flash2-fused": False).
         trace : bool or "timeline", optional
             Default: as in `run`.
         captured : bool or sequence of str, optional
@@ -297,7 +298,7 @@ def _captured(
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
-    """Return a cache key of all that a GPU backward pass checks; None if it must check again."""
+    """Return a cache key of all values that a GPU backward pass checks; None: check again."""
     arrays = (dout,) if dlse is None else (dout, dlse)
     if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in arrays):
         return None
@@ -311,7 +312,7 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 
 def made(kind: Any, **fields: Any) -> Any:
-    """Make a frozen dataclass from all its fields, 2 us faster than its `__init__`."""
+    """Make an object of a frozen dataclass from all fields, 2 us faster than `__init__` does."""
     instance = object.__new__(kind)
     instance.__dict__.update(fields)
     return instance

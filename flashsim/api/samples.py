@@ -64,11 +64,11 @@ def load_sample(name: str = "layer0") -> Sample:
 
 @own_errors
 def load_sample_trace(name: str = "h200-forward") -> Trace:
-    """Load a trace of a real GPU, which has a timeline of every part of every visit (tile pair).
+    """Load a trace of a real GPU, with the times of every phase of every visit (tile pair).
 
-    It shows flashsim's Hopper kernels running FlashAttention-2 on an NVIDIA H200: 16 heads, 2,048
-    queries and keys, head_dim 128, causal, bfloat16, with the fused backward pass. The trace's
-    ``provenance`` has more details.
+    In this trace, flashsim's Hopper kernels run FlashAttention-2 on an NVIDIA H200. The problem has
+    16 heads, 2,048 queries and keys, head_dim 128, a causal mask and bfloat16 inputs; the backward
+    pass is fused. The trace's ``provenance`` has more details.
 
     Parameters
     ----------

@@ -19,7 +19,7 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return the three scales, plain numbers as float32 arrays; None for "unscaled".
+    """Return the three scales, with plain numbers converted to float32 arrays; None for "unscaled".
 
     Raises
     ------
@@ -54,7 +54,7 @@ def require(dtype: str) -> None:
 
 
 def refuse(dtype: str, who: str) -> None:
-    """Raise `UnsupportedError` if `dtype` is FP8, because `who`, a function, takes no scales."""
+    """Raise `UnsupportedError` if `dtype` is FP8: the function named `who` takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
             f"{who} takes no scales=, but {dtype} inputs need scales; convert to bfloat16, or "

@@ -250,7 +250,7 @@ def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> Non
 
     The check looks at the globals, closure and defaults of the function and of the functions inside
     it. The simulated machine already refuses to store such an array or to combine it with a tile.
-    But it would accept the array's numbers one by one.
+    But the simulated machine would accept the array's numbers one by one.
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value

@@ -1,8 +1,8 @@
 """`sweep`: count many problems, tilings and machines into one table.
 
-A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. Its points are
-independent of each other, so any `concurrent.futures` executor may run them, on one machine or
-many.
+A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. The points of
+a sweep are independent of each other, so any `concurrent.futures` executor may run the points, on
+one machine or many.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from flashsim.report import Cell
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The rows of a sweep, in the order of its lists; printing it shows one table.
+    """The rows of a sweep, in the order of the sweep's lists; prints as one table.
 
     Attributes
     ----------
@@ -181,14 +181,15 @@ def sweep(
     sram_bytes : int or None, or a list of them
         On-chip capacity of one thread block, in bytes, instead of the device's own.
     method : {"count", "run"}
-        "count": the closed form. "run": the simulator, on random inputs; the same figures.
+        "count" uses the closed form. "run" runs the simulator on random inputs, and returns the
+        same figures.
     executor : concurrent.futures.Executor, optional
         Runs the points: a ``ProcessPoolExecutor``, or a Dask cluster's ``client.get_executor()``.
         Default: in this process, one after the other.
     path : path-like, optional
-        A CSV file that gets each row as soon as it is ready. Points that are already in it do not
-        run again. So an interrupted sweep continues where it stopped, and a larger sweep reuses a
-        smaller one. Other points in the file stay.
+        A CSV file that gets each row as soon as it is ready. Points that are already in the file do
+        not run again. So an interrupted sweep continues where it stopped, and a larger sweep reuses
+        the rows of a smaller sweep. Other points in the file stay.
     progress : bool
         Print on stderr if simulating will take more than a minute, and show a progress bar if
         stderr is a terminal.

@@ -77,7 +77,7 @@ class SweepPoint:
 
     @property
     def machine(self) -> Device:
-        """Return the device; its on-chip capacity is that of this point."""
+        """Return the device, with this point's on-chip capacity."""
         return self.device if self.sram_bytes is None else self.device.with_sram(self.sram_bytes)
 
     @property

@@ -29,8 +29,9 @@ class SweepFile:
     """A CSV file with fixed columns; opening it again finds the rows written before.
 
     Each row is one line, written at once under a lock, so several processes can add rows. An
-    interruption can truncate only the last line; the next writer drops it. A file with a byte order
-    mark or CRLF, as spreadsheets and editors save it, can be read; new rows keep its line endings.
+    interruption can truncate only the last line; the next writer drops a truncated line. A file
+    with a byte order mark or CRLF, as spreadsheets and editors save it, can be read; new rows keep
+    its line endings.
 
     Parameters
     ----------

@@ -29,9 +29,10 @@ class Warmed:
     ----------
     dtype, algorithm, direction : str
     compiled : tuple of str
-        Names of the kernels compiled now; empty if all were on disk already.
+        Names of the kernels that this call compiled; empty if all kernels were on disk already.
     seconds, cpu_seconds : float
-        Wall and CPU seconds of compiling, or loading, and of small passes.
+        Wall time and CPU time, in seconds, of compiling or loading the kernels and running small
+        passes.
     folder : Path
         The folder of the compiled code.
     kernel : str

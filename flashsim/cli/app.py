@@ -253,7 +253,7 @@ _INDENTED: dict[str, Any] = {
 
 
 def _place(parameter: Any) -> int:
-    """Return the index of a parameter's group in PANELS; -1 for arguments and ungrouped options."""
+    """Return the index in PANELS of a parameter's group; -1 for arguments and ungrouped options."""
     panel = getattr(parameter, "rich_help_panel", None)
     return PANELS.index(panel) if panel in PANELS else -1
 
@@ -261,7 +261,7 @@ def _place(parameter: Any) -> int:
 class _Group(TyperGroup):
     """A group of commands, each of which is imported only when it is called.
 
-    flashsim's errors print one line, and the exit code is 2.
+    For an error of flashsim, the command prints one line, and the exit code is 2.
     """
 
     entries: _Entries = COMMANDS

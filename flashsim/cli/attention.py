@@ -269,7 +269,7 @@ def _save(trace: Trace, path: Path) -> None:
 
 
 def _ready_apart(save: Path | None, out: Path | None, backward: bool) -> None:
-    """Check that both output files can be written, and that they are different files."""
+    """Check that both output files can be written, and that their paths differ."""
     ready(save)
     ready(out)
     traces = [] if save is None else [save, *([_backward_name(save)] if backward else [])]

@@ -110,7 +110,7 @@ def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
 def pair(
     between: str, convert: Callable[[str], T], takes: str
 ) -> Callable[[str, str], tuple[T, T]]:
-    """Return a function that converts two values around a separator; `takes` is for its errors."""
+    """Return a function that converts two values around a separator; errors quote `takes`."""
 
     def read(name: str, text: str) -> tuple[T, T]:
         try:

@@ -271,7 +271,7 @@ def _call(
 
 
 def _given(call: functools.partial[Any]) -> str:
-    """Say with which arguments the reader's function was called, after an error in it."""
+    """If the user's function raises an error, say with which arguments it was called."""
     words = []
     for name, value in [*((f"argument {n}", x) for n, x in enumerate(call.args)),
                         *call.keywords.items()]:  # fmt: skip
@@ -286,7 +286,7 @@ _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
-    """Random inputs, and the oracle's results for them, in the shapes that the user's file uses."""
+    """Random inputs and the oracle's results, in the shapes that the user's file uses."""
 
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
@@ -337,8 +337,9 @@ class _Arrays:
 def _axes(called: Any) -> tuple[str, ...]:
     """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
 
-    A `torch.autograd.Function` unpacks shapes in its `forward`. The shape of q comes before those
-    of other arrays. Without such a line, no names are returned.
+    If the function belongs to a `torch.autograd.Function`, the names come from the class's
+    `forward`. The shape of q comes before those of other arrays. Without such a line, no names are
+    returned.
     """
     from flashsim.own_kernels.names import paper_name
 

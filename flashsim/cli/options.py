@@ -214,7 +214,7 @@ class Decoding(Parts):
     )
 
     def posed(self, problem: Problem) -> Problem:
-        """Return the problem with the cache layout that these options set."""
+        """Return the problem with the KV-cache layout that these options describe."""
         return replace(problem, page_size=self.page_size, latent=self.latent)
 
     def options(self) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Recordings:
 
     @property
     def how(self) -> str:
-        """Return a note that says that a picture shows a count; "" for other pictures."""
+        """Return a note for pictures that show a count instead of a run; "" for other pictures."""
         counts = any(isinstance(trace, Traffic) for trace in self.traces)
         return " (counted by formula; --execute simulates it on tensors)" if counts else ""
 
@@ -383,7 +383,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
 
 
 def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
-    """Return closed-form counts for the user's sizes; `defaults` has the sizes not set."""
+    """Return closed-form counts for the user's sizes; `defaults` has the remaining sizes."""
     sizes = replace(defaults, **source.sizes.given())
     names = source.names()
     return [values.counted(sizes, source.mask, name, source.how, among=names) for name in names]

@@ -31,7 +31,7 @@ from flashsim.trace.trace import Trace
 
 
 class Arrays(NamedTuple):
-    """The input arrays of a command; `out` is a real model's output, for comparison."""
+    """The input arrays of a command; `out` is a real model's output, to compare results with."""
 
     q: np.ndarray
     k: np.ndarray
@@ -227,7 +227,7 @@ def counted(
     decoding: opt.Decoding | None = None,
     among: Sequence[str] = (),
 ) -> Traffic:
-    """Count one pass's bytes by formula; the tiling "same" fits all algorithms of `among`."""
+    """Count a pass's bytes by formula; for the tiling "same", one tiling fits all of `among`."""
     machine = Device.get(how.device)
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
@@ -244,7 +244,8 @@ def counted(
 def decoding_of(names: Sequence[str], decoding: opt.Decoding) -> list[tuple[str, opt.Decoding]]:
     """Return each algorithm with its options of decoding.
 
-    They apply to the algorithms that split keys; if there are none, they apply to all.
+    The decoding options apply to the algorithms that split keys; if no algorithm splits keys, the
+    options apply to all.
     """
     splitting = any(map(plans.splits_keys, map(plans.check_algorithm, names)))
     plain = opt.Decoding()

@@ -30,8 +30,8 @@ class Account(report.Tabled):
     group : Group
     direction : {"forward", "backward"}
     sent : dict of str to ndarray
-        Bytes that a rank sends on its link during a step, by tensor: int64, (ranks, steps). In each
-        step, a rank receives as many bytes as it sends.
+        By tensor, the bytes that each rank sends on a link during each step: int64, (ranks, steps).
+        In each step, a rank receives as many bytes as it sends.
     flops, visits : ndarray, int64, (ranks, steps)
         FLOPs of matrix products, and visits (one query tile times one key tile), summed over all
         heads and kernels.
@@ -95,8 +95,8 @@ class Account(report.Tabled):
     def idle_share(self) -> float:
         """Return the share of time in which ranks would idle if only arithmetic took time.
 
-        All ranks start each step together, because every rank waits for the K and V of another one.
-        A step lasts as long as the rank with the most FLOPs computes.
+        All ranks start each step together, because every rank waits for the K and V of another
+        rank. A step lasts as long as the rank with the most FLOPs computes.
         """
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
@@ -104,12 +104,12 @@ class Account(report.Tabled):
     def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
         """Return how many rows per ring member make arithmetic take longer than communication.
 
-        With that many rows, communication is hidden: a step's FLOPs grow with the square of the
-        rows, but its bytes only linearly. This number is the ring attention paper's "minimal block
-        size" c = F / B (arXiv:2310.01889, section 3), computed from the bytes and FLOPs of this
-        account. The result is the largest such number over all steps that both compute and
-        communicate. Steps that only communicate, such as the last step of the gradients, do not
-        count, because nothing can hide their communication.
+        With that many rows, arithmetic hides communication: the FLOPs of a step grow with the
+        square of the number of rows, but the bytes of a step grow only linearly. This number is the
+        ring attention paper's "minimal block size" c = F / B (arXiv:2310.01889, section 3),
+        computed from the bytes and FLOPs of this account. The result is the largest such number
+        over all steps that both compute and communicate. Steps that only communicate, such as the
+        last step of the gradients, do not count, because nothing can hide their communication.
 
         Parameters
         ----------
@@ -209,7 +209,7 @@ def _scores(account: Account, rank: int, step: int) -> str:
 
 
 def _spans(rows: np.ndarray) -> str:
-    """Return positions in a sequence as text: "0:4 28:32", or "1::8" for every eighth one."""
+    """Return positions in a sequence as text: "0:4 28:32", or "1::8" for every eighth position."""
     if len(rows) > 1 and len(steps := np.unique(np.diff(rows))) == 1 and steps[0] > 1:
         return f"{rows[0]}::{steps[0]}"
     breaks = np.flatnonzero(np.diff(rows) != 1) + 1

@@ -187,8 +187,8 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 def _others_share(group: Group, whole: int) -> int:
     """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the bytes of a rank's own rows for all heads. The rows of its whole team, for the
-    rank's own heads, have the same number of bytes.
+    `whole` is the bytes of a rank's own rows for all heads. The rows of the rank's whole team, for
+    the heads that this rank computes, have the same number of bytes.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 
@@ -201,7 +201,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Return the HBM bytes moved to merge each step's out and LSE with earlier results."""
+    """Return the HBM bytes that move to merge each step's out and LSE with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:
@@ -217,7 +217,7 @@ def _merged(group: Group, first: int) -> np.ndarray:
 
 
 def _added(group: Group, first: int) -> np.ndarray:
-    """Return the HBM bytes moved to sum the gradients of several blocks.
+    """Return the HBM bytes that move to sum the gradients of several blocks.
 
     dQ is summed over the steps of a rank; dK and dV are summed over ring members. The gradients of
     a rank's own block of scores are added last.
@@ -245,7 +245,7 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Return the bytes moved to load `nbytes` and to store as many elements in float32."""
+    """Return the bytes that move if `nbytes` are loaded and their elements stored in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
@@ -319,7 +319,7 @@ def _peak_backward(group: Group) -> np.ndarray:
 
 
 def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """Return the most bytes in memory after the first step, with this step's and the next K, V."""
+    """Return the peak bytes over ring steps from 1 on, with K and V of a step and the next step."""
     held[:, :-1] += 2 * visitor
     held[:, -1] += visitor
     return held.max(axis=1)

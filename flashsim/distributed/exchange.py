@@ -26,7 +26,7 @@ class Rank:
         return name in self.arrays
 
     def put(self, **arrays: np.ndarray) -> None:
-        """Add arrays to the rank's memory; each replaces an array of the same name."""
+        """Add arrays to the rank's memory; an array of an existing name replaces the old one."""
         self.arrays |= arrays
         self.peak = max(self.peak, sum(x.nbytes for x in self.arrays.values()))
 
@@ -49,7 +49,7 @@ class Ranks:
         self.ranks = [Rank() for _ in range(group.ranks)]
 
     def begin(self, direction: str, *tensors: str) -> None:
-        """Start a pass in which ranks send these tensors."""
+        """Start a pass in which the ranks send these tensors to each other."""
         names = ("flops", "visits", "hbm", "merge")
         self.made = {name: zeros(self.group, direction) for name in names}
         self.sent = {name: zeros(self.group, direction) for name in tensors}
@@ -76,12 +76,12 @@ class Ranks:
         self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
 
     def add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
-        """Add `part` to `total` in float32, and count the bytes that this moves."""
+        """Add `part` to `total` in float32, and count the bytes that the addition moves."""
         total[:] = total.astype(self.wide) + part.astype(self.wide)
         self.touch(number, total, total, part)
 
     def convert(self, number: int, name: str, dtype: np.dtype) -> None:
-        """Convert an array of a rank to another type, and count the bytes that this moves."""
+        """Convert a rank's array to another type, and count the bytes that the conversion moves."""
         rank = self.ranks[number]
         rank.put(converted=rank[name].astype(dtype))
         self.touch(number, rank[name], rank["converted"])

@@ -41,7 +41,7 @@ OWN, BEFORE, AFTER = range(3)
 
 
 class Block(NamedTuple):
-    """A ring member's work in one step: its query rows `q` times the keys `k` that it has then."""
+    """A ring member's work in one step: the member's query rows `q` times the current keys `k`."""
 
     q: slice
     k: slice
@@ -109,10 +109,10 @@ class Group:
             )
 
     def _whole_parts(self, parts: int) -> str:
-        """Return a hint for errors: how to make the sequence length divisible by `parts`.
+        """Return a hint for error texts: how to make the sequence length divisible by `parts`.
 
-        Padding at the end of a sequence needs a causal mask, which hides it from the rows before
-        it.
+        The hint recommends padding at the end of a sequence only for a causal mask, which hides the
+        padding from all real rows.
         """
         n = self.problem.n_q
         padded, cut = f"{-(-n // parts) * parts:,}", f"{n // parts * parts:,}"
@@ -181,7 +181,7 @@ class Group:
 
     @property
     def rows_a_member(self) -> int:
-        """Number of rows that each rank computes: those of its whole team."""
+        """Number of rows that each rank computes: all rows of the rank's team."""
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
@@ -293,14 +293,14 @@ class Group:
     def gradient_block(self, rank: int, step: int) -> Block | None:
         """Return the block of scores that a rank computes in a step of the backward pass.
 
-        In the last step, whose number is `ring`, the gradients reach the rank that owns the rows.
+        In the last step, number `ring`, the gradients reach the rank that owns the rows.
         """
         if step in (0, self.ring):
             return self.own_parts[step > 0]
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """Return the names of the steps in order: head exchanges, ring steps, gradients' return."""
+        """Return the names of the steps in order: head exchanges, ring steps, gradient return."""
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:

@@ -101,8 +101,8 @@ def run(
     """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
     A rank can access only its own rows and the arrays sent to it. `flashsim.run` computes each
-    rank's block of scores with a trace. The results of a rank's blocks are merged by their LSE, in
-    float32.
+    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by LSE,
+    in float32.
 
     Parameters
     ----------
@@ -135,7 +135,7 @@ def run(
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
-    """Call `run`, which had this name before; the name is kept for one more version.
+    """Call `run`; this old name of `run` is kept for one more version.
 
     `flashsim.simulate` is a function with another purpose.
     """
@@ -149,7 +149,7 @@ def simulate(*args: Any, **kwargs: Any) -> Spread:
 
 
 class _SpreadRun(Ranks):
-    """Runs both passes of one problem; ranks keep what the backward pass needs."""
+    """Runs both passes of a problem; ranks keep the tensors that the backward pass needs."""
 
     def __init__(self, group: Group, how: dict[str, Any], host: array_libraries.Host) -> None:
         super().__init__(group)
@@ -287,8 +287,8 @@ class _SpreadRun(Ranks):
     def _given_rows(self, number: int, name: str) -> slice:
         """Return the rows to which the first block after a member's own contributes gradients.
 
-        For "dq", it is the block that the member computes at step 1; for dK and dV, the block that
-        its predecessor computes at step 1.
+        For dQ, that is the block that the member itself computes at step 1. For dK and dV, it is
+        the block that the previous member in the ring computes at step 1.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)
@@ -333,7 +333,7 @@ class _SpreadRun(Ranks):
     # -- transfers between ranks ----------------------------------------------------------------
 
     def _visiting(self, rank: Rank, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the K and V that a rank has at a step: its own, or those of another member."""
+        """Return the K and V that a rank has at a step: the rank's own or another member's."""
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:
@@ -350,7 +350,7 @@ class _SpreadRun(Ranks):
             self.send(tensor, f"{name}_sent", name)
 
     def _arrive(self) -> None:
-        """Use the K and V that arrived during a step as the current ones of the next step."""
+        """Make the K and V that arrived during a step the current K and V of the next step."""
         for rank in self.ranks:
             for name in ("k", "v"):
                 rank.arrays.pop(f"visiting_{name}", None)
@@ -358,9 +358,9 @@ class _SpreadRun(Ranks):
                     rank.rename(f"incoming_{name}", f"visiting_{name}")
 
     def _to_heads(self, names: dict[str, str]) -> None:
-        """Exchange arrays in each team: give some rows of all heads, get all rows of some heads."""
+        """Exchange arrays in each team: send some rows of all heads, get all rows of some heads."""
         self.exchange(names, "given", split=1, join=2)
 
     def _to_rows(self, names: dict[str, str]) -> None:
-        """Exchange arrays in each team: give all rows of some heads, get some rows of all heads."""
+        """Exchange arrays in each team: send all rows of some heads, get some rows of all heads."""
         self.exchange(names, "heads", split=2, join=1)

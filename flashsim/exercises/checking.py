@@ -63,7 +63,7 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Return the fewest points that the reference gets, and why it loses points ("" if none).
+    """Return the fewest points that the reference gets, and why points are lost ("" if none are).
 
     The points are None if the reference does not run on the exercise's machine.
     """

@@ -1,4 +1,4 @@
-"""`Exercise` and `Task`: an exercise on the simulated machine, and its inputs and outputs."""
+"""`Exercise` and `Task`: an exercise on the simulated machine, with inputs and outputs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class Task:
     outputs : tuple of str
         Tensors that the solution must store.
     spread : float
-        Rising and falling scores go from -spread to spread; heavy-tailed ones stay inside of that.
+        Rising and falling scores go from -spread to spread; heavy-tailed scores stay inside that
+        range.
     """
 
     problem: Problem
@@ -156,14 +157,15 @@ class Exercise:
         line ``# TODO: ...`` replaces the lines from it to ``# END``, and the lines from
         ``# LEFT OUT`` to ``# END`` are removed. For questions, the default is ANSWERS with zeros.
     hints : tuple of str
-        Hints, from a nudge to nearly the full solution.
+        Hints in the order shown: the first tells little, the last nearly the full solution.
     terms : function of (arrays, problem), optional
         Returns, for each output, the sum of its terms' absolute values in float64; rounding errors
         are relative to this sum. Default: the output itself.
     budget : function of the task, optional
         Returns the most bytes that get full marks. Default: the reference's bytes.
     at_most : tuple of (op, tensor)
-        Transfers whose bytes may not exceed the reference's, even if the total does not.
+        Transfers that may not move more bytes than in the reference, even if the total is small
+        enough.
     demand : function of a trace, optional
         A further condition: returns an explanation if a solution violates it, else "".
     mistakes : mapping of str to function

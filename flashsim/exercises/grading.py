@@ -70,7 +70,7 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Grade what running a solution returned: a recorded program, or answers to questions.
+    """Grade the outcome of running a solution: a recorded program, or answers to questions.
 
     Parameters
     ----------
@@ -108,7 +108,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return two texts: the file or cell with a function, and the function; "" if unknown."""
+    """Return two source texts: of the file or cell, and of the function in it; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -116,7 +116,7 @@ def _source_of(function: Any) -> tuple[str, str]:
 
 
 class _Judge:
-    """Grades one program."""
+    """Grades the recorded program of one solution."""
 
     def __init__(self, exercise: Exercise, handed: Handed, source: str, until: float) -> None:
         self.exercise, self.task, self.handed = exercise, exercise.task, handed

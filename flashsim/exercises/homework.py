@@ -1,4 +1,4 @@
-"""Grade a homework folder: its files of kernels, and the tests that it contains.
+"""Grade a homework folder: the kernel files and the tests in that folder.
 
 Grading needs no GPU.
 
@@ -33,8 +33,9 @@ def homework_in(
     """Return the homework folders: `folder` if it is one, otherwise its subfolders.
 
     A folder is a homework folder if it contains a file of a bundled exercise or of one of
-    `exercises`. If any subfolder is one, all subfolders are returned: a student whose files are
-    misplaced must not vanish. With `single`, only the subfolders that are homework folders count.
+    `exercises`. If any subfolder is a homework folder, all subfolders are returned, so that a
+    student with misplaced files still gets marks. With `single`, only the subfolders that are
+    homework folders count.
     """
     paths = {one.path for one in (*_bundled(), *exercises) if one.path}
     below = students_in(folder)
@@ -45,7 +46,7 @@ def homework_in(
 
 
 def students_in(folder: Path) -> list[Path]:
-    """Return a folder's subfolders, without hidden ones and those like __MACOSX."""
+    """Return a folder's subfolders, without hidden folders and folders like __MACOSX."""
     return sorted(
         path for path in folder.iterdir() if path.is_dir() and not path.name.startswith((".", "__"))
     )
@@ -74,7 +75,7 @@ def grade_homework(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, list[tuple[Path, Marks]]]]:
-    """Grade homework folders for these exercises, and run their tests; several at once.
+    """Grade homework folders for these exercises and run the folders' tests, several at once.
 
     Yields each folder with its files and their marks. A missing file gets 0 points.
     """
@@ -98,7 +99,7 @@ def grade_homework(
 
 
 def _missing(root: Path, one: KernelExercise) -> str:
-    """Return that a file is missing, where it was expected, and which files were found."""
+    """Return a text: a file is missing, where it was expected, and which files were found."""
     there = sorted(
         plain(str(Path(place, name).relative_to(root)), 200)
         for place, _, names in os.walk(root)

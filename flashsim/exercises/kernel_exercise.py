@@ -67,7 +67,7 @@ class KernelExercise:
     flag : bool
         Whether the function takes the causal flag.
     truth : function of (arrays, problem, dtype), optional
-        Returns the outputs by name, for exercises on something else than attention.
+        Returns the right outputs by name; needed for exercises that do not compute attention.
     budget : function of the task, optional
         Returns the most bytes that get full marks, by operation and tensor. Default: the bytes of
         FlashAttention-2.
@@ -111,7 +111,7 @@ class KernelExercise:
         """The graded calls: every task with normal inputs, and the first also with rising scores.
 
         A backward pass is not called with rising scores, because it has no running maximum that
-        they could test.
+        rising scores could test.
         """
         rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
         return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]

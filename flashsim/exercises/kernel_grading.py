@@ -1,8 +1,8 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes moved.
 
-The user's file runs in a separate process (`kernel_runner`), which returns its results and a record
-of its kernels' accesses. The grading process draws the inputs, computes the right results, and
-grades. The grading process never runs the file.
+The user's file runs in a separate process (`kernel_runner`). That process returns the file's
+results and a record of the kernels' accesses. The grading process draws the inputs, computes the
+right results, and grades. The grading process never runs the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One graded call that ran: its inputs, and the trace of its kernels."""
+    """One graded call that ran: the call's inputs, and the trace of the kernels."""
 
     case: KernelCase
     arrays: Arrays

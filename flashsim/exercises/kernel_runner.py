@@ -1,4 +1,4 @@
-"""Run a file of kernels in a separate process, and return a record of its kernels' accesses.
+"""Run a file of kernels in a separate process, and return a record of all kernel accesses.
 
 The grader starts this module as ``python -m flashsim.exercises.kernel_runner``. The user's file
 imports torch, Triton or JAX, so the process has limits on time and memory, but no sandbox:
@@ -155,7 +155,7 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Return a function that calls a torch.autograd.Function's pass, and the pass's inputs."""
+    """Return a function that runs a torch.autograd.Function's pass, and the pass's inputs."""
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -217,7 +217,7 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
 
 
 def told(error: BaseException, path: str) -> str:
-    """Return an error's text, with the line of the user's file."""
+    """Return an error's text, with the line of the user's file that raised the error."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text

@@ -1,4 +1,4 @@
-"""Graded questions in a notebook: readers first predict, then run the code and see the result.
+"""Graded questions in a notebook: readers predict a figure, then run code that computes it.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")

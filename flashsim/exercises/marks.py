@@ -1,4 +1,4 @@
-"""Points with explanations, to be written as text, as JSON or in Gradescope's format."""
+"""Points with explanations, which can be written as text, as JSON or in Gradescope's format."""
 
 from __future__ import annotations
 
@@ -147,9 +147,9 @@ class Marks:
     def gradescope(self) -> str:
         """Return the marks as Gradescope's ``results.json``.
 
-        In that file, each mark is a test. The leaderboard sorts right solutions by bytes moved, the
-        fewest first. https://gradescope-autograders.readthedocs.io/en/latest/specs/ describes the
-        format.
+        In that file, each graded item becomes a test. The leaderboard sorts right solutions by
+        bytes moved, the fewest first.
+        https://gradescope-autograders.readthedocs.io/en/latest/specs/ describes the format.
         """
         tests: list[dict[str, Any]] = [
             {

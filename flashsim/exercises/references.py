@@ -23,7 +23,7 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 
 
 def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
-    """Return a budget: each tensor of `once`, and those of `per_row_tile` once per tile of rows.
+    """Return a budget: tensors in `once` move once, those in `per_row_tile` once per row tile.
 
     `per_row_tile` has names of one letter. A tensor may be named twice.
     """
@@ -110,7 +110,7 @@ def delta(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """Return O before the division by l, the result of a common mistake."""
+    """Return O without the division by l, which is the result of a common mistake."""
     found = attention(arrays, p, dtype)
     top = arrays["S"].max(axis=-1).astype(dtype)
     return {"O": found["O"] * np.exp(found["L"] - top)[..., None]}
@@ -165,7 +165,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
 
 
 def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
-    """Return a function for a wrong L; `of` computes it from each row's maximum and right L."""
+    """Return a function that computes a wrong L: `of` of each row's maximum and right L."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}

@@ -24,7 +24,7 @@ _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")
 
 @dataclass(frozen=True)
 class Limits:
-    """A process's limits: seconds, bytes of its result (stdout), and bytes it prints (stderr)."""
+    """The limits of a process: seconds, bytes of result (stdout), bytes of messages (stderr)."""
 
     seconds: float = 60.0
     result: int = 1 << 26

@@ -94,10 +94,10 @@ def grade_folder(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, Marks]]:
-    """Grade all .py files in a folder and its subfolders, several at once; yield them by name.
+    """Grade all .py files in a folder and its subfolders, several at once; yield results by name.
 
-    If `exercise` is None, each file must name its exercise; a file that does not gets no points.
-    A subfolder without any .py file gets 0 points.
+    If `exercise` is None, the first line of each file must name an exercise; a file without such a
+    line gets no points. A subfolder without any .py file gets 0 points.
     """
     paths = sorted(
         Path(place, name)
@@ -145,7 +145,7 @@ def exercise_of(text: str) -> str | None:
 
 
 def missing_walls() -> list[str]:
-    """Return what this system cannot prevent the code of a graded file from doing."""
+    """Return the actions of a graded file's code that this system cannot prevent."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]

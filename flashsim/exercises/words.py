@@ -79,7 +79,7 @@ def times(n: float) -> str:
 
 
 def of_number(said: float, right: float, why: str = "") -> str:
-    """Return the reply to a wrong number: the reason if known, else whether it is too large."""
+    """Return the reply to a wrong number: the reason if known, else "too large" or "too small"."""
     why = why or f"it is too {'large' if said > right else 'small'}"
     return f"{said:,} is wrong: {why}"
 
@@ -130,7 +130,7 @@ def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarra
 
 
 def untouched(text: str, skeleton: str) -> bool:
-    """Return whether a solution's code is still that of the skeleton; comments are ignored."""
+    """Return whether a solution's code, without comments, still equals the skeleton's code."""
     return _code(text) == _code(skeleton)
 
 
@@ -142,7 +142,7 @@ def todo(text: str, skeleton: str) -> str:
 
 
 def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
-    """Return the marks; the first with a mistake also names a TODO that the text still has."""
+    """Return the marks; the first wrong mark also names a TODO that is still in the text."""
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
     if first is None or not (left := todo(text, skeleton)):
         return marks

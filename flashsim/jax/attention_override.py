@@ -29,14 +29,14 @@ def dot_product_attention(
 ) -> Any:
     """Compute `attention` with the layout and arguments of `jax.nn.dot_product_attention`.
 
-    As in jax.nn, `is_causal` and `local_window_size` are top-left aligned: query i and key i have
-    the same position. The mask and the lengths are converted to a bias of shape (1 or batch, 1 or
-    heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
+    As in jax.nn, `is_causal` and `local_window_size` are aligned at the top left, so query i and
+    key i have the same position. The mask and the lengths are converted to a bias of shape (1 or
+    batch, 1 or heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
     (`mask_mod`) or packed sequences (`cu_seqlens_q`).
 
-    The result differs from jax.nn's in two things. A row that sees no key gives zeros in flashsim;
-    in jax.nn, softmax over equal scores gives it the mean of all values. The residual (the LSE)
-    also differs: in flashsim, masked scores do not add rounding errors to the residual.
+    The result differs from jax.nn's in two things. For a row that sees no key, flashsim returns
+    zeros; jax.nn returns the mean of all values, the softmax over equal scores. The residual (the
+    LSE) also differs: in flashsim, masked scores do not add rounding errors to the residual.
 
     Parameters
     ----------
@@ -140,7 +140,7 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
 
 
 def _sides(window: Any) -> tuple[int | None, int | None]:
-    """Return how many keys a row sees to its left and to its right; None means no limit."""
+    """Return how many keys a query sees to the left and to the right; None means no limit."""
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
     if window is not None and not (len(sides) == 2 and all(map(checks.is_int, sides))):
         raise DTypeError(
@@ -152,7 +152,7 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return the number of rows that see a key, the number of keys that are seen, and the window.
+    """Return the number of rows that see any key, the number of keys seen by any, and the window.
 
     `jax.nn` aligns the `t` queries and `s` keys at the top left. flashsim's engines align at the
     bottom right, and the returned window is for that alignment.

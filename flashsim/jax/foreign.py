@@ -1,9 +1,9 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-Each of the two works directly on XLA's memory. On the CPU they wrap this memory in NumPy arrays; on
-a GPU they wrap it in CuPy arrays, and use XLA's stream. Under `jax.vmap` every array has additional
-leading axes, of the mapped length or 1. The mapped problems are independent, so their axes become
-part of the batch.
+Each of the two functions works directly on XLA's memory. On the CPU, the functions wrap this memory
+in NumPy arrays. On a GPU, they wrap it in CuPy arrays, and use XLA's stream. Under `jax.vmap` every
+array has additional leading axes, of the mapped length or 1. The mapped problems are independent,
+so their axes become part of the batch.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions; their arrays leave `arrays`."""
+    """Replace the graphs in `question` by traced functions; take captured arrays from `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -129,7 +129,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run a call, by the rule of `flashsim.torch.attention`."""
+    """Return whether the decode kernels run a call; `flashsim.torch.attention` decides alike."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)

@@ -27,7 +27,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The static arguments of an attention call: everything except arrays.
+    """The static arguments of an attention call: all arguments except arrays.
 
     `functions` holds the graphs of the call's score and mask functions, by keyword.
     """
@@ -75,8 +75,9 @@ def attention(
         ``jax_enable_x64``), float32, float16 or bfloat16. Types on a GPU: the same except float64.
     causal, window, softcap, scale, bias, sinks, score_mod, mask_mod
         As in `flashsim.run`. `causal` is bottom-right aligned, so a single query sees the whole KV
-        cache. The bias, the sinks, and float arrays that `score_mod` captures have gradients. The
-        first four must be static under `jax.jit`; arrays, also captured ones, may be traced.
+        cache. The bias, the sinks, and float arrays that `score_mod` captures have gradients. Under
+        `jax.jit`, `causal`, `window`, `softcap` and `scale` must be static. Arrays, also captured
+        arrays, may be traced.
     cu_seqlens_q, cu_seqlens_k : array or sequence of int, optional
         As in `flashsim.Problem`. Traced offsets are read when the function runs, which waits for
         the device on a GPU.
@@ -165,7 +166,7 @@ def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Arr
 
 
 def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
-    """Check sinks; return them in the type in which scores are computed."""
+    """Check attention sinks; return the sinks in the type in which scores are computed."""
     sinks = taken("sinks", sinks)
     if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ShapeError(
@@ -235,7 +236,7 @@ def _varies(x: Any) -> frozenset[Any]:
 
 
 def _spread(x: Any, axes: frozenset[Any]) -> Any:
-    """Mark `x` as varying over `axes`; its gradient is summed over the axes that are added."""
+    """Mark `x` as varying over `axes`; the gradient of `x` is summed over the added axes."""
     missing = tuple(axes - _varies(x))
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 

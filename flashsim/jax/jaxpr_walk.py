@@ -77,7 +77,7 @@ class Observer(Protocol):
     """The interface to which a `Walker` reports what a kernel does."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Report a "load", "store" or "reduce"; lanes that are not `kept` are masked off."""
+        """Report a "load", "store" or "reduce"; the mask excludes lanes that are not `kept`."""
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
         """Report that JAX computes something outside of every kernel."""
@@ -100,7 +100,7 @@ class Equation:
 
 
 class Walker:
-    """Evaluates jaxprs; `launch` runs a `pallas_call`, and `program` is the running program."""
+    """Evaluates jaxprs; `launch` runs a `pallas_call`; `program` is the grid's current program."""
 
     def __init__(
         self, observer: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
@@ -171,7 +171,7 @@ class Walker:
         return step.where
 
     def _placed(self, error: FlashSimError, step: Equation) -> FlashSimError:
-        """Return the error with line and program added to its text, unless the text has them."""
+        """Add the source line and the grid's program to an error's text, unless both are there."""
         if getattr(error, "placed", False):
             return error
         at = "" if self.program is None else f", in program {self.program}"
@@ -209,7 +209,7 @@ class Walker:
             self.carried[id(opened(body))] = dict(zip(names, carry, strict=True))
 
     def variables(self) -> dict[str, np.ndarray]:
-        """Return the running program's float arrays by name: loop carries and scratch buffers."""
+        """Return the current program's float arrays by name: loop carries and scratch buffers."""
         found: dict[str, Any] = {name: ref.array for name, ref in self.buffers.items()}
         for carry in self.carried.values():
             found |= {name: x for name, x in carry.items() if not isinstance(x, Ref)}
@@ -493,7 +493,7 @@ _INNER = re.compile(r"/(jax|jaxlib)/(?!experimental/pallas/ops/)|/functools\.py$
 
 
 def source_line(equation: Any) -> SourceLine:
-    """Return the innermost source line that is the user's, or in a kernel that JAX contains."""
+    """Return the innermost source line in the user's code, or in a kernel that JAX contains."""
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in traceback.frames if traceback is not None else ():
         if not _INNER.search(frame.file_name.replace("\\", "/")):

@@ -23,7 +23,7 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the shapes and bytes, by name, of the values held when their total is largest.
+    """Return, by name, the shapes and bytes of the values that are held at the peak of memory.
 
     Each name consists of the number of equal values and their type, such as "2 float32". Values of
     another shape with the same number and type get the name "2 float32 b".

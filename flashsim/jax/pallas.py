@@ -43,8 +43,8 @@ def trace_kernel(
     """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
     The user's function runs on the CPU. Its Pallas kernels are evaluated one primitive after
-    another; JAX evaluates everything else. The user's function needs no changes; `interpret=True`
-    makes no difference.
+    another; JAX evaluates everything else. The user's function needs no changes, and the option
+    `interpret=True` has no effect.
 
     Parameters
     ----------
@@ -101,7 +101,8 @@ def record_kernels(
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
     """Run `function(*args)`; return its kernels' record, their tensors by code, and the result.
 
-    `watched` is (launch, program, callback): the callback gets each access of that program.
+    `watched` is (launch, program, callback): for that program of that launch, each access is passed
+    to the callback.
     """
     if not callable(function):
         raise OptionError(
@@ -281,7 +282,7 @@ class PallasNotes:
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Note for the user that a TPU's grid returns to an output block copied back before."""
+        """Add a note that a TPU's grid returns to an output block that was already copied back."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "

@@ -1,4 +1,4 @@
-"""Run the grid of a `pallas_call` by one of two models, which differ in what moves bytes.
+"""Run the grid of a `pallas_call` by one of two models of which accesses move bytes.
 
 In the model ``gpu``, a block is a view of device memory. In this model, a program moves bytes when
 the kernel reads or writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs
@@ -32,7 +32,7 @@ Model = Literal["gpu", "tpu"]
 
 
 class Programs(Observer, Protocol):
-    """An `Observer` that is also told which kernel and which program are running."""
+    """An `Observer` that also receives the start of each kernel and each program of the grid."""
 
     def kernel(self, launch: KernelCall) -> None:
         """Report that a kernel starts."""
@@ -464,7 +464,7 @@ def space_of(mapping: Any) -> str:
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """Return the names of the kernel's parameters without `_ref`; unknown ones are numbered."""
+    """Return the names of the kernel's parameters without `_ref`; unknown names become numbers."""
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))

@@ -3,8 +3,8 @@
 A kernel accesses blocks of its operands through refs. A `Ref` is a window of a NumPy array, which
 is a tensor in device memory or an on-chip buffer. `locate` converts the transforms of one access
 (`ref[...]`, `ref.at[...]`, reshape, transpose) to `Lanes`, with one lane per element. Loading a
-lane outside of the window or the array gives `poison`, as in Pallas's own interpreter; storing to
-it has no effect.
+lane outside of the window or the array gives `poison`, as in Pallas's own interpreter; a store to
+such a lane has no effect.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Lanes:
 
 
 def poison(dtype: np.dtype) -> Any:
-    """Return the value that stands for memory never written: NaN, or the least integer."""
+    """Return the value that stands for memory that was never written: NaN or the least integer."""
     if dtype.kind == "b":
         return False
     return np.iinfo(dtype).min if dtype.kind in "iu" else np.array(np.nan).astype(dtype)

@@ -203,12 +203,13 @@ class ForeignCall:
 
 
 class Layout:
-    """The parts of a foreign call that are equal in each of its runs: all except the addresses.
+    """The parts of a foreign call that every run has in common: everything except addresses.
 
     XLA keeps the structures of a call in memory, and writes the arrays' addresses into them before
     each run. A view of a structure is read ten times as fast as the structure is read through
     ctypes. XLA may free the structures and use their memory again, so `addresses` compares the
-    whole content. It follows an address only after it has found this address in the content.
+    whole content. The method `addresses` follows an address only after it has found this address in
+    the content.
 
     Parameters
     ----------
@@ -266,12 +267,12 @@ class Layout:
 
 
 def _view(address: int, kind: Any) -> memoryview:
-    """Return the memory of a structure as bytes."""
+    """Return a view of a structure's memory as bytes."""
     return memoryview(kind.from_address(address)).cast("B")
 
 
 def _content(address: int, n: int) -> tuple[memoryview, bytes]:
-    """Return a view of `n` bytes of memory, and what they are now."""
+    """Return a view of `n` bytes of memory, and a copy of their current content."""
     view = _view(address, ctypes.c_char * n)
     return view, view.tobytes()
 
@@ -301,7 +302,7 @@ def _read(span: int) -> str:
 
 
 def _version(api: int) -> tuple[int, int]:
-    """Return the version of jaxlib's FFI; up to JAX 0.8 only the header file contains it."""
+    """Return the version of jaxlib's FFI; up to JAX 0.8, only the header file has the version."""
     if api:
         version = _Api.from_address(api).version
         return version.major, version.minor

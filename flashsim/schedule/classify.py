@@ -1,11 +1,11 @@
-"""Classifies the tiles of a mask function as FULL, MASKED or skipped, mostly without running it.
+"""Classifies a mask function's tiles as FULL, MASKED or skipped, with few calls of the function.
 
 Interval arithmetic bounds the mask's values over boxes of tiles, large boxes first. If the bounds
 prove that the mask keeps all scores of a box, or none, all tiles of the box are classified at once.
 Any other box is divided into smaller boxes, down to single tiles. If the bounds do not classify a
 single tile, the mask is evaluated at a few of its scores: one kept and one masked score prove that
-the tile is MASKED. Only tiles that are still open are evaluated score by score. The classification
-equals that of an evaluation of every score.
+the tile is MASKED. Only tiles that are still unclassified are evaluated score by score. The
+classification is the same as if the mask were evaluated at every score.
 """
 
 from __future__ import annotations
@@ -164,10 +164,10 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Classify single tiles that the mask's bounds leave open.
+    """Classify single tiles that the mask's bounds do not classify.
 
-    The mask is evaluated first at a few scores of each tile and, if these leave the tile open, at
-    all of its scores.
+    The mask is evaluated first at a few scores of each tile. If these scores do not classify the
+    tile, the mask is evaluated at all scores of the tile.
     """
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)

@@ -1,6 +1,6 @@
 """Closed-form sums over visits (tile pairs), exact for any length and without a table.
 
-They need the inner tiles of each outer tile to be contiguous.
+The formulas need the inner tiles of each outer tile to be contiguous.
 
 Each outer tile visits the inner tiles lo .. hi - 1. Both lo and hi are floors of linear functions
 of the outer tile's number, clipped to the existing tiles. So every sum in this module is a sum of
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 
 class Strip(NamedTuple):
-    """The tiles of one sequence: outer tiles of `block` rows, and inner tiles of `inner` positions.
+    """The tiles of one sequence: outer tiles have `block` rows, inner tiles `inner` positions.
 
     A position is a query or a key. The inner axis of the score matrix has `n` positions. The outer
     axis has `rows` rows: `members` rows for each outer position. The outer position p sees the
@@ -35,7 +35,7 @@ class Strip(NamedTuple):
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """Return an outer tile's row count, its first visited inner tile, and one past the last."""
+        """Return an outer tile's row count, and its first and last + 1 visited inner tile."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -44,7 +44,7 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """Return the first FULL inner tile that an outer tile visits, and one past the last.
+        """Return the first and last + 1 FULL inner tile that an outer tile visits.
 
         Both numbers are equal if no inner tile is FULL. A ragged last inner tile is never FULL,
         because it has fewer positions than a whole tile.
@@ -94,7 +94,7 @@ class Strip(NamedTuple):
         )
 
     def fulls(self) -> int:
-        """Return the number of FULL visits, whose scores are all kept, of all outer tiles."""
+        """Return the number of FULL visits (all scores are kept) over all outer tiles."""
         if not self.tiles:
             return 0
         lo, hi = self.full(self.tiles - 1)

@@ -6,9 +6,9 @@ outer step. Each part lists its *moves* in order: the tensors that are loaded fr
 HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
 alloc S, load bias".
 
-From these lists, flashsim derives several results: a stage's buffers (and so the tilings that fit),
-and the events of engines whose kernels report only sizes. The requests to L2, the tensors that a
-pass saves, and the titles of pictures also follow from the lists. The modules in
+From these lists, flashsim derives a stage's buffers, and so the tilings that fit. For engines whose
+kernels report only sizes, flashsim derives the events of a trace. The requests to L2, the tensors
+that a pass saves, and the titles of pictures also follow from the lists. The modules in
 `flashsim.algorithms`, which execute the algorithms, and the closed forms in `counts.forms` do not
 use this module. The tests compare the results of all three.
 
@@ -16,15 +16,16 @@ Five rules keep one dataflow valid for many problems:
 
 - A tensor that the problem does not have is left out, and so is a stage that has no other tensor.
   The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
-  cache. The tensor `V` is left out if it is columns of K, and `dL` if the LSE has no gradient. The
-  tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask function with
-  captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with sinks and left
-  out in others.
+  cache. The tensor `V` is left out if V is stored as columns of K, and `dL` if the LSE has no
+  gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
+  function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
+  sinks and left out in others.
 - A Q-outer loop reads captured elements that depend only on the head or the row at the start of a
   step (`F_own`, `M_own`), and all others at each visit (`F`, `M`). Visits of FULL tiles do not load
   `M`.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
-- A stage that only converts an accumulator to X's type is left out if both have the same type.
+- A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
+  type.
 - In a problem with FP8 scales, each loaded tile of Q, K or V is loaded with its scales.
 """
 
@@ -65,8 +66,8 @@ class StageDataflow(NamedTuple):
         "merges": it has one outer step per row tile with several parts, and `visit` lists the moves
         per part.
     once : bool
-        True if the stage needs a schedule in which each row tile has exactly one visit
-        (`Schedule.visited_once`), because it treats the results of one visit as complete.
+        True if the stage treats the results of one visit as complete. The stage then needs a
+        schedule in which each row tile has exactly one visit (`Schedule.visited_once`).
     """
 
     name: str

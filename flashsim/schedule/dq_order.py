@@ -9,13 +9,12 @@ import numpy as np
 
 
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the blocks' order of columns, and each visit's rank among visits of its row tile.
+    """Return the order of the column tiles, and each visit's rank among the visits of a row tile.
 
     A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in that
     order. So a block waits only for blocks that started before it, and a deadlock is impossible.
-    Column tiles whose first visited row tile is last come first. Under a causal mask, the block of
-    a column tile then reaches the row tiles of the next column tile just after the block of that
-    next column tile has finished with them.
+    Column tiles whose first visited row tile is last come first. Under a causal mask, a block then
+    reaches each row tile just after the block of the next column tile has added to that row tile.
 
     Parameters
     ----------

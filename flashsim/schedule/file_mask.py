@@ -1,4 +1,4 @@
-"""`SavedMask`: the tiles that a user's mask function kept, as a trace file stores them.
+"""`SavedMask`: the tiles that a user's mask function kept, in the form of a trace file.
 
 A trace file cannot contain the mask function itself.
 """

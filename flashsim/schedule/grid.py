@@ -19,7 +19,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """The tiles of a `Schedule`, and the span of tiles that each of them visits, without an order.
+    """The tiles of a `Schedule`, and the span of tiles that each tile visits, without an order.
 
     The spans exist only if the mask is a band. A band is a mask that consists of causality and a
     window alone, so each row keeps one interval of keys.
@@ -56,7 +56,7 @@ class Grid:
         return edges
 
     def _refusal(self) -> Exception | None:
-        """The error to raise if tables of this many tiles would be too large; None if they fit."""
+        """The error to raise if tables of this many tiles would be too large; else None."""
         contiguous = self._contiguous
         return tables.refusal(
             self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
@@ -84,7 +84,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The two sides of a tile, each at most the length plus 1, so that sums do not overflow."""
+        """A tile's two sides, each cut to the sequence length + 1, so that sums do not overflow."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -160,7 +160,7 @@ class Grid:
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Return booleans (rows, cols) of tile (i, j), True where a score is kept; None if all are.
+        """Return booleans (rows, cols): whether each score of tile (i, j) is kept; None: all are.
 
         ``functions=False`` ignores `mask_mod`.
         """
@@ -171,8 +171,8 @@ class Grid:
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Return which scores of tiles (i, j) are kept by every mask of the problem.
 
-        The result's booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). In a tile that
-        is smaller than the largest tile, booleans of the last row or column are repeated.
+        The result's booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). If a tile is
+        smaller than the largest tile, the booleans of the tile's last row or column are repeated.
         """
         p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]

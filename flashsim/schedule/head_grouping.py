@@ -1,4 +1,4 @@
-"""Computes how many heads a kernel processes together, so that their shared data stays in L2."""
+"""Computes how many heads a kernel processes together, so that the heads' shared data fits L2."""
 
 from __future__ import annotations
 

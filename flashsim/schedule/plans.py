@@ -48,10 +48,10 @@ DIRECTIONS = ("forward", "backward")
 
 
 class Buffer(NamedTuple):
-    """One on-chip buffer, with its bytes per query row, per key column and per score of the tile.
+    """One on-chip buffer: its bytes per query row, per key column and per score of a tile.
 
-    For the buffer of an FP8 scale, these are the bytes per `every` rows or columns. The buffer has
-    `fixed` more bytes, whatever the tile's size.
+    For the buffer of an FP8 scale, these are the bytes per `every` rows or columns. In addition,
+    the buffer has `fixed` bytes that do not depend on the tile's size.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Move(NamedTuple):
 
     @property
     def for_masked(self) -> bool:
-        """Whether only visits of MASKED tiles make the move.
+        """Whether the move occurs only in visits of MASKED tiles.
 
         In a FULL tile, the buffer stays unused.
         """
@@ -305,7 +305,7 @@ def fastest_backward(
     orders_dq: Callable[[str], bool],
     fuses: Callable[[str], bool],
 ) -> tuple[str, bool]:
-    """Return the algorithm that a backward pass runs, and whether additions to dQ are ordered.
+    """Return a backward pass's algorithm, and whether the pass adds to dQ in a fixed order.
 
     Parameters
     ----------
@@ -314,8 +314,9 @@ def fastest_backward(
     tiled : bool
         The caller chose the tiling, which rules out other forms.
     stores_dq, orders_dq, fuses : callable
-        Say of an algorithm's backward pass here: whether "flash2-once" is faster; whether the fused
-        pass can add to dQ in a fixed order and is then the fastest; whether the fused pass is
+        Functions that answer for an algorithm's backward pass on this backend. `stores_dq` says
+        whether "flash2-once" is faster. `orders_dq` says whether the fused pass can add to dQ in a
+        fixed order and is the fastest pass in that form. `fuses` says whether the fused pass is
         faster than three passes.
 
     Raises
@@ -355,7 +356,7 @@ def splits_keys(algorithm: str) -> bool:
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """Return how often a stage runs its loops, and the step in query heads from run to run."""
+    """Return how often a stage runs its loops, and how many query heads apart the runs start."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

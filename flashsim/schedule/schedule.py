@@ -1,4 +1,4 @@
-"""`Schedule`: which score tiles exist, in which order they are visited, and which need masks.
+"""`Schedule`: the score tiles, the order of visits to these tiles, and the tiles that need masks.
 
 Every engine, kernel, count and plot follows a `Schedule`. A schedule divides the queries into *row
 tiles* and the keys into *column tiles*; all rows or columns of a tile belong to one packed
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over a schedule's row tiles, separate for tiles whose keys are split into parts."""
+    """Sums over a schedule's row tiles, separately for tiles whose keys are split into parts."""
 
     whole_rows: int  # over tiles whose keys are in one part: rows
     part_rows: int  # over tiles whose keys are in several parts: rows x parts
@@ -80,7 +80,7 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Return booleans (rows, cols), True where a score is kept; None if all scores are.
+        """Return booleans (rows, cols): whether each score is kept; None if all scores are kept.
 
         The booleans ignore `mask_mod`, because a mask function may differ between heads.
         """
@@ -92,7 +92,7 @@ class Visit:
 @own_errors
 @dataclass(frozen=True)
 class Schedule(Grid):
-    """The tiles of a problem under a tiling, and their order. Frozen and hashable.
+    """The tiles of a problem under a tiling, and the order of these tiles. Frozen and hashable.
 
     Parameters
     ----------
@@ -384,7 +384,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_reads(self) -> int:
-        """The sum, over all visits, of the number of KV-cache pages in which the tile has keys."""
+        """The number of KV-cache pages with keys of a visited tile, summed over all visits."""
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
@@ -396,7 +396,7 @@ class Schedule(Grid):
 
     @cached_property
     def part_sums(self) -> PartSums:
-        """Sums over all row tiles of their numbers of rows and parts."""
+        """The sums of rows, and of rows x parts, over this schedule's row tiles (`PartSums`)."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         several = (self.part_counts > 1) | (self.prefix_tiles > 0)
         return PartSums(
@@ -431,7 +431,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs one visit per row tile and does not get it."""
+    """Raise `TilingError` if a stage needs one visit per row tile, but the tiling has others."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(

@@ -1,4 +1,4 @@
-"""`Split`: into how many parts a row tile's keys are split, and whether heads are packed.
+"""`Split`: the number of parts into which keys are split, and whether heads are packed.
 
 Both the simulator's schedule and the GPU's launches use `Split` and the rules in this module.
 
@@ -135,7 +135,7 @@ def fill_once(blocks: int, processors: int, visits: int) -> int:
 
 
 def fa3(blocks: int, processors: int, visits: int) -> int:
-    """Return the number of parts by FlashAttention-3's rule.
+    """Return the number of parts that FlashAttention-3's rule chooses.
 
     The rule's case for K and V that exceed L2 is left out. The rule is `num_splits_heuristic` in
     hopper/heuristics.h of Dao-AILab/flash-attention. The rule returns one part if the row tiles
@@ -151,12 +151,12 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Return the smallest length of parts, in key tiles, for at most `capacity` parts in all.
+    """Return the smallest part length, in key tiles, that makes at most `capacity` parts in all.
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the total number of key tiles divided by `capacity`, which
     is the average load. The result is at least `least`. If all row tiles have equally many key
-    tiles, they get at most as many parts as by `fill_once`.
+    tiles, each row tile gets at most as many parts as `fill_once` returns.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

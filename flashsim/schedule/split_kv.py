@@ -111,8 +111,8 @@ def fill(
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     """Return how many thread blocks of a stage fit on one SM together, by their on-chip bytes.
 
-    The function counts accumulators as if they were in shared memory. So of a kernel that keeps
-    accumulators in registers, more blocks may fit. If you know the kernel's number, pass it as
+    The function counts accumulators as if they were in shared memory. If a kernel keeps
+    accumulators in registers, more blocks may fit on an SM. If you know that number, pass it as
     `blocks_per_sm` to `L2Model`.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)

@@ -19,7 +19,7 @@ INT32 = int(np.iinfo(np.int32).max)
 def refusal(
     problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
 ) -> UnsupportedError | TilingError | None:
-    """Return the error to raise for tiles too many for tables and their sums; None if they fit.
+    """Return the error to raise if there are too many tiles for a table; None if they fit.
 
     The check allocates no table. The error is a `TilingError` if larger tiles would make the
     tables fit, and otherwise an `UnsupportedError`.
@@ -48,7 +48,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return one sequence's table of tiles: start, stop, offset, and the end of the other axis."""
+    """Return one sequence's table of tiles: start, stop, offset, and its end on the other axis."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)

@@ -1,4 +1,4 @@
-"""The layout of each tensor in HBM: its tiles' axis, its number of matrices, its width."""
+"""The layout of each tensor in HBM: the axis of the tiles, the number of matrices, the width."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def rows_a_scale(problem: Problem, name: str) -> int:
 
 
 def matrices(problem: Problem, owner: int) -> int:
-    """Return how many matrices a tensor has: one per query, key or bias head, by `owner`."""
+    """Return how many matrices a tensor has; `owner` says whether per query, key or bias head."""
     p = problem
     bias = p.bias[0] * p.bias[1] if p.bias else 0
     return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: bias}[owner]

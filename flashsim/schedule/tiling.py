@@ -66,7 +66,7 @@ class Tiling:
         return all(side >= n or not (side % every and every % side) for side, every, n in sides)
 
     def clip(self, problem: Problem, split: Split = WHOLE) -> Tiling:
-        """Return the tile, cut to the size of the problem's score matrix."""
+        """Return the tiling, with each side cut to the size of the problem's score matrix."""
         checks.instance("problem", problem, Problem, "flashsim.Problem")
         rows = problem.n_q * (problem.group if split.pack_gqa else 1)
         return Tiling(min(self.block_q, rows), min(self.block_k, problem.n_kv))
@@ -100,7 +100,7 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """Return the on-chip bytes of the stage that needs the most, with all its buffers at once.
+        """Return the on-chip bytes of the stage that needs the most, with all buffers held at once.
 
         For example, FlashAttention-2's forward pass keeps Q, K, V, O, the scores S, and the
         statistics m and l on chip. In float32, with 64 x 64 tiles and head_dim 64, the first five
@@ -294,7 +294,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Halve a side as long as the half still spans the matrix: for 17 queries, 32 replaces 512."""
+    """Halve a tile's side while half still spans the matrix: for 17 queries, 512 becomes 32."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

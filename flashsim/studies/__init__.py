@@ -1,1 +1,1 @@
-"""Studies built on flashsim, which teach and check: lessons, reproduced papers, predicted times."""
+"""Studies that use flashsim to teach and check: lessons, reproduced papers, predicted times."""

@@ -1,9 +1,9 @@
 """Predicts the energy of a kernel: the energy of its operations, plus the board's idle power.
 
-The energy constants were measured with NVML's energy counter. A unit that a kernel can use alone
-was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products,
-scores and sums are fitted to some of the attention passes in that file, and tested on the others
-(docs/reference/predictions.md).
+The energy constants were measured with NVML's energy counter. If a kernel can use a unit of the
+chip alone, that unit's energy was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv).
+The constants of products, scores and sums are fitted to some of the attention passes in that file,
+and tested on the others (docs/reference/predictions.md).
 
 If a busy chip reaches its power limit, the chip lowers its clock until its power is below the
 limit. The voltage falls with the clock, and the energy of the SMs' operations falls in proportion
@@ -52,7 +52,7 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """The cost of one of many repeated calls: seconds, joules, and the clock.
+    """The cost of one call, if the call is repeated many times: seconds, joules, and the clock.
 
     The clock is given as a fraction of the highest clock.
     """
@@ -75,7 +75,7 @@ class Energy:
     flop : (float, float)
         Joules per FLOP on the tensor cores, by wgmma and by mma.sync.
     score : float
-        Joules per score: its exponential and all other instructions.
+        Joules per score, for the exponential and all other instructions on that score.
     shared : float
         Joules per byte that warps read from shared memory.
     moved : (float, float)
@@ -141,7 +141,7 @@ ENERGIES = {
 
 
 def energy_of(device: Device | str) -> Energy | None:
-    """Return a device's energy constants; None if they were never measured.
+    """Return a device's energy constants; None if the device's energy was never measured.
 
     Parameters
     ----------

@@ -4,8 +4,8 @@ The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 200
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. The
 method `Traffic.flops` also includes exponentials and other operations, whose peak is lower.
 
-The bytes of a pass can be counted in several ways, which are often confused (`COUNTS`). So each
-roofline point names its way of counting.
+The bytes of a pass can be counted in several ways (`COUNTS`), and these ways are often confused. So
+each roofline point names its way of counting.
 """
 
 from __future__ import annotations
@@ -229,10 +229,10 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
 
     Standard attention also has one N x N matrix.
 
-    In the forward pass, the tensors are q, k, v and out. In the backward pass, the tensors are
-    these and their gradients, without LSE, delta or an accumulator. In reality, standard attention
-    writes and reads both S and P, which is four times one matrix. In reality, FlashAttention reads
-    K and V once per row tile.
+    In the forward pass, the tensors are q, k, v and out. In the backward pass, the tensors are q,
+    k, v, out and their gradients, without LSE, delta or an accumulator. In reality, standard
+    attention writes S and P and reads both again, which is four times one matrix. In reality,
+    FlashAttention reads K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem

@@ -1,9 +1,8 @@
-"""Attention for PyTorch models: a differentiable operator, and a replacement for torch's own.
+"""Attention for PyTorch: a differentiable operator, and a replacement for torch's attention.
 
-The function `watch` records and counts the attention calls of a model.
-
-This package needs torch (``pip install 'flashsim-attention[torch]'``); nothing is registered until
-`install` is called.
+The function `watch` records and counts the attention calls of a model. This package needs torch
+(``pip install 'flashsim-attention[torch]'``). The function `install` registers flashsim as an
+attention of torch; before that call, nothing is registered.
 """
 
 from __future__ import annotations

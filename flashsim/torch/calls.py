@@ -21,7 +21,7 @@ from flashsim.trace.trace import Trace
 
 
 class Extents(NamedTuple):
-    """The sizes of an attention call, named as in `Problem`, with offsets of packed sequences."""
+    """The sizes of an attention call, named as in `Problem`, and offsets of packed sequences."""
 
     batch: int
     heads: int
@@ -47,12 +47,13 @@ class AttentionCall:
     Attributes
     ----------
     name : str
-        The module that made the call, named as in ``model.named_modules()``; "" outside of any.
+        The module that made the call, named as in ``model.named_modules()``; "" if no module made
+        it.
     api : str
         The function called: "scaled_dot_product_attention", "flex_attention", ...
     sizes : Extents
     dtype : str
-        The type used for the computation; under autocast, autocast's type.
+        The element type of the computation; under autocast, the type to which autocast casts.
     device : str
         "cpu" or "cuda:0"; "meta" or "cpu (fake)" for tensors without values.
     pattern : Pattern
@@ -63,7 +64,7 @@ class AttentionCall:
     notes : list of str
         What the count does not reproduce exactly.
     backward : bool
-        Whether its gradient was computed; may become true after the watch has ended.
+        Whether the call's gradient was computed; may become true after the watch has ended.
     inputs : tuple of Tensor, or None
         Copies of q, k and v, (batch, heads, n, head_dim), if they are small.
     measured : dict of str to dict of str to float
@@ -114,7 +115,7 @@ class AttentionCall:
 
     @property
     def note(self) -> str:
-        """Return which part of the call the count does not reproduce, and why; "" if none."""
+        """Return which part of the call a count does not include, and why; "" if none."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:

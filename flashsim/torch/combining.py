@@ -12,13 +12,13 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """Gradients for the rows `rows`: those of one block of scores, or float32 sums over blocks."""
+    """The gradients of the rows `rows`, from one block of scores or as float32 sums over blocks."""
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return these gradients as float32 sums over all rows; other blocks can then be added."""
+        """Return these gradients as float32 sums over all rows, ready to add other blocks."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -35,7 +35,7 @@ class Share:
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
         """Add these gradients to those of a ring member's own block, and round the sum once.
 
-        The member's own block comes in parts, each with some of the heads.
+        The gradients of the member's own block are passed in parts, each with some of the heads.
         """
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
@@ -52,7 +52,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge `part`, the same rows over other keys, into `out` and its LSE, in place in float32.
+    """Merge the result `part` for other keys into `out` and the LSE, in place and in float32.
 
     The merge is one kernel on a GPU, and several torch operators on the CPU. See `flashsim.merge`.
     """

@@ -1,7 +1,8 @@
-"""Run the flex_attention of compiled code compiled, although `watch` runs compiled code uncompiled.
+"""Compile each flex_attention call in compiled code, although `watch` runs that code uncompiled.
 
-Uncompiled, flex_attention is plain products that hold all scores, so an X-ray would measure kernels
-that the program does not have. Other attention functions call the same kernels in compiled code.
+Without compilation, flex_attention runs plain matrix products and stores all scores. An X-ray would
+then measure kernels that the program does not normally run. Other attention functions call the same
+kernels with and without compilation.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 @contextmanager
 def compiled_flex(observe: Observer) -> Iterator[None]:
-    """In the ``with`` block, compile flex_attention for each call of it in compiled code.
+    """In the ``with`` block, compile flex_attention for each call in compiled code.
 
     The call gets the options of the `torch.compile` around it. Only what this block compiles or
     imports is affected: the block replaces `torch.compile` and `flex_attention` in their modules.

@@ -35,11 +35,11 @@ def decode(
 ) -> Any:
     """Compute attention of a few queries over the live keys of a KV cache, without a gradient.
 
-    On a GPU, the kernel itself reads lengths, starts and the block table while it runs. So a call
-    that passes these as GPU tensors never waits for the GPU, works under torch.compile, and can be
-    captured in a CUDA graph that is replayed with other lengths. The kernels support float16 and
-    bfloat16, and head dimensions up to 256; for other types and widths, torch's own operators run
-    on the GPU.
+    On a GPU, the running kernel itself reads the cache lengths, the starts and the block table. So
+    a call that passes these as GPU tensors never waits for the GPU, works under torch.compile, and
+    can be captured in a CUDA graph that is replayed with other lengths. The kernels support float16
+    and bfloat16, and head dimensions up to 256; for other types and widths, torch's own operators
+    run on the GPU.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def decode(
 
 
 def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
-    """Return integers, one per sequence, in the form that the kernel reads."""
+    """Return a tensor of integers, one per sequence, in the form that the decode kernel reads."""
     if given is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool):
@@ -290,7 +290,7 @@ def _packed(
     entries: Tensor | None,
     *asked: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Decode on any engine: copy the live keys together, and pack the batch into one sequence."""
+    """Decode on any engine: copy all live keys into one array, as packed sequences."""
     question = _Question(*asked)
     problem = _problem(q, k, v, table, starts, entries, question)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]

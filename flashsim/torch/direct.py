@@ -1,14 +1,15 @@
-"""Calls of `attention` that go straight to an engine: checked at first, then run without checks.
+"""Runs repeated calls of `attention` directly on an engine: only the first call is checked.
 
 A model makes the same attention call again and again. A `Ready` is a checked call, cached under all
-values that the checks read. Eagerly a `Ready` runs as a plain `torch.autograd.Function`. Under
-torch.compile a `Ready` runs inside the operator ``flashsim::attend``, which has fewer arguments
-than ``flashsim::attention`` and so takes torch's dispatcher less time. Observers and transforms of
-operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) get ``flashsim::attention``
-instead.
+values that the checks read. In eager mode, a `Ready` runs as a plain `torch.autograd.Function`.
+Under torch.compile a `Ready` runs inside the operator ``flashsim::attend``, which has fewer
+arguments than ``flashsim::attention`` and so takes torch's dispatcher less time. Observers and
+transforms of operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) get
+``flashsim::attention`` instead.
 
 On a GPU, calls with few queries run the decode kernels, whether or not a gradient is needed, so
-that both cases return the same bits. Calls whose KV caches differ only in length share one `Ready`.
+that calls with and without a gradient return the same bits. Calls whose KV caches differ only in
+length share one `Ready`.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about(n: int) -> int:
-    """Return the number of keys, rounded up so that caches of similar length share one call."""
+    """Return the number of keys, rounded up so that caches of similar length share a `Ready`."""
     step = max(128, 1 << max(n.bit_length() - 5, 0))
     return -(-n // step) * step
 

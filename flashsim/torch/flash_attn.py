@@ -1,11 +1,11 @@
 """flash-attention's interface: ``from flashsim.torch.flash_attn import flash_attn_func``.
 
-Code written for the ``flash_attn`` package (FlashAttention-2) runs by changing one import; for
-FlashAttention-3's ``flash_attn_interface`` there is `flashsim.torch.flash_attn_interface`. The
-functions have the names, layouts, defaults and results of that package. Tensors are (batch, n,
-heads, head_dim), or (tokens, heads, head_dim) for packed sequences; the causal mask and the window
-are aligned to the end of the keys. The functions raise UnsupportedError for dropout. ALiBi is a
-score function, so no bias matrix is stored.
+Code written for the ``flash_attn`` package (FlashAttention-2) runs after you change one import. For
+code written for FlashAttention-3's ``flash_attn_interface``, use
+`flashsim.torch.flash_attn_interface`. The functions have the names, layouts, defaults and results
+of that package. Tensors are (batch, n, heads, head_dim), or (tokens, heads, head_dim) for packed
+sequences; the causal mask and the window are aligned to the end of the keys. The functions raise
+UnsupportedError for dropout. ALiBi is a score function, so no bias matrix is stored.
 """
 
 from __future__ import annotations
@@ -156,7 +156,8 @@ def flash_attn_varlen_func(
     max_seqlen_q, max_seqlen_k : int
         The longest sequence; not needed here.
     block_table : Tensor of int32, (batch, max_pages), optional
-        k and v are pages, (pages, page_size, heads_k, head_dim). There is no gradient then.
+        k and v are pages, (pages, page_size, heads_k, head_dim). With a `block_table`, there is no
+        gradient.
 
     Returns
     -------
@@ -262,9 +263,10 @@ def flash_attn_with_kvcache(
         Rotate k and q by their positions. Without a causal mask or a window, all queries
         have the position ``cache_seqlens``.
     cache_seqlens : int or Tensor of int32, (batch,), optional
-        Keys in the cache before this call.
+        The number of keys in the cache before this call.
     cache_batch_idx, cache_leftpad : Tensor of int32, (batch,), optional
-        Each sequence's entry of the cache, and its first key there.
+        Each sequence's entry of the cache, and the position of the sequence's first key in that
+        entry.
     block_table : Tensor of int32, (batch, max_pages), optional
         Each sequence's pages.
     rotary_interleaved : bool

@@ -7,7 +7,7 @@ arguments as the original packages do. The user's tensors are (batch, n, heads, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -175,7 +175,7 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Do what `with_cache` does for packed queries, (tokens, heads, d), and packed new keys.
+    """Rotate, append and attend like `with_cache`, for packed queries (tokens, heads, d) and keys.
 
     Cache lengths are read on the host. The argument `splits` has no effect.
     """
@@ -290,8 +290,8 @@ def attend(
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
     `cuts` divides a batch of 1 into packed sequences. If `signed`, a negative number in `window`
-    moves that side across the diagonal, and only None means no limit; otherwise a negative number
-    means no limit, too.
+    moves that side of the window across the diagonal, and only None means no limit. Otherwise, a
+    negative number also means no limit.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -326,7 +326,7 @@ def attend(
 
 
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
-    """Cut sequences where chunks of `chunk` positions end; pieces without queries or keys are kept.
+    """Cut sequences at multiples of `chunk` positions; pieces without queries or keys are kept.
 
     Query i of a sequence has the same position as key ``i + n_k - n_q``. In every piece, as in an
     uncut sequence, the last query has the position of the last key, so masks do not change.
@@ -453,24 +453,57 @@ def _functions_of(
     start: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Do what `_by_functions` does for sequences whose diagonal starts at key `start`."""
-    left, right = window
-    values = None if slopes is None else slopes.detach().float()
+    """Compute attention with ALiBi and a signed window if all diagonals start at key `start`."""
+    starts = torch.tensor([start], dtype=torch.int32, device=q.device)
+    mask = None
+    if tuple(window) != (None, None):
+        mask = MaskFunction.of(_signed_window(window, starts))
+    given: dict[str, Any] = {"mask": mask, "sinks": sinks, "backend": default_backend(q)}
+    if slopes is None:
+        return with_functions(q, k, v, None, **given, **options)
+    slopes = slopes.detach().float()
+    if not options["causal"] or sinks is not None:
+        return with_functions(q, k, v, _alibi(slopes, starts), **given, **options)
+    # No key that a query sees lies after it. Without `start`, all scores of a row are larger by the
+    # same number: the output does not change, and the GPU's kernels add this form without a load.
+    out, lse = with_functions(q, k, v, _falling(slopes), **given, **options)
+    return out, lse - slopes.reshape(-1, q.shape[1], 1) * start
+
+
+def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
+    """Return ALiBi as a score function of (heads,) or (batch, heads) slopes.
+
+    The diagonal's first key is an element of the array `starts`, not a number in the function. So
+    one compilation serves every cache length.
+    """
 
     def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
-        assert values is not None
-        slope = values[h] if values.ndim == 1 else values[b, h]
-        return score - slope * abs(i + start - j)
+        slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]
+        return score - slope * abs(i + starts[0] - j)
+
+    return alibi
+
+
+def _falling(slopes: Tensor) -> Callable[..., Any]:
+    """Return ALiBi under a causal mask, for a diagonal that starts at key 0."""
+
+    def falling(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return score - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * (i - j)
+
+    return falling
+
+
+def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
+    """Return a window as a mask function; its sides may be negative, and None means no limit."""
+    left, right = window
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
-        keep = i == i
-        if left is not None:
-            keep = keep & (i + start - j <= left)
-        return keep if right is None else keep & (j - i - start <= right)
+        distance = i + starts[0] - j
+        if left is None:
+            return -distance <= right
+        return distance <= left if right is None else (distance <= left) & (-distance <= right)
 
-    mask = None if left is right is None else MaskFunction.of(seen)
-    given = None if slopes is None else alibi, mask, sinks
-    return with_functions(q, k, v, *given, backend=default_backend(q), **options)
+    return seen
 
 
 def _kept_rows(

@@ -2,10 +2,11 @@
 
 Code written for ``flash_attn.cute`` (the package flash-attn-4) runs by changing one import. Tensor
 layouts and masks are those of `flashsim.torch.flash_attn`, but in `window_size` a negative number
-is a position on the other side of the diagonal; only None means no limit. `num_splits`, `pack_gqa`,
-`scheduler_metadata` and the lengths `max_seqlen_q` to `min_seqlen_k` only tune speed in that
-package, and have no effect here. Functions in CuTe DSL, and block-sparse and gathered keys, raise
-UnsupportedError.
+is a position on the other side of the diagonal; only None means no limit. As in that package, a
+causal mask replaces the right limit, and two limits that leave no key are both ignored.
+`num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to `min_seqlen_k` only
+tune speed in that package, and have no effect here. Functions in CuTe DSL, and block-sparse and
+gathered keys, raise UnsupportedError.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from flashsim.errors import ShapeError, UnsupportedError
+from flashsim.errors import OptionError, ShapeError, UnsupportedError
 from flashsim.torch import flash_attn
 from flashsim.torch import flash_attn_core as core
 from flashsim.torch.flash_attn_core import Window
@@ -112,7 +113,7 @@ def flash_attn_func(
         None if qv is None else core.by_head("qv", qv),
         scale=softmax_scale,
         causal=causal,
-        window=window_size,
+        window=_resolved(window_size, causal),
         signed=True,
         softcap=softcap or 0.0,
         sinks=learnable_sink,
@@ -198,7 +199,7 @@ def flash_attn_varlen_func(
         *(q, k, v, of_q, of_k, page_table, seqused_q, seqused_k, qv),
         scale=softmax_scale,
         causal=causal,
-        window=window_size,
+        window=_resolved(window_size, causal),
         signed=True,
         softcap=softcap or 0.0,
         sinks=learnable_sink,
@@ -229,7 +230,7 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: the CuTe kernels plan their tile scheduler here; flashsim needs no plan."""
+    """Return None: in flash-attn-4, this plans the tile scheduler; flashsim needs no plan."""
     return
 
 
@@ -246,11 +247,22 @@ def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, An
 
 
 def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor | None) -> Any:
-    """Return the offsets of sequences in pages, from their offsets or lengths."""
+    """Return the offsets of sequences in pages, from their lengths."""
     if cu_seqlens is not None:
-        return cu_seqlens
+        raise OptionError(
+            "page_table= cannot be combined with cu_seqlens_k=; pass the lengths as seqused_k="
+        )
     whole = [k.shape[1] * table.shape[1]] * table.shape[0]
     return list(accumulate(whole if used is None else used.tolist(), initial=0))
+
+
+def _resolved(window: Window, causal: bool) -> Window:
+    """Return the limits that apply beside the causal mask."""
+    left, right = window
+    right = 0 if causal else right
+    if left is not None and right is not None and left + right < 0:
+        left = right = None
+    return left, None if causal else right
 
 
 def _check_absent(**options: Any) -> None:

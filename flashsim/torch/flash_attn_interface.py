@@ -1,7 +1,7 @@
 """The interface of FlashAttention-3's package: ``import flashsim.torch.flash_attn_interface``.
 
-Code written for ``flash_attn_interface`` runs by changing one import. Tensor layouts and masks are
-those of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their
+Code written for ``flash_attn_interface`` runs after you change one import. Tensor layouts and masks
+are those of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their
 descales. `num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata`
 only tune speed in that package, and have no effect here.
 """
@@ -257,5 +257,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: FlashAttention-3 plans its tile scheduler here; flashsim needs no plan."""
+    """Return None, because flashsim needs no plan for a tile scheduler; FlashAttention-3 does."""
     return

@@ -35,8 +35,9 @@ def flex_attention(
 ) -> Any:
     """Compute attention with a score function and a mask, like torch's `flex_attention`.
 
-    It has a gradient on the CPU and on a GPU: for query, key, value, sinks, and each captured
-    tensor of `score_mod` with ``requires_grad``. It works under ``torch.compile(fullgraph=True)``.
+    On the CPU and on a GPU, the function computes gradients of query, key, value, sinks, and each
+    captured tensor of `score_mod` with ``requires_grad``. It works under
+    ``torch.compile(fullgraph=True)``.
 
     Parameters
     ----------
@@ -45,7 +46,7 @@ def flex_attention(
         ``score_mod(score, b, h, q_idx, kv_idx)``, as in torch.
     block_mask : BlockMask or callable, optional
         The result of torch's `create_block_mask`, or ``mask_mod(b, h, q_idx, kv_idx)`` itself.
-        Blocks that a `BlockMask` does not list are masked, whatever its function returns.
+        Blocks that a `BlockMask` does not list are masked, whatever the mask function returns.
     scale : float, optional
         Default: ``1 / sqrt(head_dim)``.
     enable_gqa : bool
@@ -62,7 +63,7 @@ def flex_attention(
     Raises
     ------
     FlashSimError
-        A `FunctionError` names the line of a function that cannot be traced.
+        If a function cannot be traced, the error is a `FunctionError`, which names the line.
     """
     query, key, value = taken(query=query, key=key, value=value)
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
@@ -116,7 +117,7 @@ def with_functions(
 ) -> tuple[Tensor, Tensor]:
     """Return out and lse of checked 4-D tensors; `more` holds further keywords of `flashsim.run`.
 
-    There is a gradient for each captured tensor of `score_mod` with ``requires_grad``.
+    Each captured tensor of `score_mod` with ``requires_grad`` gets a gradient.
     """
     score = None if score_mod is None else trace_score(score_mod)
     wanted = []
@@ -195,7 +196,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
 
 
 def _is_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> bool:
-    """Return whether it is a `BlockMask`; raise an error unless it is one or a function."""
+    """Return whether a mask is a `BlockMask`; raise unless it is a `BlockMask` or a function."""
     if not hasattr(block_mask, "kv_num_blocks"):
         if not callable(block_mask):
             raise MaskError(
@@ -214,7 +215,7 @@ def _is_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> bool:
 
 
 def _of_blocks(block_mask: Any) -> Callable[..., Any]:
-    """Return a `BlockMask` as a function: its own one, limited to the blocks that it lists."""
+    """Return a `BlockMask`'s mask function, limited to the blocks that the `BlockMask` lists."""
     listed, full = _blocks(block_mask)
     size_q, size_k = block_mask.BLOCK_SIZE
     function, last_b, last_h = block_mask.mask_mod, listed.shape[0] - 1, listed.shape[1] - 1
@@ -238,7 +239,7 @@ def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:
     """Return which blocks are listed, as booleans: the first `counts` indices of each row.
 
-    It also works with fake tensors.
+    The function also works with fake tensors.
     """
     columns = indices.shape[-1]
     number = torch.arange(columns, device=indices.device)
@@ -252,7 +253,7 @@ def _same_tiles(
 ) -> bool:
     """Return whether a mask function keeps scores in exactly the blocks that are listed.
 
-    This is so for masks of `create_block_mask`; then the function alone describes the whole mask.
+    If so, as for masks of `create_block_mask`, the function alone describes the whole mask.
     """
     problem = Problem(
         *(query.shape[2], key.shape[2]),

@@ -1,10 +1,11 @@
-"""`flex_attention` inside ``torch.compile``: the functions as subgraphs, the call as an operator.
+"""Makes `flex_attention` work in ``torch.compile``: functions as subgraphs, call as operator.
 
-Dynamo, the compiler's tracer, inlines Python and so has no value for a function. For torch's own
-flex attention it makes an exception: it traces the functions apart, as subgraphs, and passes them
-and what they captured to a "higher-order operator". `compiled` is such an operator for Dynamo. When
-it is called, it traces the subgraphs into flashsim's graphs. It passes these as text to
-``flashsim::flex_attention``, an ordinary operator.
+Dynamo, the compiler's tracer, inlines Python functions, so it cannot pass a function as a value.
+torch's own flex attention is an exception: Dynamo traces the score and mask functions separately,
+as subgraphs. It passes the subgraphs and the tensors that they captured to a "higher-order
+operator". `compiled` is such an operator for Dynamo. When `compiled` is called, it converts the
+subgraphs to flashsim's graphs. It passes these graphs as text to ``flashsim::flex_attention``, an
+ordinary operator.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ _NAME = "flashsim_flex_attention"
 
 
 def known() -> bool:
-    """Tell Dynamo to treat `compiled` as torch's flex attention; return whether it could be told.
+    """Tell Dynamo to treat `compiled` as torch's flex attention; return whether that succeeded.
 
     Dynamo runs this function, and does not inline it.
     """
@@ -241,7 +242,7 @@ def _function(subgraph: Any, captured: Sequence[Any], of_score: bool) -> Callabl
 
 
 class _Body:
-    """A subgraph as Dynamo made it, with symbols as arguments."""
+    """A subgraph that Dynamo made; the subgraph is called with symbols as arguments."""
 
     def __init__(self, subgraph: Any) -> None:
         self._graph = subgraph
@@ -273,7 +274,7 @@ class _Body:
 
 
 def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Call a function of a subgraph; Dynamo writes an element x[i, j] in a way of its own."""
+    """Call a function of a subgraph, or index x[i, j], which Dynamo writes in its own form."""
     indexed = len(args) == 2 and isinstance(args[1], (tuple, list))
     if indexed and isinstance(args[0], (Captured, Symbol)) and "index" in _name(target).lower():
         return args[0][tuple(args[1])]

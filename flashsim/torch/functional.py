@@ -41,8 +41,8 @@ def attention(
 
     This operator works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and
     ``vmap`` (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q,
-    k, v and bias, as it does for torch's own attention. Besides its inputs and out, the backward
-    pass needs only the LSE, one number per row.
+    k, v and bias, as it does for torch's own attention. The backward pass needs only the inputs,
+    out and the LSE, which is one number per row.
 
     Parameters
     ----------
@@ -203,8 +203,8 @@ def default_backend(x: Tensor) -> str:
 def _expand(x: Tensor) -> Tensor:
     """Return the tensor with axes of length 1 in front, so that it has four axes.
 
-    A tensor that already has four axes is returned itself: a view would change the order in which
-    torch adds the gradients of a tensor that is q, k and v at once.
+    A tensor that already has four axes is returned itself, not as a view. If one tensor is q, k and
+    v at once, views would change the order in which torch adds that tensor's gradients.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 

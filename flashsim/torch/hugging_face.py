@@ -1,10 +1,11 @@
-"""Makes flashsim an attention of Hugging Face's transformers, with its own mask function.
+"""Adds flashsim to Hugging Face's transformers: an attention function and a mask function.
 
 Once per step, a model in transformers calls the mask function for its layers' mask, and passes the
 result to the attention function. flashsim's mask function returns a `Band` if the mask is full,
 causal or a window, with or without padding. For any other pattern, the mask function returns the
-mask tensor itself. It never returns None: if it did, the layer's own `is_causal` would decide,
-which is wrong or missing in some layers written for eager attention alone.
+mask tensor itself. The mask function never returns None. For None, a layer would follow its own
+`is_causal`, and that is wrong or missing in some layers that were written for eager attention
+alone.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ FEW = 16
 
 
 def register(name: str) -> None:
-    """Register the functions with transformers under a name; paged caches get their own name.
+    """Register flashsim's functions with transformers under a name; paged caches have another name.
 
     Raises
     ------
@@ -87,7 +88,8 @@ class Band:
     window : (int, int) or None
         As in `flashsim.Problem`: bottom-right aligned, after padding is removed.
     keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
-        True for tokens that are not padding; None: all are. Rows of padding get zeros.
+        True for tokens that are not padding; None means that no token is padding. Rows of padding
+        get zeros.
     starts, stops : Tensor of int32, (batch,), or None
         Where each sequence's keys begin and end, if there are few queries, none of them padding:
         then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. For a static
@@ -165,7 +167,7 @@ class _Spelled(Tensor):
 
 
 class _NoTensor(UnsupportedError, AttributeError):
-    """An UnsupportedError that is also an AttributeError, so that `hasattr` returns False."""
+    """An UnsupportedError that also is an AttributeError, so `hasattr` catches it and is False."""
 
 
 def mask(
@@ -227,7 +229,7 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Return whether a model requests the mask as a tensor, to combine it with a mask of its own.
+    """Return whether a model requests the mask as a tensor, to combine that with its own mask.
 
     transformers itself requests a tensor for one query of a static cache, but the model does not
     use it.
@@ -427,10 +429,10 @@ def attend_paged(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention over the paged cache of transformers' continuous batching.
 
-    Queries, and new keys and values, are (1, heads, tokens, d); the output is (1, tokens, heads,
-    d). The other arguments are those of `attend`, and transformers' "read_index" and "write_index".
-    The cache stores the new keys and values, and returns those that each sequence sees, packed.
-    Newer versions of transformers update the cache themselves, and call `attend`.
+    The queries, new keys and new values have shape (1, heads, tokens, d). The output has shape (1,
+    tokens, heads, d). The other arguments are those of `attend`, and transformers' "read_index" and
+    "write_index". The cache stores the new keys and values, and returns those that each sequence
+    sees, packed. Newer versions of transformers update the cache themselves, and call `attend`.
 
     Raises
     ------
@@ -454,8 +456,8 @@ def _added(mask: Tensor, query: Tensor) -> Tensor:
 
     A float mask may mask a score by a number near the lowest of its type, or by any number so large
     that the sum keeps no digit of the score (-1e9 in float32). In a row that is masked entirely by
-    such numbers, the scores are lost, and so is the log n in its LSE. A backward pass would then
-    recompute P = 1 where P is 1 / n.
+    such numbers, rounding loses the scores, and also the term log n of the row's LSE. A backward
+    pass would then recompute P = 1 where P is 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -471,7 +473,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 def _between(band: Band, n_kv: int) -> Tensor:
-    """Return booleans (batch, n_kv): which keys lie between a band's starts and its stops."""
+    """Return booleans (batch, n_kv): whether each key lies between a `Band`'s starts and stops."""
     assert band.starts is not None
     assert band.stops is not None
     at = torch.arange(n_kv, device=band.starts.device)

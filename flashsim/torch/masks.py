@@ -1,4 +1,4 @@
-"""Recognise a mask tensor's pattern: causal, a window, a bias, or one that is not counted."""
+"""Recognise a mask tensor's pattern: causal, a window, a bias, or a mask that is not counted."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Pattern:
 
 
 def top_left(q: Any, k: Any) -> Any:
-    """The mask of torch's `is_causal`: its diagonal starts at the first query and the first key."""
+    """The mask of torch's `is_causal`, whose diagonal starts at the first query and first key."""
     return k <= q
 
 

@@ -2,9 +2,9 @@
 
 The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. A torch
 operator is a name and a schema, for which functions are registered. The functions `forward` and
-`backward` compute these operators. The functions `*_shapes` return the shapes of the operators'
-results, for torch.compile, the meta device and fake tensors. Other functions here compute the
-gradient, or run an operator under torch.vmap.
+`backward` in this module compute the results of the two operators. The functions `*_shapes` return
+the shapes of the operators' results, for torch.compile, the meta device and fake tensors. Other
+functions here compute the gradient, or run an operator under torch.vmap.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> d
 
 
 def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
-    """Turn the operator's keywords into those of `flashsim.run`: a schema has no type for pairs."""
+    """Convert an operator's keywords to those of `flashsim.run`; operators cannot take pairs."""
     return {"window": (window_left, window_right), **question}
 
 
@@ -211,7 +211,7 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Do what `forward` does, but differentiable under torch.func's transforms too."""
+    """Return the results of `forward`, also differentiable under torch.func's transforms."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
@@ -226,7 +226,7 @@ def _transformed() -> bool:
 
 
 def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """Do what `backward` does, but in a form that also works under torch.func's transforms."""
+    """Return the results of `backward`, in a form that works under torch.func's transforms too."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -316,7 +316,7 @@ def backward_folded(
     """Run `function` (`backward` or `pulled_back`) under torch.vmap.
 
     As in `forward_folded`, the mapped axis becomes part of the batch. Each mapped entry gets a
-    gradient of the bias of its own.
+    separate gradient of the bias.
     """
     _refuse_packed(*tensors[8:10])
     if any(x is not None for x in tensors[10:]):
@@ -350,7 +350,7 @@ def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Fold a bias (1 or batch, ...) in this way, to one bias per entry of the larger batch."""
+    """Fold a bias (1 or batch, ...) like `_fold`, to one bias per entry of the larger batch."""
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 

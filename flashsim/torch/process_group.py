@@ -1,10 +1,11 @@
 """Messages between ranks of a process group: first they agree on arguments, then they send tensors.
 
-Counts sent bytes.
+The module also counts the bytes that are sent.
 
 This module uses only `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on
-GPUs. On GPUs, messages have their own stream and overlap the kernels. If a rank fails, dies or is
-called with other arguments, every rank raises an error: at once, or after the group's own timeout.
+GPUs. On GPUs, messages run on a separate CUDA stream and overlap the kernels. If a rank fails, dies
+or is called with other arguments, every rank raises an error: at once, or after the group's own
+timeout.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ Parcel = dict[str, Tensor]
 
 
 def parcel(**tensors: Tensor) -> Parcel:
-    """Return tensors as a parcel, one message to send; only non-contiguous ones are copied."""
+    """Return tensors as a parcel (one message to send); only non-contiguous tensors are copied."""
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
@@ -99,7 +100,7 @@ class Member:
         mine : mapping of str to int
             Values that must be equal on all ranks.
         error : Exception, optional
-            The error in this rank's own call; the other ranks learn that there is one.
+            The error in this rank's own call; the other ranks learn that this rank has an error.
         """
         return Inquiry(self, mine, error)
 

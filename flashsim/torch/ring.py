@@ -1,8 +1,8 @@
-"""`ring_attention`: attention over the GPUs of a process group, each of which has some of the rows.
+"""`ring_attention`: attention over a process group, each of whose GPUs has some of the rows.
 
-The class `flashsim.distributed.Group` decides which rank has which rows, which block of scores it
-computes at each step, and what it sends to whom. The simulation in `flashsim.distributed` uses the
-same class.
+The class `flashsim.distributed.Group` decides which rank has which rows, which block of scores each
+rank computes at each step, and which tensors each rank sends to which other rank. The simulation in
+`flashsim.distributed` uses the same class.
 """
 
 from __future__ import annotations
@@ -48,9 +48,10 @@ def ring_attention(
     """Compute attention, with a gradient, over a sequence divided among the ranks of a group.
 
     Every rank calls this function with its own rows (`shard`). Ranks pass on K and V while the
-    kernels of `attention` compute; in some schemes they exchange heads. The results of blocks are
-    merged by their LSE in float32. The backward pass also sends dK and dV, in float32, after K and
-    V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at the call.
+    kernels of `attention` compute; in some schemes, ranks exchange heads instead or in addition.
+    The results of blocks are merged by their LSE in float32. The backward pass also sends dK and
+    dV, in float32, after K and V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at
+    the call.
 
     Parameters
     ----------
@@ -153,7 +154,7 @@ _Spread = tuple[int, str, int | None]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
-    """Return the `Group` for the whole problem, derived from this rank's share of it."""
+    """Return the `Group` for the whole problem, derived from the tensors of this rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ShapeError(
@@ -289,9 +290,9 @@ class _Part:
         """Return the gradients of this rank's rows.
 
         dK and dV of other members' keys are sent after these keys' K and V until they reach the
-        rank that owns the keys. At first dK and dV are one block's gradients, in the type of its
-        computation. From the second block on, dK and dV are float32 sums. The rank that owns the
-        keys adds the gradients of its own block, and rounds the sum once.
+        rank that owns the keys. At first dK and dV are one block's gradients, in the type in which
+        that block was computed. From the second block on, dK and dV are float32 sums. The rank that
+        owns the keys adds the gradients of its own block, and rounds the sum once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
@@ -330,7 +331,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV that a step receives: one block's at first, float32 sums later."""
+        """Allocate the dK and dV that a step receives: at first one block's, later float32 sums."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
@@ -360,7 +361,8 @@ class _Part:
     def sums_wide(self, q: Tensor) -> bool:
         """Return whether sums over blocks are kept in float32.
 
-        Two blocks need no such sum, because they are added and rounded at once.
+        With only two blocks, no float32 sum is stored, because the two are added and rounded in one
+        step.
         """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 
@@ -381,11 +383,11 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: give some rows of all heads, get all rows of some heads."""
+        """Exchange in this rank's team: send some rows of all heads, get all rows of some heads."""
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: give all rows of some heads, get some rows of all heads."""
+        """Exchange in this rank's team: send all rows of some heads, get some rows of all heads."""
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""Makes flashsim replace torch's own attention, and an attention of Hugging Face's transformers.
+"""Lets flashsim replace torch's own attention, and that of Hugging Face's transformers.
 
 torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
 After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
@@ -66,7 +66,7 @@ def install() -> tuple[str, ...]:
 
 
 class _Activated:
-    """Replaced functions in torch's dispatcher, while this object lives or until `remove`."""
+    """Replaces functions in torch's dispatcher until `remove`, or while this object exists."""
 
     def __init__(self) -> None:
         self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
@@ -211,7 +211,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Return the tensor stored in memory as (batch, n, heads, d), like torch's gradients."""
+    """Return the tensor with the memory order (batch, n, heads, d), like torch's gradients."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 

@@ -127,7 +127,7 @@ class Seen:
         - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
           model of the cache. compulsory B: each input and output counted once.
         - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. If DRAM bytes
-          are not computed, the tensors of each kernel count once instead.
+          are not computed, each tensor of a kernel counts once instead.
         - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
           kernels. The source "roofline" is a lower bound from the device's bandwidth and
           arithmetic.
@@ -316,7 +316,7 @@ def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[d
 
 
 def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
-    """Return the mean time of the measured calls, and whether it is of kernels or operators."""
+    """Return the measured calls' mean time, and whether kernels or operators were timed."""
     times = [sum(call.measured[direction].values()) for call in calls if direction in call.measured]
     if not times:
         return {"measured ms": None}
@@ -324,7 +324,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """Return the label of a measured time: the device, and "kernels" or "operators"."""
+    """Return the label of a measured time: the device, then "kernels" or "operators"."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -388,7 +388,7 @@ def _scores(problem: Problem, algorithm: str, direction: str) -> int:
 
 
 def _totals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one total row per pass and algorithm; a cell is empty if any row lacks its figure."""
+    """Return one total row per pass and algorithm; a cell is empty if a row lacks that figure."""
     totals = []
     for direction, algorithm in dict.fromkeys(
         (r["pass"], r["algorithm"]) for r in records if "requested B" in r

@@ -32,7 +32,7 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader for the arguments of `func`, and its name; None if it is not attention."""
+    """Return the reader and the name of the function `func`; None if `func` is not attention."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:
@@ -97,7 +97,7 @@ def device_of(x: Tensor) -> str:
 
 
 def mapped(tensors: Iterable[Tensor]) -> int:
-    """Return how many calls torch.vmap makes of one: the product of the mapped axes' lengths."""
+    """Return how many calls one call under torch.vmap is: the product of the mapped lengths."""
     functorch: Any = torch._C._functorch
     axes: dict[int, int] = {}
     for x in tensors:

@@ -1,9 +1,9 @@
-"""Profiler ranges around the attention calls that `watch` sees, and kernel times by torch.
+"""Profiler ranges around attention calls that `watch` sees; torch's profiler times the kernels.
 
-Each attention call runs in a profiler range with a name of its own. Each autograd node that the
-call creates also runs in such a range; nodes are recognised by the sequence numbers handed out
-during the call. `Timer` opens ranges of torch's profiler and reads their kernels' times; `Ranges`
-opens NVTX ranges, by which Nsight Compute labels kernels.
+Each attention call runs in a profiler range with a unique name. Each autograd node that the call
+creates also runs in such a range; nodes are recognised by the sequence numbers handed out during
+the call. `Timer` opens ranges of torch's profiler and reads the times of the kernels in each range.
+`Ranges` opens NVTX ranges, by which Nsight Compute labels kernels.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
 Three observers work together to see every call. A torch function mode sees the functions that are
 called from Python. A dispatch mode sees operators that are called from elsewhere (TorchScript,
-C++). Attention functions of transformers are wrapped at look-up, since "eager" ones are plain
-products. Each call is recorded once, by the outermost observer that sees it. A function of
-transformers is recorded only if no call inside it was recorded.
+C++). Attention functions of transformers are wrapped when a model looks them up, because the
+"eager" function consists of plain matrix products, which the two modes cannot recognise. Each call
+is recorded once, by the outermost observer that sees it. A function of transformers is recorded
+only if no call inside it was recorded.
 
 Hooks on all modules maintain the stack of running modules, which gives each call its module's name.
 Hooks on single modules would turn off the fast path of nn.TransformerEncoderLayer.
@@ -92,7 +93,7 @@ def watch(
 
 @contextmanager
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
-    """Do what `watch` does, in ranges of a profiler; `Ranges.calls` has each range's call.
+    """Record calls like `watch`, each in a profiler range; `Ranges.calls` has each range's call.
 
     Unlike with `watch`, flex_attention that compiled code calls runs compiled (`compiled_calls`).
 
@@ -184,9 +185,10 @@ _apply = torch.autograd.Function.apply.__func__
 
 
 def _applied(cls: type, *args: Any) -> Any:
-    """Call an autograd function, for this thread's recorders: FlashAttention-4 is such a function.
+    """Call an autograd function and report it to this thread's recorders.
 
-    Modes do not see it, because it calls no operator of torch.
+    FlashAttention-4 is such a function. It calls no operator of torch, so torch's modes do not see
+    it.
     """
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
@@ -266,7 +268,7 @@ class _Recorder:
     ) -> Any:
         """Call the function `func`, and record the call if it is attention.
 
-        If `run` is given, it is called instead of `func`.
+        If `run` is passed, the method calls `run` instead of `func`.
         """
         kwargs, run = kwargs or {}, run or func
         if func is torch.ops.flashsim.attention_backward.default:

@@ -1,8 +1,8 @@
-"""The process that `flashsim xray` profiles: a program with attention calls in NVTX ranges.
+"""The process that `flashsim xray` profiles: it runs a program's attention calls in NVTX ranges.
 
     python -m flashsim.torch.xray CALLS.json PROGRAM [arguments]
 
-The file CALLS.json then describes the call and the pass of each range
+After the run, the file CALLS.json says which call and which pass each range belongs to
 (`flashsim.studies.xray.record`).
 """
 
@@ -38,7 +38,7 @@ def described(call: AttentionCall) -> dict[str, Any]:
 
 
 def main(out: str, script: str, *arguments: str) -> int:
-    """Run the program, describe its calls, and return its exit code."""
+    """Run the program, write the descriptions of its attention calls, and return its exit code."""
     if not torch.cuda.is_available():
         print("flashsim xray: torch sees no GPU", file=sys.stderr)
         return 1

@@ -1,8 +1,8 @@
-"""Reads an ``.npz`` file that may come from an untrusted source, with NumPy's reader of headers.
+"""Reads an ``.npz`` file that may come from an untrusted source; NumPy parses array headers.
 
-By itself, NumPy allocates as much memory as an array's header declares, and checks the checksum of
-an archive's member only if it happens to read to the member's end. So before this module reads an
-array, the zip directory and the array's own header must both state the size that the caller
+NumPy's own reader allocates as much memory as an array's header declares. It verifies the checksum
+of an archive's member only if it happens to read to the member's end. So before this module reads
+an array, the zip directory and the array's own header must both state the size that the caller
 expects. The module then reads the member to its end, where `zipfile` compares the checksum.
 """
 
@@ -78,8 +78,8 @@ class Archive:
         """Return an array, after checking that it has this type and this shape.
 
         The function `check` receives each chunk of the array as it is read, and may raise or change
-        the chunk. So for a large array that is wrong from its beginning, only the first chunk is
-        read.
+        the chunk. So if `check` raises at the first chunk of a large array, the rest of the array
+        is not read.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):

@@ -77,8 +77,8 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
     """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
 
     `heights`, int64 (T,), are the numbers of rows of the row tiles. Each row of scores spans the
-    keys of its sequence. Each row of a bias gradient spans all keys, because the whole matrix is
-    cleared and rounded.
+    keys of the row's sequence. Each row of a bias gradient spans all keys, because the whole matrix
+    is cleared and rounded.
     """
     keys = (
         schedule.key_counts if stage.per != "bias" else np.full(schedule.t_r, schedule.problem.n_kv)
@@ -95,10 +95,10 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is that of moves.
+    """Return the bytes of each move for tiles of `rows` x `cols`, with moves on the last axis.
 
     If an engine `reported` bytes, (.., slots), these replace the computed bytes of all moves
-    between HBM and SRAM. Each of these moves has one slot, in their order.
+    between HBM and SRAM. The slots are in the order of these moves, one slot per move.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
@@ -120,7 +120,7 @@ def _frees(moves: tuple[Move, ...]) -> list[Event]:
 
 
 def _put(table, at, events, where, sizes) -> None:
-    """Write copies of one sequence of events, one at each of the positions `at`."""
+    """Write a copy of one sequence of events at each of the positions `at`."""
     columns = np.stack(where, axis=1)
     for k, (op, tensor, column) in enumerate(events):
         table[at + k, :2] = op, tensor

@@ -1,6 +1,6 @@
 """`counted`: builds the trace that a run would record, without running it.
 
-A schedule and the dataflow table suffice for that.
+To build such a trace, a schedule and the dataflow table suffice.
 
 The dataflow table lists the transfers of each step and each visit, in order. The schedule lists the
 steps and the visits. Neither of these depends on the values in the tensors. The test
@@ -27,7 +27,7 @@ MOST_EVENTS = 1 << 24
 
 
 def counted(traffic: Traffic) -> Trace:
-    """Return the trace of the counted pass, which equals the simulator's event by event.
+    """Return the trace of the counted pass: the same events that the simulator would record.
 
     Raises
     ------

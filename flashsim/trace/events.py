@@ -41,7 +41,7 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 
 @dataclass(frozen=True, eq=False)
 class StageTrace:
-    """The events of one stage's loops over one head, and how often these loops repeat.
+    """The events of a stage's loops over one head, and the number of repetitions of the loops.
 
     The stage runs its loops `repeat` times, and each run starts `stride` query heads after the one
     before. In `events`, the field ``head`` counts from the first query head of the run. The array
@@ -99,7 +99,7 @@ class StageTrace:
         return rows, cols.astype(np.int64)
 
     def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Return the sums of rows, columns and scores over visits, or over outer steps."""
+        """Return numbers of rows, columns and scores, each summed over visits or outer steps."""
         rows, cols = self.sides(tiles["i"], tiles["j"])
         return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
@@ -123,7 +123,8 @@ def gain(events: np.ndarray) -> np.ndarray:
 def step_ends(events: np.ndarray) -> np.ndarray:
     """Return the index of the last event of each outer step.
 
-    A step ends at the first event after its own "compute" that leaves no buffer on chip.
+    A step ends at the first event, after the "compute" event of the step, that leaves no buffer on
+    chip.
     """
     seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
     closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))

@@ -10,16 +10,16 @@ arrays are:
   trace's first tiling (see `SavedMask`), and so on for its other tilings;
 - ``costs_0`` ..., the field `StageTrace.costs` of each stage of a user's own algorithm.
 
-If the trace has a timeline, each of its fields is an array of its own, such as ``timeline_sm``
+If the trace has a timeline, each field of the timeline is a separate array, such as ``timeline_sm``
 (`events.TIMELINE`). In a timeline, each start is stored as its difference from the start before it,
 and each end as a duration, which makes the file a third as large.
 
 The header also names the operations, tensors, phases and roles behind the numeric codes, so that a
 later flashsim may renumber them.
 
-A trace file may come from an untrusted source. So sizes are checked before memory is allocated
-(`archive`), and values before they are used (`validate`). A damaged or inconsistent file raises a
-`TraceError`.
+A trace file may come from an untrusted source. So the module `archive` checks sizes before memory
+is allocated, and the module `validate` checks values before use. A damaged or inconsistent file
+raises a `TraceError`.
 """
 
 from __future__ import annotations
@@ -447,7 +447,7 @@ def _unpack_timeline(
 
 
 def _recode(table: np.ndarray, names: dict[str, list[str]], tensors: Sequence[str]) -> None:
-    """Replace the file's codes in `table` by this version's codes for the same names."""
+    """Replace the codes in a file's `table` by this version's codes for the same names."""
     for field, ours in {**_NAMES, "tensor": tensors}.items():
         if field in (table.dtype.names or ()):
             codes = np.array([ours.index(name) for name in names[field]], np.uint8)

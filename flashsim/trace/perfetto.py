@@ -2,9 +2,10 @@
 
 If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's times. For such a
 trace, slices and counters leave out stages that the kernel did not time. A simulated trace has no
-times, so they are computed from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth
-and of the FLOP/s. In these computed times, a step first moves its tiles and then computes, without
-overlap. Computed times show order and proportion; they do not predict a kernel's time.
+times, so the export computes times from the device's peaks. In this computation, each SM gets 1 /
+sm_count of the HBM bandwidth and of the FLOP/s. In these computed times, a step first moves its
+tiles and then computes, without overlap. Computed times show order and proportion; they do not
+predict a kernel's time.
 
 One thread id stands for one SM and pipe (simulated), or for one SM, warp role and layer of
 overlapping visits (recorded). The slices of one thread id are nested or disjoint. All times are
@@ -52,7 +53,7 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     path : path-like
         A file whose name ends in .gz is compressed; Perfetto opens it as well.
     heads : int
-        For a simulated trace: how many heads (or head groups) of each stage to show. If there are
+        For a simulated trace: how many heads (or head groups) of each stage to show. If a stage has
         fewer, all are shown.
 
     Returns
@@ -123,9 +124,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The counters' times come from the timeline, and their bytes from the events. The bytes of a
-    visit are added at the visit's end, and those of an outer step when its row or column tile is
-    stored. A thread block uses its stage's peak SRAM while its last role works (of a
+    The times of the counters come from the timeline, the bytes of the counters from the events. The
+    bytes of a visit are added at the visit's end, and those of an outer step when its row or column
+    tile is stored. A thread block uses its stage's peak SRAM while its last role works (of a
     warp-specialised kernel, the last consumer).
     """
     yield from _process(_COUNTERS, "totals")

@@ -1,4 +1,4 @@
-"""`Recording`: the data of a trace, without methods that query it.
+"""`Recording`: the data of a trace, without methods that query the data.
 
 Trace files, timelines and the Perfetto export need only this class. The class `Trace` adds these
 methods.
@@ -38,7 +38,7 @@ class Own(NamedTuple):
 @own_errors
 @dataclass(eq=False, repr=False)
 class Recording:
-    """The recorded data of a run, which `Trace` extends by methods.
+    """The recorded data of a run; the class `Trace` adds methods that query the data.
 
     Attributes
     ----------

@@ -132,7 +132,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Texts for display: which part of split keys each step reads, or how many parts it merges.
+        """Texts for display: which part of split keys a step reads, or how many parts are merged.
 
         A text is, for example, "part 2 of 4"; it is "" if the keys are not split.
         """
@@ -178,14 +178,14 @@ class Steps(Generic[_Trace]):
     def sram_scale(self) -> int:
         """The bytes at which players draw the SRAM bar as full: the device's capacity per block.
 
-        A GPU kernel may keep more on chip than that, because it also uses registers. For such a
-        trace, the bar is full at the trace's own peak.
+        A GPU kernel may keep more bytes on chip than this capacity, because it also uses registers.
+        For the trace of such a kernel, the bar is full at the trace's own peak.
         """
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
     @cached_property
     def order(self) -> np.ndarray:
-        """How many visits the step's stage made before each step, int64 (n_steps,)."""
+        """For each step, the number of earlier visits in the same stage, int64 (n_steps,)."""
         seen = np.cumsum(self.visit >= 0)
         before = np.concatenate([[0], seen[:-1]])
         first = np.searchsorted(self.stage, np.arange(len(self.trace.stages)))

@@ -1,4 +1,4 @@
-"""Finds the thread block of each span of a GPU timeline, and the row on which to draw the span.
+"""Finds the thread block of each span in a GPU timeline, and the row on which a span is drawn.
 
 Several thread blocks may share an SM. Within a block, visits overlap if a kernel starts the next
 tile's scores during the softmax of the current tile. Two spans on the same row do not overlap in

@@ -1,7 +1,7 @@
 """`Trace`: the recorded transfers and computations of a run, event by event, with query methods.
 
-All heads run the same loops. So for each stage, a trace stores the events of one head and how often
-they repeat. The property `Trace.events` returns the events of all heads.
+All heads run the same loops. So for each stage, a trace stores the events of one head and the
+number of repetitions. The property `Trace.events` returns the events of all heads.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording, questions.Answers):
-    """The recorded events of a run, with the same query methods as `Traffic`, its closed form."""
+    """The recorded events of a run; has the query methods of `Traffic`, the closed-form count."""
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -298,9 +298,9 @@ class Trace(Recording, questions.Answers):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return where two results' bytes differ, as ``{(stage, op, tensor): (ours, theirs)}``.
+        """Return the transfers whose bytes differ, as ``{(stage, op, tensor): (ours, theirs)}``.
 
-        The dict is empty if both agree.
+        The dict is empty if the bytes of both results agree.
 
         Raises
         ------

@@ -1,8 +1,9 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A trace file may come from an untrusted source. Before a table of the file is read, its length must
-be at most what its problem can need, so that a small file cannot fill the memory. After a table is
-read, every index in it must be in range, so that queries of the trace need no checks of their own.
+A trace file may come from an untrusted source. Before a table of the file is read, the table's
+length must be at most what the file's problem can need, so that a small file cannot fill the
+memory. After a table is read, every index in it must be in range, so that queries of the trace need
+no checks of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _STAGE = {
 
 
 def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry`, which must be a JSON object with these keys and values of these types."""
+    """Return `entry`; raise unless it is a JSON object with these keys and types of values."""
     if not isinstance(entry, dict):
         raise ValueError(f"{what} must be a JSON object, got {shown(entry)}")
     for key, kind in kinds.items():
@@ -57,7 +58,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry`, which must be a list of n integers from `low` up to the largest index."""
+    """Return `entry`; raise unless it is a list of n integers from `low` to the largest index."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -99,7 +100,7 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
 
 
 def _strings(tree: Any) -> None:
-    """Raise for text that is too long, or that contains terminal control characters."""
+    """Raise an error for text that is too long, or that contains terminal control characters."""
     if isinstance(tree, dict):
         for key, value in tree.items():
             _strings(key)
@@ -274,7 +275,7 @@ def _check_buffers(buffers: list[Any]) -> None:
 
 
 def members(walk: plans.Stage, of: Problem) -> int:
-    """Return how many score rows a query has in a stage's loops: one per packed head (`Split`)."""
+    """Return the number of score rows per query in a stage: one per packed head (`Split`)."""
     return of.group if walk.parts and walk.per == "group" else 1
 
 
@@ -294,7 +295,7 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Raise for a table of events that is too long or too short for the stage.
+    """Raise an error for a table of events that is too long or too short for the stage.
 
     For a user's `own` algorithm, the problem implies no limit on that length, so a fixed limit
     applies.
@@ -329,7 +330,7 @@ def length_of_mask(
     tiling: Tiling,
     rows_each: int,
 ) -> None:
-    """Raise for a mask's table of tiles whose length does not match its tiling."""
+    """Raise an error if the length of a mask's table of tiles does not match the tiling."""
     t_r, _, pairs = tiles(of, tiling, rows_each)
     if ptr[0] != t_r + 1 or col != kind or col[0] > pairs:
         raise ValueError(
@@ -339,7 +340,7 @@ def length_of_mask(
 
 
 def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
-    """Raise for a block mask whose grid reaches past the scores."""
+    """Raise an error for a block mask whose grid reaches past the score matrix."""
     if shape[0] * rows >= of.n_q + rows or shape[1] * cols >= of.n_kv + cols:
         raise ValueError(
             f"a block mask of {shape[0]} x {shape[1]} blocks, each of {rows} x {cols} scores, "
@@ -360,7 +361,7 @@ def length_of_timeline(length: int, events: int) -> None:
 
 
 def within(what: str, values: np.ndarray, low: int, high: int) -> None:
-    """Raise for values outside low .. high - 1."""
+    """Raise an error if any value is outside low .. high - 1."""
     if len(values) and not (low <= int(values.min()) and int(values.max()) < high):
         raise ValueError(
             f"{what}: the values must be from {low} to {high - 1}, but are from {values.min()} to "
@@ -432,7 +433,7 @@ def order(table: np.ndarray, walk: plans.Stage) -> None:
 
 
 def moved(stages: Sequence[StageTrace]) -> None:
-    """Raise for a trace that moves no bytes between HBM and SRAM."""
+    """Raise an error for a trace that moves no bytes between HBM and SRAM."""
     if not any(
         np.isin(stage.events["op"], TRANSFERS)[stage.events["bytes"] > 0].any() for stage in stages
     ):

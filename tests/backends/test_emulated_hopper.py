@@ -112,11 +112,12 @@ def test_forward_of_scores_that_are_all_below_0():
     compare_forward("64", "below")
 
 
+@pytest.mark.parametrize("softcap", [15.0, 30.0, 50.0])  # of 50: scores between -10 and 10
 @pytest.mark.parametrize("causal", [False, True], ids=["one key", "causal"])
-def test_a_rows_only_key_has_probability_1(causal):
+def test_a_rows_only_key_has_probability_1(causal, softcap):
     """A softcap bounds the scores; the output is still that key's value, bit for bit."""
     n = 150 if causal else 1
-    p = Problem(150, n, 64, heads=2, dtype="bfloat16", causal=causal, softcap=15.0)
+    p = Problem(150, n, 64, heads=2, dtype="bfloat16", causal=causal, softcap=softcap)
     x = make(p)
     passes = HOPPER.forward_passes(p, None, GPU, "ascending", "")
     arrays, _ = emulator.run_forward(test_emulated.HOPPER, passes, p, x)

@@ -162,6 +162,8 @@ HOPPER_CASES = {
     "alibi packed 64": (problem(170, 200, 64, None, alibi, **PACKED), alibi),
     "alibi dilated 64": (problem(200, 300, 64, dilated, alibi, causal=True), alibi),
     "relative 128": (problem(150, 200, 128, None, relative), relative),
+    "relative 96": (problem(300, 400, 96, None, relative), relative),  # 192 + 112 distances
+    "relative 192": (problem(300, 400, 192, None, relative), relative),
     "relative and keys 64": (problem(150, 200, 64, None, relative_and_keys), relative_and_keys),
     "documents 128": (problem(300, 300, 128, documents, batch=2), None),
     "dilated 32": (problem(200, 200, 32, dilated, alibi), alibi),
@@ -176,7 +178,14 @@ HOPPER_CASES = {
     "packed 64": (problem(170, 200, 64, causal, relative, **PACKED), relative),
     "packed 128": (problem(170, 200, 128, dilated, **PACKED), None),
 }
-OFTEN = ("alibi 64", "falling 128", "relative and keys 64", "documents 128", "packed 64")
+OFTEN = (
+    "alibi 64",
+    "falling 128",
+    "relative 96",
+    "relative and keys 64",
+    "documents 128",
+    "packed 64",
+)
 
 
 @pytest.mark.parametrize("algorithm", ["flash2-fused", thorough("flash2")])

@@ -2,8 +2,8 @@
 
 The grid has one row per query tile and one column per key tile. So a tensor with one row per query
 is drawn as a column beside the grid, and a tensor with one row per key as a row above or below the
-grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn at the left of the
-grid and above it, results at its right and below it.
+grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn to the left of the
+grid and above it, results to the right and below.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _cut_along(trace: Trace, side: int) -> frozenset[str]:
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
-    """Return the tensors that a trace moves, grouped by position: left, right, top, bottom, grid.
+    """Return the tensors of a trace by the side of the grid: left, right, top, bottom, grid.
 
     An accumulator (dQ_acc) is listed under the name of the tensor that it accumulates (dQ).
     """
@@ -65,7 +65,7 @@ _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
-    """Return uint8 (T_r, T_c): each tile is empty, full or partly masked (and at which corner).
+    """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked (at which corner).
 
     A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do).
     The tile is CUT_LOW if the mask removes the lower left corner (as a sliding window does), and
@@ -190,7 +190,8 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 def page_edges(schedule: Schedule) -> list[float]:
     """Return where KV-cache pages begin inside a sequence, in column tiles from the left.
 
-    The list is empty if the KV cache has no pages, or too many to be told apart in a picture.
+    The list is empty if the KV cache has no pages, or so many pages that a picture cannot show them
+    apart.
     """
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:

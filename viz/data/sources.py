@@ -60,8 +60,8 @@ def one_trace(data: Any) -> Trace:
 def made_by(how: str, data: Any, has: str) -> Any:
     """Return `data`, which must be the result of the function named `how`.
 
-    The result is recognised by its attribute `has`, because its class belongs to a higher layer,
-    which this module may not import.
+    The object is recognised by the attribute `has`, because the object's class belongs to a higher
+    layer, which this module may not import.
     """
     if not hasattr(data, has):
         raise DTypeError(f"expected the result of {how}, got {shown(data)}")
@@ -120,7 +120,7 @@ def writable(what: str, text: Any) -> str:
 def panes(
     what: str, data: Any, statistics: RowStatistics | Mapping[str, RowStatistics] | None
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
-    """Return one or two traces by label, each with its m and l statistics or None.
+    """Return one or two traces by label, each with statistics of m and l, or None.
 
     Statistics that the caller passes without a label belong to the first trace. The argument
     `what` is the plot's name in error texts.
@@ -162,7 +162,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label per source: its algorithm, then what differs; equal labels are numbered."""
+    """Return a label per source: the algorithm, then settings that differ, or a number."""
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -192,7 +192,7 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 
 
 def places(algorithms: Iterable[str]) -> list[int]:
-    """Return, per series, the index of its colour, line dash and marker.
+    """Return, per series, the index of a colour, line dash and marker.
 
     An algorithm has the same index in every figure. If an algorithm occurs twice, the series are
     numbered instead.
@@ -249,7 +249,7 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 
 
 def rows(data: Any) -> list[dict[str, Any]]:
-    """Return one dict per point of a plot, with the columns of `flashsim.sweep` as keys.
+    """Return one dict per point of a plot, whose keys are the columns of `flashsim.sweep`.
 
     Parameters
     ----------

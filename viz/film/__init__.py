@@ -1,1 +1,1 @@
-"""Animations."""
+"""Animations of traces."""

@@ -1,7 +1,7 @@
 """`animate` writes an animation of one run, or of two side by side, as GIF, MP4 or one HTML file.
 
-The static parts of the picture are drawn once. For each frame the moving Matplotlib artists are
-updated and drawn over a copy of the static picture.
+The static parts of the picture are drawn only once. For each frame, the moving Matplotlib artists
+are updated and drawn over a copy of these static parts.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def animate(
         The most frames; a trace with more steps is sampled evenly.
     clock : {"steps", "bytes"}
         How two traces are synchronised: by the number of steps done, or by the number of bytes
-        moved. With "bytes" they advance as they would if HBM bandwidth were the only limit.
+        moved. With "bytes", the two traces advance as if HBM bandwidth were the only limit.
     theme : {"light", "dark"}
 
     Returns
@@ -129,7 +129,7 @@ def check_fps(fps: float) -> None:
 class Frames:
     """Base of films: a Matplotlib figure, whose frames are drawn one after another.
 
-    A film also has `len`, the method `shades`, and the attributes `theme` and `title`.
+    Each subclass also defines `len`, the method `shades`, and the attributes `theme` and `title`.
     """
 
     figure: Figure

@@ -68,7 +68,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """Return, per step, the row tile to show: the step's own, or the last before it."""
+        """Return the row tile to show at each step: the step's own, or else the previous one."""
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
@@ -139,7 +139,7 @@ def _fit(text: Text, ax: Axes) -> None:
 
 
 class Moves:
-    """A list of a step's transfers, one per line; those that write to HBM are marked as dashed."""
+    """A list of a step's transfers, one per line; transfers to HBM are marked as dashed."""
 
     ROWS = 8
 

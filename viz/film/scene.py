@@ -310,7 +310,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box of score tile (i, j); i = -1 means the column j, j = -1 the row i."""
+        """Return the box of score tile (i, j); i = -1: all of column j; j = -1: all of row i."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:

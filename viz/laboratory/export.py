@@ -2,8 +2,8 @@
 
 Each forward or backward pass is counted once with named sizes (`Polynomial`) instead of integers.
 So the page uses the formulas of `counts.forms`, `counts.work` and `schedule.plans`; nobody has to
-write them a second time. The page evaluates the polynomials. Some of their names stand for sums
-over visits (tile pairs), which `model.js` computes.
+write them a second time. The page evaluates the polynomials. Some names in the polynomials stand
+for sums over visits (tile pairs), which `model.js` computes.
 """
 
 from __future__ import annotations

@@ -29,8 +29,8 @@ _SCRIPTS = ("model.js", "sentence.js", "figures.js", "lab.js")
 def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
     """Build the tile lab: a page with sliders for shape, mask, algorithm, tile and device.
 
-    The results change as the sliders move. The page's address holds the sliders' state after a
-    ``#``, so that a presentation can link to a certain problem.
+    The results change as the sliders move. The page's address contains the values of all sliders
+    after a ``#``, so a presentation can link to one problem.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """`Polynomial`: a sum of products of named sizes, with the arithmetic that byte formulas use.
 
-The byte formulas (closed forms) are Python functions of integers. If they are called with
-polynomials instead of integers, they return the formula as a polynomial, which can be exported as
+The byte formulas (closed forms) are Python functions of integers. If such a function is called with
+polynomials instead of integers, it returns the formula as a polynomial, which can be exported as
 data.
 """
 

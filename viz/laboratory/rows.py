@@ -1,9 +1,9 @@
 """Formulas for the tiles that a prefix mask and a block-sparse mask keep.
 
-For every row tile, such a mask keeps two ranges of key tiles: the first tiles of the sequence, and
-tiles around the diagonal. `schedule.Schedule` finds the same tiles by evaluating the mask at every
-score, which is slow. The tile-lab page uses these formulas, translated to JavaScript. Tests compare
-the formulas with the schedule.
+For every row tile, each of these masks keeps two ranges of key tiles: the first tiles of the
+sequence, and tiles around the diagonal. `schedule.Schedule` finds the same tiles by evaluating the
+mask at every score, which is slow. The tile-lab page uses these formulas, translated to JavaScript.
+Tests compare the formulas with the schedule.
 """
 
 from __future__ import annotations

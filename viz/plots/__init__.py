@@ -1,1 +1,1 @@
-"""Plots."""
+"""Plots of traces, counts and predictions."""

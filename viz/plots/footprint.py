@@ -1,4 +1,4 @@
-"""A plot of the bytes that a forward pass keeps in HBM for the backward, against the length."""
+"""A plot of the bytes that a forward pass saves in HBM for the backward pass, by length."""
 
 from __future__ import annotations
 

@@ -47,11 +47,11 @@ def gpu_timeline(
         The result of a run on a GPU with ``trace="timeline"``.
     color : {"phase", "block"}, optional
         "phase": each phase of a visit (one tile pair) has the colour of the tensor that it loads or
-        computes. It lies on a pale bar for the whole visit, numbered where there is space with the
-        tile's j (KV-outer: i). Blocks that share an SM, the roles of a block and overlapping visits
-        have separate rows. "block": one bar for each thread block, shaded by its row (KV-outer:
-        column) of tiles. Default: "phase" if rows are thick enough, which holds for up to 64 of
-        them.
+        computes. A pale bar behind the phases marks the whole visit. Where there is space, the bar
+        has the tile's number j (in a KV-outer loop: i). Blocks that share an SM, the roles of a
+        block and overlapping visits have separate rows. "block": one bar for each thread block,
+        shaded by its row (KV-outer: column) of tiles. Default: "phase" if rows are thick enough,
+        which holds for up to 64 of them.
     stage : str, optional
         Default: the stage with the most visits.
     sms : (int, int), optional

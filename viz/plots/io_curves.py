@@ -33,8 +33,8 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     Three bounds are drawn for the first FlashAttention series. The compulsory bytes (each input
     read once, each output written once) are exact. FlashAttention's theorem, N² d² / M, is drawn
     with a constant factor that is fitted to all points. The lower bound of Saha and Ye is drawn
-    with factor 1, so only its slope has a meaning. If the points differ in more than `x`, the
-    bounds are computed from each point's own sizes. Under a sliding window, work grows in
+    with factor 1, so only its slope has a meaning. If the points differ in other settings besides
+    `x`, the bounds are computed from each point's own sizes. Under a sliding window, work grows in
     proportion to N and the last two bounds do not hold, so only the compulsory bytes are drawn.
 
     Parameters

@@ -81,7 +81,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
 
 @themed
 def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> None:
-    """Draw the parallel efficiency of groups of GPUs against their number of ranks.
+    """Draw the parallel efficiency of groups of GPUs against the number of GPUs (ranks).
 
     Efficiency is the time of a single GPU divided by the sum of the times of all ranks.
 

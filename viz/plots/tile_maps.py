@@ -38,11 +38,11 @@ def tile_map(
 ) -> None:
     """Draw the grid of score tiles of one head.
 
-    A partly masked tile has a mark in the corner that the mask removes: at the upper right are
-    later keys (causal masks), at the lower left keys before a sliding window. Skipped tiles are
-    hatched, and full tiles are plain. A line separates splits of the keys, and a tick at the upper
-    edge marks the start of a KV-cache page. ``ax.images[0]`` holds the tiles' values, (T_r, T_c),
-    with NaN for a skipped tile.
+    A partly masked tile has a mark in the corner that the mask removes. A causal mask removes later
+    keys, at the upper right. A sliding window removes the keys before the window, at the lower
+    left. Skipped tiles are hatched, and full tiles are plain. A line separates splits of the keys,
+    and a tick at the upper edge marks the start of a KV-cache page. ``ax.images[0]`` holds the
+    tiles' values, (T_r, T_c), with NaN for a skipped tile.
 
     Parameters
     ----------
@@ -127,8 +127,9 @@ def mask(
 ) -> None:
     """Draw the scores that a mask keeps, and the tiles that kernels compute to get them.
 
-    Kernels skip a tile without a kept score. In every other tile they compute all scores, including
-    those that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q, n_kv, 4).
+    Kernels skip a tile without a kept score. In every other tile, kernels compute all scores,
+    including scores that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q,
+    n_kv, 4).
 
     Parameters
     ----------
@@ -204,7 +205,7 @@ def _skipped(theme: Theme) -> dict[str, Any]:
 
 
 def _bare(ax: Axes) -> None:
-    """Number tiles or scores by integers, without lines along the axes."""
+    """Label the axes of tiles or scores with integers, and hide the axis lines."""
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     ax.spines[["left", "bottom"]].set_visible(False)

@@ -294,8 +294,8 @@ def sram_timeline(
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
     The dashed line is the shared memory that the device offers to one block. If the tiles use only
-    a small part of this capacity, it is written at the top instead. A GPU kernel may hold more
-    bytes than that, because a block has registers besides its shared memory.
+    a small part of this capacity, the capacity is written at the top instead. A GPU kernel may hold
+    more bytes than this capacity, because a block has registers besides shared memory.
 
     Parameters
     ----------
@@ -361,7 +361,7 @@ def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     """Draw by how many bytes two traces, or a trace and its prediction, differ.
 
     Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The text
-    below the title says how many transfers are equal in both.
+    below the title says how many transfers are equal in both sources.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from flashsim.viz.style import MARKERS, heading, themed
 
 @themed
 def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) -> None:
-    """Draw the bytes that each tile size would read, divided by those that a kernel really read.
+    """Draw the bytes that each tile size would read, divided by the bytes that a kernel did read.
 
     Parameters
     ----------

@@ -238,6 +238,7 @@ __device__ void produce_distances(OnChip& s, const Args& a) {
 #pragma unroll
             for (int i = 0; i < DISTANCES; i += 32) {
                 const int n = i + threadIdx.x % 32;
+                if (n >= DISTANCES) break;  // it need not be a multiple of 32
                 s.distances[ring.stage][n] =
                     flash_band(a.captured, at.at, query - key - (BLOCK_K - 1) + n);
             }

@@ -110,9 +110,9 @@ struct Softmax {
 };
 
 // The softmax of scores between -bound and bound. It needs no running maximum and never rescales O.
-// A row's m is its maximum in the first tile where the mask keeps a key of it, so P of a row's only
-// key is exactly 1. Limits of m keep every exponential above e^-60, and below e^30 or, if the bound
-// exceeds 45, e^(2 bound - 60).
+// A row's m is its maximum in the first tile where the mask keeps a key of it, limited to bound - 60
+// and 60 - bound, so every exponential lies between e^-60 and e^60. Within these limits, P of a row's
+// only key is exactly 1; up to a bound of 30 they limit nothing.
 struct BoundedSoftmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
     const float bound;  // a natural logarithm
@@ -135,7 +135,7 @@ struct BoundedSoftmax {
     // Sets m of rows that have seen no key so far.
     template <int N>
     __device__ __forceinline__ void begin(const float (&S)[N], float to_log2) {
-        const float least = (bound - 30.0f) * LOG2E / to_log2;
+        const float least = (bound - 60.0f) * LOG2E / to_log2;
         const float most = (60.0f - bound) * LOG2E / to_log2;
         float top[2] = {NEG_INF, NEG_INF};
 #pragma unroll

@@ -1,8 +1,8 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-The engine runs the forward pass of every `Problem`, and two forms of its backward pass: three
-passes ("flash2"), or fused. The engine computes in the accumulator type: float32, or float64 for
-float64 inputs. Every sum has a fixed order, so results do not depend on the number of threads.
+The engine runs the forward pass of every `Problem`. It runs the backward pass in two forms: as
+three passes ("flash2"), or fused. The engine computes in the accumulator type: float32, or float64
+for float64 inputs. Every sum has a fixed order, so results do not depend on the number of threads.
 
 For this engine, `flashsim.run` has two additional options. The option ``threads`` sets the number
 of threads; the default is the number of CPUs that this process may use. The option ``micro_kernel``
@@ -76,7 +76,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
-    """Return the tensors saved for the backward pass, given only the forward's out and LSE."""
+    """Return the tensors that the backward pass needs, from the forward pass's out and LSE."""
     return {"O": out, "L": lse}
 
 
@@ -134,7 +134,7 @@ def _check(job: Job) -> None:
 
 
 class _Stage(NamedTuple):
-    """The work of a stage: its schedule, and how many head loops, outer tiles and visits it has.
+    """The work of a stage: the schedule, and the numbers of head loops, outer tiles and visits.
 
     The field `long` says whether the stage takes so long that Ctrl-C must be able to stop it. The
     field `parts` contains the stage's tables if the next call can reuse them.
@@ -150,7 +150,7 @@ class _Stage(NamedTuple):
 
 @dataclass
 class _CpuPass:
-    """A forward or backward pass: the data that its kernels share, and its stages' traces."""
+    """A forward or backward pass: the data that all kernels of the pass share, and the traces."""
 
     job: Job
     direction: str
@@ -221,7 +221,7 @@ class _CpuPass:
     def _functions(self) -> dict[str, Any]:
         """Return the fields of `Rules` that describe score functions, mask functions and sinks.
 
-        Also allocate the gradients of the arrays that a score function captures.
+        The method also allocates the gradients of the arrays that a score function captures.
         """
         job, p = self.job, self.job.problem
         per_head = frozenset() if p.mask_mod is None else p.mask_mod.per_head
@@ -251,7 +251,7 @@ class _CpuPass:
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs flat and contiguous; 16-bit types stay, others become the accumulator's."""
+        """Return inputs flat and contiguous; only 16-bit inputs keep their type."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
@@ -268,7 +268,7 @@ class _CpuPass:
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute out and LSE; with one query per head, the kernel in `kernels_decode` does so."""
+        """Compute out and LSE; with one query per head, the decode kernel computes them."""
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -280,7 +280,7 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Q and the factor of scores as the decode kernel (`kernels_decode`) uses them.
+        """Return Q and the factor of scores in the decode kernel's form (`kernels_decode`).
 
         If the decode kernel did not run the forward pass, the returned Q is empty. With the
         returned Q, the backward pass sums each score in the same order as the forward pass. Kernels
@@ -310,7 +310,7 @@ class _CpuPass:
         return work_tiles.known(Schedule(p, self.tiling, stage.outer, order, stage.dense))
 
     def run(self, name: str, *arrays: Any, decode: bool = False) -> None:
-        """Run a stage on all threads, and record its trace if one is requested."""
+        """Run a stage on all threads, and record the stage's trace if the job requests one."""
         p, fused = self.job.problem, name == "fused"
         stage = self._stage(name, decode)
         notes = _NO_NOTES
@@ -342,7 +342,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return the work of a stage, from a cache if only the problem's fields determine it."""
+        """Return a stage's `_Stage`, cached if it depends only on the problem's fields."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -367,7 +367,7 @@ class _CpuPass:
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """If the pass has stage `name`, which NumPy runs on whole arrays, record its trace."""
+        """Record the trace of the stage `name`, if any; NumPy runs this stage on whole arrays."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -409,8 +409,8 @@ def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers (see `float16`).
 
     Arrays of other types are returned unchanged. If the number of 16-bit elements is odd, the last
-    element lies past the end of the view. Kernels can still read that element, because they do not
-    check bounds.
+    element lies past the end of the view. Kernels can still read that last element, because kernels
+    do not check bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat

@@ -1,7 +1,7 @@
 """Score functions on the CPU engine, which Numba compiles separately from the kernels.
 
-A kernel calls the compiled score function through a pointer, once per panel of scores. So a new
-score function needs only one small compilation, and no kernel is compiled again.
+A kernel calls the compiled score function through a pointer, once per panel of scores. So for a new
+score function, only that small function is compiled, and no kernel again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 
 
 class Panels(NamedTuple):
-    """A problem's compiled score functions, and the arrays that they use.
+    """A problem's compiled score functions, and the arrays that these functions use.
 
     The field `calls` contains the addresses of the compiled functions, or 0 for a missing function.
     The field `table` contains the addresses of captured arrays and of their gradients. The field

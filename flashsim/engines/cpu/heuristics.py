@@ -1,4 +1,4 @@
-"""Chooses how a pass runs: its micro-kernel, number of threads and tiling."""
+"""Chooses the micro-kernel, the number of threads and the tiling of a pass."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     to the query tile's dQ in memory (``grads.dq``). Several threads add to the same tile of dQ, so
     ``turns[head, row tile]`` counts the additions, and each thread waits for its turn. So every sum
     has a fixed order, and the results are the same for any number of threads. Threads cannot
-    deadlock, because they take key tiles, and process the key tiles of a run, in the order of the
+    deadlock, because the order in which threads take and process key tiles is the order of the
     turns.
 
     A thread processes a run of neighbouring column tiles (key tiles) together. So the thread reads
@@ -238,9 +238,10 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
     The terms of each score are added in the same order as in the forward pass (`decode`). A
-    different order of summation would change the last bits of scores. With other last bits, P would
-    not sum to exactly 1, and a component common to all keys would not cancel in dQ. Kernels for
-    pairs of bfloat16 do not call this function: see `along` in `engine`.
+    different order of summation would change the last bits of scores. With different last bits,
+    each row of P would not sum to exactly 1. Then, in dQ, a component that all keys have in common
+    would not cancel. Kernels for pairs of bfloat16 do not call this function; the method `along` in
+    `engine` explains the reason.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(

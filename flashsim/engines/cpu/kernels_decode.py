@@ -1,8 +1,7 @@
 """The decode kernel of the CPU engine, for one query per head, as in text generation.
 
-Memory bandwidth limits this kernel. A tile has only one row of scores per head, so the kernel
-processes all query heads that share a key head together. So the kernel reads K and V only once, row
-by row in memory order (`micro_kernels.decode_gemv`).
+Memory bandwidth limits this kernel. So the kernel processes all query heads that share a key head
+together, and reads K and V only once, row by row in memory order (`micro_kernels.decode_gemv`).
 
 As in FlashDecoding, the keys of a head are split into parts, each with its own maximum, sum and
 output. So several threads can work on one head at the same time. The thread that finishes a head's

@@ -197,7 +197,7 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_work_tile(tiles, counter):
-    """Return the next work tile: its first outer tile, last + 1, its first head, and last + 1.
+    """Return the next work tile: the first and last + 1 outer tile, the first and last + 1 head.
 
     Heads are returned as positions in `tiles.sets`. An empty range of outer tiles means that no
     work is left, or that the call was stopped.
@@ -217,10 +217,10 @@ def stopped(counter):
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the numbers of a run's next column tiles to `near`, and return how many there are.
+    """Write the numbers of a run's next column tiles to `near`; return the number of these tiles.
 
     For each row tile of the run, `at` contains the position of its next visit. The function writes
-    each row tile's position after these column tiles to `then`.
+    to `then` the position at which each row tile continues after these column tiles.
     """
     for i in range(end - begin):
         then[i] = at[i]

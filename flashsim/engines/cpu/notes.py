@@ -1,4 +1,4 @@
-"""Converts a kernel's notes, which are the sizes of the tiles that it visited, to a trace."""
+"""Makes a trace from a kernel's notes: the sizes of the tiles that the kernel visited."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def stage_trace(
         The number of rows of each outer tile (of columns if the loop is KV-outer), noted by each
         loop.
     visits : int64 (loops, members, n)
-        For each visit (tile pair), its number of rows times `NOTE`, plus its number of columns. 0
-        if the kernel skipped the visit.
+        For each visit (tile pair), its number of rows times `NOTE`, plus its number of columns. The
+        number is 0 if the kernel skipped the visit.
 
     Raises
     ------

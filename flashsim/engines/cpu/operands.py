@@ -50,7 +50,7 @@ KEPT = 256
 
 
 class RowSums(NamedTuple):
-    """The running sums of a row tile: O, its softmax's m and l, and the last rescaling factor."""
+    """The running sums of a row tile: O, the softmax's m and l, and the last rescaling factor."""
 
     O: np.ndarray
     m: np.ndarray
@@ -59,7 +59,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """Make compiled code call `of_pairs` instead of the decorated function on CPUs with pairs."""
+    """Make compiled code call `of_pairs` instead, if the CPU multiplies pairs of bfloat16."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -82,7 +82,7 @@ def per_term(cpu):
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the number to whose multiples the numbers of rows and of terms are rounded up."""
+    """Return the multiple to which numbers of rows and of terms are padded: 1 for floats."""
     return 1
 
 
@@ -100,7 +100,7 @@ def terms(cpu, n):
 
 @part
 def whole(cpu, n):
-    """Return n rounded up to the numbers that whole `terms` hold.
+    """Return the number of values in n values' `terms`, so n plus the padding.
 
     A panel that becomes an operand has this number of rows.
     """
@@ -115,13 +115,13 @@ def aligned(cpu, first):
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """Return how many column tiles of `keys` keys are multiplied by V in one product."""
+    """Return how many column tiles, of `keys` keys each, one product multiplies by V."""
     return 1
 
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Return for how many keys of a tile with `keys` keys the scores are computed at once."""
+    """Return how many of a tile's `keys` keys have their scores computed at the same time."""
     return keys
 
 
@@ -156,7 +156,8 @@ def pairs_room(cpu, n, dtype):
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    Pairs are written to `room` from row `first` on, and the returned operand is all of `room`.
+    If the CPU multiplies pairs, the function writes them to `room` from row `first` on, and returns
+    all of `room` as the operand.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -231,7 +232,7 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 def scale_scores(cpu, S, s0, ld, rows, scale):
     """Multiply scores by ``scale[0]`` if operands are pairs.
 
-    Float operands were already multiplied by the scale when they were copied.
+    For float operands, the scale was already applied when the operands were copied.
     """
 
 
@@ -264,7 +265,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
     V's rows for this panel start at `key`. For pairs, P stays in memory until `weigh` multiplies P
-    by V. The tuple `waiting` contains the begin and end of the pairs of keys whose P is not yet
+    by V. The tuple `waiting` contains the first and last + 1 pair of keys whose P is not yet
     multiplied by V. The function returns the new `waiting`. If a maximum has changed, or keys in
     between were skipped, the function itself multiplies the waiting pairs by V.
     """

@@ -1,9 +1,9 @@
 """Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The lanes of a panel are either queries or keys, and the same functions serve both. Each element
-(row r, lane c) of a panel is the score of one query and one key. The score's index in the bias, its
-index in the mask's bits and its distance from the diagonal are linear in r and c. So the code
-describes each such position by a start and two strides.
+The lanes of a panel are either queries or keys; this module's functions work for either case. Each
+element (row r, lane c) of a panel is the score of one query and one key. The score's index in the
+bias, its index in the mask's bits and its distance from the diagonal are linear in r and c. So the
+code describes each such position by a start and two strides.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def is_plain(cpu, rules, masked, lanes):
 
 @part
 def visible_rows(rules, rel, rel_row, rows, lanes):
-    """Return the first and last + 1 row of a MASKED panel in which the band keeps a score."""
+    """Return the rows (first, last + 1) of a MASKED panel in which the band keeps a score."""
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
@@ -109,7 +109,7 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 @part
 def kept_rows(tiles, position, rows):
-    """Return the first and last + 1 row of a panel in which its mask bits keep a score."""
+    """Return the rows (first, last + 1) of a panel in which its mask bits keep a score."""
     if position.keep < 0:
         return 0, rows
     return tiles.edges[position.edge], tiles.edges[position.edge + 1]
@@ -117,7 +117,7 @@ def kept_rows(tiles, position, rows):
 
 @part
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
-    """Return the first and last + 1 row of a panel in which the mask keeps a score.
+    """Return the rows (first, last + 1) of a panel in which the mask keeps a score.
 
     The panel belongs to the tile of visit v. The first row is rounded down to a row at which an
     operand can begin. The rounding adds only rows whose scores are all masked. If the mask keeps no

@@ -28,13 +28,13 @@ class Shape(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """A schedule's tables, and how its tiles are divided among threads.
+    """A schedule's tables, and the division of the schedule's tiles among threads.
 
     Attributes
     ----------
     own, other : int32 (T, 5)
-        One row per outer or inner tile: start, stop, offset, .., and the start of the tile's
-        sequence.
+        One row per outer (`own`) or inner (`other`) tile. A row has the columns start, stop,
+        offset, .., and the start of the tile's sequence.
     ptr, inner, kind : int32
         The inner tiles of each outer tile and the kinds of these visits, in CSR form.
     keep_at : int64 (visits,)

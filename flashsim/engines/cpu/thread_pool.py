@@ -1,10 +1,10 @@
-"""A pool of threads that persist between kernel calls, and control of the CPUs on which they wake.
+"""A pool of threads that persist between kernel calls; it controls on which CPUs threads wake.
 
 When a caller wakes a sleeping thread, Linux often runs the thread on the caller's CPU. Linux moves
 the thread to another CPU only a few milliseconds later, when a short kernel has already ended
-(docs/notebooks/cpu.md). So before a caller wakes threads, the caller restricts these threads to
-CPUs other than its own. As soon as a woken thread runs, the thread may use all CPUs again. So Linux
-can move the thread if other processes are busy.
+(docs/notebooks/cpu.md). So before a caller wakes threads, it restricts these threads to CPUs on
+which the caller does not run. As soon as a woken thread runs, the thread may use all CPUs again. So
+Linux can move the thread if other processes are busy.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Let no more threads begin the call, and wait for the threads that have begun it.
+        """Keep more threads from beginning the call, and wait for those that have begun it.
 
         The number `ended` says for how many of these threads the caller has already waited.
         """
@@ -70,7 +70,7 @@ class PoolTask:
 
 
 class Worker:
-    """A thread that waits for tasks; `thread` is the operating system's number for this thread."""
+    """A thread that waits for tasks; `thread` is the thread's id in the operating system."""
 
     def __init__(self) -> None:
         self.tasks, self.thread = SimpleQueue[PoolTask](), 0
@@ -127,7 +127,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Restrict sleeping workers to the CPUs of this thread, except the CPU on which it runs."""
+    """Restrict sleeping workers to this thread's CPUs, except the CPU on which it runs now."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:

@@ -49,10 +49,10 @@ _ALL: dict[str, Callable] = {
 def _entry(name: str, kernel: Callable, sources: str) -> Any:
     """Return a kernel's compiled function, which is also cached on disk.
 
-    Numba notices edits to the file that contains a cached function, but not edits to the files with
-    that function's callees. So the compiled function has a free variable, `sources`, which is a
-    digest of all source files of the kernels. Numba includes free variables in the cache's key. The
-    cache files are named after the argument `name`.
+    Numba notices edits to the file that contains a cached function. It does not notice edits to
+    other files that the function calls into. So the compiled function has a free variable,
+    `sources`, which is a digest of all source files of the kernels. Numba includes free variables
+    in the cache's key. The cache files are named after the argument `name`.
     """
 
     def entry(cpu, *args):
@@ -80,7 +80,7 @@ def folder() -> Path | None:
 
 
 def compiled() -> dict[str, int]:
-    """Return how often this process compiled each kernel that was not in the disk cache."""
+    """Return the number of compilations of each kernel in this process; cached kernels count 0."""
     return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
@@ -100,8 +100,8 @@ def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = F
     """Run one kernel on `threads` threads; compile the kernel first if necessary.
 
     Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread
-    takes part in the computation only in short kernels. In a `long` kernel, the calling thread only
-    waits for the others. If the calling thread is interrupted, it stops the other threads
+    computes only in short kernels. In a `long` kernel, the calling thread only waits for the
+    threads that compute. If the calling thread is interrupted, it stops the other threads
     (`kernels_forward.stopped`) through the kernel's argument `counter`. When no work tiles are
     left, the calling thread does not wait for threads that have not begun.
     """
@@ -155,7 +155,7 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 class _Notice(threading.local, Listener):
-    """Prints that a kernel is being compiled, if that takes longer than `PATIENCE` seconds.
+    """Prints a message if the compilation of a kernel takes longer than `PATIENCE` seconds.
 
     The message appears only on a terminal. During compilation, the class also pauses Python's
     garbage collection. Numba's objects live until compilation ends, so garbage collections would

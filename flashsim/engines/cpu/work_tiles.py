@@ -43,7 +43,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return an equal schedule that was used recently, if any, so that its tables are reused."""
+    """Return a recently used schedule that equals this one, if any, to reuse that one's tables."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -238,8 +238,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last + 1 row (axis 1) that has a True in each panel.
 
-    The two returned rows are equal if no row of a panel has a True. A tile has `rows` rows of its
-    own; further rows of `flags` repeat the tile's last row.
+    If no row of a panel has a True, both returned numbers are the same. A tile has `rows` rows; the
+    array `flags` may have more rows, which repeat the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

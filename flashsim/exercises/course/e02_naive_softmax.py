@@ -28,7 +28,7 @@ def reference(machine):
 
 
 def weights(arrays, p, dtype):
-    """Return P without the division by the sum: the result of a common mistake."""
+    """Return P without the division by each row's sum: the result of a common mistake."""
     return {"P": np.exp(arrays["S"].astype(dtype))}
 
 

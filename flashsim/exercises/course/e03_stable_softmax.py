@@ -29,7 +29,7 @@ def reference(machine):
 
 
 def weights(arrays, p, dtype):
-    """P without the division by the sum: the result of a common mistake."""
+    """Return P without the division by each row's sum: the result of a common mistake."""
     s = arrays["S"].astype(dtype)
     return {"P": np.exp(s - s.max(axis=-1, keepdims=True))}
 

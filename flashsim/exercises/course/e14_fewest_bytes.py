@@ -71,8 +71,8 @@ def solution(machine):
 def bound(task):
     """Return a lower bound on the bytes of any algorithm: the larger of two bounds.
 
-    The first bound is Q, K, V and O once each; the second is the proven bound for an SRAM of
-    this size.
+    The first bound counts Q, K, V and O once each. The second bound is the proven lower bound for
+    an SRAM of this size.
     """
     p = task.problem
     once = sum(whole_bytes(p, name) for name in "QKVO")

@@ -59,7 +59,7 @@ def softmax_matmul(s, v, BLOCK_1=32, BLOCK_2=32):
 
 
 def budget(task: Task) -> dict[tuple[str, str], int]:
-    """Return the bytes for full marks: S and O move once, and V once per tile of rows."""
+    """Return the bytes for full marks: S and O move once, V moves once per tile of rows."""
     p = task.problem
     tiles = -(-p.n_q // task.tiling.block_q)
     heads = 4 * p.batch * p.heads

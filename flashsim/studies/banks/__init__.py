@@ -1,4 +1,4 @@
-"""Bank conflicts in shared memory, and sectors of global memory, for one warp's request.
+"""Counts bank conflicts in shared memory, and sectors of global memory, for a warp's request.
 
 Shared memory has 32 banks of 4 bytes: word w is in bank w % 32. Per cycle, shared memory serves one
 *wavefront*: at most one word from each bank. Requests for different words of the same bank need one

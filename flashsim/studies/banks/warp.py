@@ -65,7 +65,7 @@ class Access:
         """Return which wavefront serves each word, as rows of (address // 4, lane, wavefront).
 
         The hardware serves lanes in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8
-        at 16. In a group, each bank serves one word per wavefront, lowest address first.
+        at 16. For each group, each bank serves one word per wavefront, the lowest address first.
         """
         group, wavefronts, first = max(1, FRONT // max(self.width, WORD)), [], 0
         for start in range(0, LANES, group):
@@ -95,7 +95,7 @@ class Access:
 
     @property
     def conflicts(self) -> int:
-        """Wavefronts beyond `ideal`."""
+        """The number of wavefronts beyond the smallest possible number, `ideal`."""
         return self.wavefronts - self.ideal
 
     @property
@@ -190,7 +190,7 @@ def access(
 
 
 def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each lane the row that it reads, and the byte in that row."""
+    """Return for each lane the row that the lane reads, and the byte offset in that row."""
     lane = np.arange(LANES)
     zero = np.zeros(LANES, int)
     if pattern == "row":
@@ -212,7 +212,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of one access pattern, or of all, in every layout that allows it."""
+    """Return a table of one access pattern, or of all, in every layout that allows the pattern."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

@@ -42,7 +42,8 @@ class TiledStage:
     bytes : int
         Requested bytes, for all heads.
     seconds : float or None
-        Predicted time of flashsim's portable kernels; None if they do not support the tile.
+        Predicted time of flashsim's portable kernels; None if these kernels do not support the
+        tile.
     """
 
     stage: str
@@ -67,7 +68,7 @@ class BlockSizes(report.Tabled):
     found: tuple[TiledStage, ...]
 
     def best(self, stage: str) -> TiledStage:
-        """Return a stage's fastest tile or, without times, the tile with the fewest bytes."""
+        """Return a stage's fastest tile; if times are unknown, the tile with the fewest bytes."""
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
             raise OptionError(
@@ -120,7 +121,7 @@ def sizes(
     ----------
     problem : Problem
     sides : sequence of int
-        Rows and columns of tiles; all pairs are tried.
+        The numbers of rows and of columns to try for a tile; all pairs of them are tried.
     tilings : sequence of Tiling, optional
         The tiles to try, instead of `sides`.
     algorithm, direction : str
@@ -154,8 +155,8 @@ def mixed(
 
     The argument `tilings` maps stages to tilings, such as ``{"dkdv": ..., "dq": ...}``.
 
-    The stages of a backward pass exchange only delta, one value per row. So each stage moves the
-    same bytes as in a pass whose stages all use its tile size.
+    The stages of a backward pass exchange only delta, one value per row. So a stage moves the same
+    bytes as in a pass whose stages all have the same tile size as this stage.
 
     Raises
     ------
@@ -214,7 +215,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return the seconds of each stage of the portable kernels; empty if they do not support it."""
+    """Return each stage's seconds in the portable kernels; empty if they cannot run the pass."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Checks statements from well-known write-ups on FlashAttention: right or wrong, and why.
+"""Checks statements from well-known write-ups on FlashAttention, and says why each is right or not.
 
 No verdict is stored: each check computes the correct figure and compares it with the statement.
 

@@ -48,9 +48,9 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """Check the rule B = sqrt(M / c) for square tiles, at two element sizes.
+    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes.
 
-    If the element size halves, the rule's B grows by sqrt 2.
+    If the element size halves, B in this rule grows by a factor of sqrt(2).
     """
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)

@@ -22,7 +22,7 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _worst(computed: np.ndarray, true: np.ndarray) -> float:
-    """Return the largest difference, divided by the largest true value."""
+    """Return the largest error of a result, divided by the largest true value."""
     return float(np.abs(computed - true).max() / np.abs(true).max())
 
 
@@ -167,8 +167,8 @@ def _rounded_state(m_type: str, l_type: str) -> float:
 def _advance() -> Finding:
     """Check along which axis a block pointer to K^T, of shape (d, N), must advance.
 
-    The check computes the output for steps along either axis; past its end, the pointer reads
-    zeros.
+    The check computes the output once for steps along each axis. Past the end of K^T, the pointer
+    reads zeros.
     """
     q, k, v, _ = _inputs()
     true = _softmax(q @ k.T) @ v

@@ -1,6 +1,6 @@
 """The simulated machine on which the ladder's algorithms ("rungs") run.
 
-It has one head, visits all tiles, and its loops are Q-outer.
+The machine runs one head, visits all tiles, and its outer loop runs over queries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Bench:
-    """A machine whose HBM contains the rung's inputs; each kernel gets an empty SRAM.
+    """A simulated machine: HBM contains a rung's inputs, and each kernel gets an empty SRAM.
 
     Attributes
     ----------
@@ -76,7 +76,7 @@ class Bench:
         score : int
             On-chip bytes of one score.
         per_row : int
-            On-chip bytes of one row besides its scores.
+            On-chip bytes of one row in addition to the row's scores.
         per_tile : int
             On-chip bytes that do not grow with the rows.
 

@@ -39,8 +39,9 @@ class Rung:
     page : callable or None
         The function that runs the rung on a `Bench`; None for flashsim's own algorithms.
     scores : (int, int, int)
-        How often each S is loaded, each P stored, and each P loaded. The closed form of a rung with
-        a `page` is computed from these; `traffic` has the closed forms of flashsim's algorithms.
+        How often each element of S is loaded, each element of P is stored, and each element of P is
+        loaded. The closed form of a rung with a `page` is computed from these; `traffic` has the
+        closed forms of flashsim's algorithms.
     """
 
     name: str
@@ -144,7 +145,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return loads and stores per score, counted as in arXiv:1805.02867 (naive: 2 and 1)."""
+        """Return loads and stores per score, as in arXiv:1805.02867 (naive softmax: 2 and 1)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -184,7 +185,7 @@ class Climb(report.Tabled):
         return table
 
     def _loops(self) -> str:
-        """Return a table's note on the tensors that FlashAttention-1 and -2 load more than once."""
+        """Return the table's note on tensors that FlashAttention-1 and -2 load repeatedly."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -287,7 +288,7 @@ class _Inputs:
         return np.concatenate(rows)[None, None]
 
     def error(self, result: str, out: np.ndarray) -> float:
-        """Return the largest difference of `out` from float64, computed by blocks of rows."""
+        """Return the largest difference of `out` from a float64 result, computed block by block."""
         worst = [
             np.abs(out[rows].astype(np.float64) - self._expected(result, rows)).max()
             for rows in self._blocks()

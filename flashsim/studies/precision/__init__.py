@@ -1,4 +1,4 @@
-"""The precision laboratory: which error each rounding causes in out and in the gradients.
+"""The precision laboratory: the error that each rounding causes in out and in the gradients.
 
 >>> from flashsim import precision
 >>> found = precision.laboratory((256,), kinds=("normal",), points=("lse", "m"))

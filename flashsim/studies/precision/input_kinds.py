@@ -1,6 +1,6 @@
 """Random inputs for the precision laboratory, of several kinds.
 
-There are several kinds, because with normally distributed scores alone, the running maximum rarely
+Normally distributed scores alone would not suffice, because with them the running maximum rarely
 changes.
 """
 

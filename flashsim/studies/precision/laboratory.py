@@ -1,4 +1,4 @@
-"""Rounds at one point of an algorithm at a time, and compares the results with float64."""
+"""Lowers the precision of one rounding point at a time, and compares the results with float64."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Laboratory(report.Tabled):
         return table
 
     def tables(self) -> list[report.Table]:
-        """Return two tables: errors by N for the first kind of input, by kind at the largest N."""
+        """Return two tables: errors by N for the first kind of input; by kind for the largest N."""
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []
         if any(f.n != longest for f in self.findings):

@@ -1,4 +1,4 @@
-"""Simulates on which SM each thread block of a launch runs, and when it starts and ends."""
+"""Simulates on which SM each thread block of a launch runs, and when the block starts and ends."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """Return the time at which the last block ends, and the mean time that an SM is busy.
+    """Return the time at which the last block ends, and the mean busy time of an SM.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
     SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
-    block ends, the next block starts in its slot. The kernel finishes the loops of one head group
-    (`clump` of them) before it begins those of the next; in a group, the longest tiles start first.
-    When no block is left to start, blocks that remain on an SM become faster.
+    block ends, the next block starts in its slot. A head group has `clump` loops. The kernel
+    finishes the loops of one head group before it begins the loops of the next head group. Within a
+    head group, the longest tiles start first. When no block is left to start, blocks that remain on
+    an SM become faster.
 
     Parameters
     ----------

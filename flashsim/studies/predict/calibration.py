@@ -17,13 +17,13 @@ from flashsim.errors import own_errors
 
 @own_errors
 class Constants(NamedTuple):
-    """How much time one stage of a kernel family uses on an SM's units, and its latencies.
+    """The times of a kernel family's stage: on an SM's units, and as latencies.
 
     A "share" is a fraction of the time that a unit alone needs for a visit (`units.Work`; a visit
     is one query tile times one key tile). For that part of the time, the visit keeps the other
     blocks on its SM waiting. A share is near 1 if the unit bounds the kernel's time, and near 0 if
-    its work overlaps with another unit's. A share exceeds 1 if the kernel's warps wait for each
-    other.
+    the unit's work overlaps with that of another unit. A share exceeds 1 if the kernel's warps wait
+    for each other.
 
     Attributes
     ----------
@@ -38,11 +38,12 @@ class Constants(NamedTuple):
     pieces : float
         Instructions per piece of 16 bytes whose address is computed on its own.
     reduced : float
-        Share of the time in which L2 would deliver the bytes that are added at L2.
+        Share of the time that L2 would need to deliver as many bytes as are added at L2.
     own : float
         Share of L2's time for the bytes that an outer tile loads and stores outside its visits.
     waits : float
-        Share of the tensor cores' time in which a block waits while the others of its SM run.
+        Share of the tensor cores' time in which a block waits while other blocks on the same SM
+        run.
     visit, item, launch : float
         Latencies in seconds: of a visit, of an outer tile, and of the kernel. `visit` and `waits`
         apply to two warpgroups that use the tensor cores alternately (ping-pong scheduling).
@@ -70,9 +71,10 @@ class Constants(NamedTuple):
 class DecodeConstants(NamedTuple):
     """The constants of the decode kernel, in seconds except for `rate`, `hbm_share` and `scatter`.
 
-    The constant `launch` is per call, `item` per block apart from its keys, and `row` per element
-    of a block's results. An SM streams at most `rate` bytes per second; all SMs together stream at
-    most `hbm_share` of HBM's nominal bandwidth. The constant `merge` applies if keys are split, and
+    The constant `launch` applies once per call. The constant `item` applies once per block, in
+    addition to the time for the block's keys. The constant `row` applies per element of a block's
+    results. An SM streams at most `rate` bytes per second; all SMs together stream at most
+    `hbm_share` of HBM's nominal bandwidth. The constant `merge` applies if keys are split, and
     `exchange` if the splits form a cluster. With a paged cache, `table` is the time for the first
     page numbers, and each byte takes 1 + `scatter` / sqrt(bytes of a page's rows) times as long.
     """

@@ -24,7 +24,7 @@ H200 = {
 
 
 def rates(units: Mapping[str, float]) -> dict[str, float]:
-    """Return an SM's FLOP/s on tensor cores and CUDA cores, and the chip's B/s of HBM and L2.
+    """Return the FLOP/s of an SM's tensor cores and CUDA cores, and the bytes/s of HBM and L2.
 
     Parameters
     ----------

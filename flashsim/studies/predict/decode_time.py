@@ -81,7 +81,7 @@ def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traff
 def stages(
     made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Return the decode kernel's times: of its loop and, if keys are split, of a merge."""
+    """Return the time of the decode kernel's loop and, if keys are split, of the merge."""
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block

@@ -17,7 +17,7 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 def least(traffic: Traffic) -> Prediction:
     """Return a lower bound on a pass's time, with perfect overlap and no tails.
 
-    The only latency is that of launches.
+    The bound includes no latencies except that of each kernel launch.
 
     The bound treats each stage as a kernel. A kernel's time is that of a launch plus the longest of
     the times that tensor cores, exponentials, CUDA cores, L2 (requested bytes) and HBM need. Each

@@ -1,4 +1,4 @@
-"""Predicts times by length: when FlashAttention is faster, and how its versions compare."""
+"""Predicts times by sequence length, for FlashAttention's versions and for standard attention."""
 
 from __future__ import annotations
 
@@ -55,9 +55,10 @@ def when(
     Returns
     -------
     Table
-        One row per length. It has the milliseconds of standard attention with a library's best
-        kernels, its slowest kernel and that kernel's bound; the milliseconds of flashsim's kernels;
-        standard attention's time divided by flashsim's; and the lower bound `least`.
+        One row per length. A row has the milliseconds of standard attention with a library's best
+        kernels, the slowest of these kernels, and the unit that bounds that kernel. The row also
+        has the milliseconds of flashsim's kernels, standard attention's time divided by the time of
+        flashsim's kernels, and the lower bound `least`.
 
     Raises
     ------
@@ -148,7 +149,7 @@ def _figures(
 ) -> tuple[int, float, float | None]:
     """Return a version's requested bytes, and its ideal and predicted milliseconds.
 
-    A prediction that does not exist is None.
+    If a time cannot be predicted, the returned value is None.
     """
     found = None
     if name in KERNELS:

@@ -80,7 +80,7 @@ def predict(
     For standard attention, the prediction assumes the kernels of a library.
 
     In the model, blocks start in the kernels' own order, the longest first; when a block ends, the
-    next block starts. A prediction needs neither data nor a GPU.
+    next block starts. A prediction needs neither input tensors nor a GPU.
 
     Parameters
     ----------
@@ -231,7 +231,7 @@ def _beside(
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
     """Return the end of a launch in which each block has a fixed first work tile.
 
-    The first work tile waits until its block's SM is free.
+    A block's first work tile waits until an SM is free for that block.
 
     The parameters are those of `cost_model.ends`.
     """
@@ -253,7 +253,7 @@ def _form(
     kernels: str | None,
     device: Device,
 ) -> str:
-    """Return the algorithm that `Result.backward(deterministic)` runs on this device."""
+    """Return the algorithm that the call `Result.backward(deterministic)` runs on this device."""
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
     form, ordered = plans.fastest_backward(
         algorithm,
@@ -388,8 +388,8 @@ def stage_seconds(
 ) -> tuple[float, float, float, float]:
     """Return four times of a stage, in seconds.
 
-    They are the latency of launches, the end of the last tile, the mean time that an SM is busy,
-    and the time of HBM.
+    The four times are the latency of launches, the end of the last tile, the mean busy time of an
+    SM, and the time that HBM needs for the stage's bytes.
 
     The argument `works` is the result of `works_of`. The constants `c` are those of the last
     launch, which has most of the work tiles.
@@ -422,7 +422,7 @@ def stage_seconds(
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
-    """Return the share of a wave's HBM bytes whose transfer does not overlap with its products.
+    """Return the share of a wave's HBM bytes whose transfer does not overlap with products.
 
     The blocks of a wave load their outer tiles and first visits at about the same time, and later
     store together. Their other visits' tiles arrive during products.
@@ -508,7 +508,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds for which each outer tile uses its SM, and for which it only waits."""
+    """Return how many seconds each outer tile uses an SM, and how many seconds it only waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}

@@ -31,7 +31,7 @@ class StageTime:
     tail : float
         Share of the time in which some SMs have run out of work: 1 - (mean busy time / seconds).
     use : Use
-        The quantities from which its energy is computed.
+        The quantities from which the stage's energy is computed.
     joules : float or None
         Energy of the board; None for a device whose energy was never measured.
     """
@@ -109,5 +109,5 @@ class Prediction(report.Tabled):
 
 
 def untested(device: Device) -> str:
-    """Return a remark for a table's note, if the device is not the one of the calibration."""
+    """Return a note for a table if the model was not calibrated on this device, else ""."""
     return "" if device.name == "H200" else f", untested on {device.name}"

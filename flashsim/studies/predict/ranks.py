@@ -40,7 +40,7 @@ class SpreadTime(report.Tabled):
     compute : ndarray, (ranks, steps)
         Seconds of local attention and merging.
     transfer : ndarray, (ranks, steps)
-        Seconds of a rank's sends, on the slowest link that they use.
+        Seconds that a rank's sends take on the slowest link that they use.
     start, end : ndarray, (ranks, steps)
         The times at which each step begins and ends on each rank. A step ends when its blocks are
         computed and all data that it sends and receives has arrived.

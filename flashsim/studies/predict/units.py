@@ -211,12 +211,12 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 
 
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
-    """Return the bytes that are read from HBM again, because L2 does not keep them.
+    """Return the bytes that a kernel reads from HBM again, because L2 did not keep them.
 
-    The function is about fused kernels with grouped heads, in two situations. In both, a head group
-    loops over more data (Q, dO and dQ) than L2 holds, and only the part that does not fit is
-    requested again. The L2 model (`flashsim.l2`), which takes seconds, agrees to within a seventh
-    in the cases tried.
+    The function is about fused kernels with grouped heads, in two situations. In both situations, a
+    head group loops over more data (Q, dO and dQ) than L2 holds, and only the part that does not
+    fit is requested again. The L2 model (`flashsim.l2`), which takes seconds, agrees to within a
+    seventh in the cases tried.
 
     If all blocks of a head group run at once, but not co-scheduled, the long and the short blocks
     of a head soon work on different query heads. Then each request for data that does not fit goes
@@ -248,7 +248,7 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 
 
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
-    """Return the mean number of waves of a head group's blocks that visit a row tile.
+    """Return how many waves of a head group's blocks visit a row tile, as a mean over row tiles.
 
     A wave has as many consecutive outer tiles of each head as SMs per head, and visits all row
     tiles from the first to the last of them.

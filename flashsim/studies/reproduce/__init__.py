@@ -81,7 +81,7 @@ def tables(name: str) -> list[Table]:
 
 @own_errors
 def listing() -> list[Table]:
-    """Return a table of what can be recomputed, and one of what cannot, and why."""
+    """Return two tables: what can be recomputed, and what cannot be recomputed and why."""
     known = Table("What can be recomputed", ("name", "what"))
     known.rows = [(name, what) for name, (what, _) in NAMES.items()]
     rest = Table("What cannot be derived from the algorithm alone", ("published", "why"))

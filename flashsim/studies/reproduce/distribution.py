@@ -26,7 +26,7 @@ RING = (
 
 
 def decoding() -> list[Table]:
-    """Compute how many SMs a decoding step uses, and how many bytes splitting the keys adds."""
+    """Compute how many SMs a decoding step uses, and the additional bytes if keys are split."""
     table = page(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
@@ -63,7 +63,7 @@ def decoding() -> list[Table]:
 
 
 def ring() -> list[Table]:
-    """Recompute table 2: the block size c = F / B at which computing hides sending K and V.
+    """Recompute table 2: the block size c = F / B at which computing hides the transfer of K, V.
 
     The rate F is in FLOP/s and the bandwidth B in bytes per second. The bytes and FLOPs are those
     of ring attention, executed on four ranks (`flashsim.distributed.run`). A block of c queries and
@@ -98,7 +98,7 @@ _WHY = {
 
 
 def efficiency() -> Table:
-    """Compare published parallel efficiencies on eight GPUs with those of the time model."""
+    """Compare published parallel efficiencies on eight GPUs with the time model's predictions."""
     table = page(
         "Eight GPUs, % of the ideal: 8 x the rate of one GPU at 8 Ki, causal, 8 Ki per GPU",
         "github.com/zhuzilin/ring-flash-attention, README, H800; ours: flashsim.predict.spread, "

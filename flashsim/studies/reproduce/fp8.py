@@ -43,7 +43,7 @@ BEST = "FP8, FlashAttention-3"
 
 
 def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
-    """Recompute table 3, with outliers N(0, 1) + N(0, 100) Bernoulli(0.001), and accumulators.
+    """Recompute table 3 for inputs N(0, 1) + N(0, 100) Bernoulli(0.001), with several accumulators.
 
     For each seed, all n queries and keys are quantised, and the first `queries` rows of the output
     are computed.

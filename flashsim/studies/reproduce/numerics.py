@@ -44,7 +44,7 @@ def softmax() -> list[Table]:
 
 
 def error(n: int = 1024, seeds: int = 2) -> list[Table]:
-    """Recompute table 3: errors with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001)."""
+    """Recompute table 3: errors for inputs with outliers, N(0, 1) + N(0, 100) Bernoulli(0.001)."""
     table = page(
         f"Root mean square error in half precision, N = {n:,}, d = 128, {seeds} seeds",
         "arXiv:2407.08608, table 3, which does not print its shape. Ours are smaller at every N "

@@ -13,7 +13,7 @@ def page(title: str, source: str) -> Table:
 
 
 def line(quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> tuple[Cell, ...]:
-    """Return a row of the table, with the ratio of both values if they are numbers.
+    """Return a row of the table, with `ours` / `paper` as its ratio if both are numbers.
 
     The argument `paper` may be a word instead of a number.
     """

@@ -1,11 +1,11 @@
 """Recomputes the figures of a write-up of attention in Pallas (JAX).
 
-They are a roofline, intensities, measured times and on-chip bytes.
+The figures are a roofline, intensities, measured times and on-chip bytes.
 
 In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
 per score for the softmax. In the backward pass, it counts each kernel's own products. Each tensor
 counts as one HBM transfer. This module computes all of these figures from flashsim's counts, and
-compares them with the printed ones.
+compares the results with the figures that the write-up prints.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def pallas() -> list[Table]:
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, index) for each of the thirty-six figures."""
+    """Return (direction, kernel, length, index) for each of the write-up's thirty-six figures."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 

@@ -54,7 +54,7 @@ def fa2_backward(
 ) -> int:
     """Return the on-chip bytes of a tile: of Q (two buffers), dO, K, V, P and dS.
 
-    The second buffer of Q serves to load the next tile early.
+    With the second buffer, a kernel loads the next tile of Q early.
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d

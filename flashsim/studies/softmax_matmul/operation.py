@@ -101,7 +101,8 @@ def run(
     x : array (batch, d1, d2), float32
     v : array (batch, d2, d3), float32; d3 up to 512
     block : int
-        Rows of X per block, and also columns unless `block_2` is set. It need not divide d1 or d2.
+        Rows of X per block, and also columns unless `block_2` is set. The number `block` need not
+        divide d1 or d2.
     block_2 : int, optional
         Columns of X per block.
     backend : {"simulator", "numba", "cupy"}
@@ -183,7 +184,7 @@ def count(
 
 @own_errors
 def plain(x: Any, v: Any) -> Any:
-    """Compute softmax(X) V in two steps, with the library of the arrays: NumPy, CuPy or torch."""
+    """Compute softmax(X) V in two steps, with the arrays' own library: NumPy, CuPy or torch."""
     _shape(x, v)
     if type(x).__module__.partition(".")[0] == "torch":
         return x.softmax(dim=-1) @ v

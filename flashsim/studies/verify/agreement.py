@@ -1,7 +1,7 @@
 """Summarises the errors of predictions, from a table that `benchmarks/verify.py` wrote.
 
-The table contains both the predictions and the hardware counters, so this module measures and
-replays nothing.
+The table contains both the predictions and the hardware counters, so this module needs no GPU and
+no L2 model.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Difference:
 
 
 def read(text: str) -> list[Difference]:
-    """Return the rows, of a table of `benchmarks/verify.py`, that have a prediction.
+    """Return the rows with a prediction from a table that `benchmarks/verify.py` wrote.
 
     Raises
     ------

@@ -63,9 +63,9 @@ class Case:
     kernel : str or None
         "hopper" or "portable", which is passed to `run`; None means the default.
     tilings : (Tiling or None, Tiling or None)
-        The tilings of forward and backward; None means the backend's choice.
+        The tilings of the forward and the backward pass; None means the backend's choice.
     backward : tuple of (bool or None)
-        One entry per backward pass: its argument `deterministic` of `Result.backward`.
+        One entry per backward pass: the argument `deterministic` with which `Result.backward` runs.
 
     Raises
     ------
@@ -94,8 +94,8 @@ class Case:
     def placed(self) -> Case:
         """Return the case with a device.
 
-        If the case's device is `HERE`, the result has this machine's GPU; otherwise it is the case
-        itself.
+        If the case's device is `HERE`, the result is a copy with this machine's GPU; otherwise the
+        result is the case itself.
 
         Raises
         ------
@@ -178,7 +178,7 @@ class Counted:
         return cls(values["algorithm"], values["direction"], tiling, transfers)
 
     def predicted(self, case: Case) -> Traffic:
-        """Return the predicted traffic of the pass to which these counts belong."""
+        """Return the predicted traffic of the pass that these reported counts describe."""
         return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
 
 

@@ -27,7 +27,7 @@ from flashsim.studies.verify.sectors import sectors_written
 class Row:
     """A row of the comparison: one quantity of one stage's kernel, in bytes or counts.
 
-    Missing predictions and reports are None.
+    A predicted or kernel-reported value that does not exist is None.
     """
 
     stage: str
@@ -95,7 +95,7 @@ def verify(
     l2 : L2Model, optional
         Default: heads in groups, as the kernels of `flashsim.backends` run them. If it does not set
         `blocks_per_sm`, Nsight Compute's value for the launch is used. A group has as many heads as
-        the kernel's family processes together. If a pass adds to dQ in a fixed order, its blocks
+        kernels of this family process together. If a pass adds to dQ in a fixed order, its blocks
         wait for each other.
     """
     if not isinstance(passes, (list, tuple)):
@@ -220,7 +220,7 @@ class _Dram:
 
 
 def _filled(traffic: Traffic) -> Traffic:
-    """Return the traffic of the same pass, with rows padded to 16 bytes as in HBM."""
+    """Return a pass's traffic with rows padded to 16 bytes, as rows are stored in HBM."""
     p = traffic.problem
     d, dv = row_elements(p.head_dim), row_elements(p.head_dim_v)
     if (d, dv) == (p.head_dim, p.head_dim_v):
@@ -233,8 +233,9 @@ def _filled(traffic: Traffic) -> Traffic:
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
     """Return how a Hopper kernel assigns its work tiles to thread blocks.
 
-    The result is the number of heads that it processes together, whether it co-schedules them, and
-    the number of blocks that share a work tile, or 1 if that number differs between launches.
+    The result has three values. The first is the number of heads that the kernel processes
+    together, and the second says whether the kernel co-schedules these heads. The third is the
+    number of blocks that share a work tile, or 1 if that number differs between launches.
 
     Kernels of other families follow the L2 model's rule. The Hopper kernels written in Python never
     co-schedule heads, but the prediction for the C++ kernels is used for them too.

@@ -1,6 +1,6 @@
 """Computes the bytes that cross between L2 and the SMs, from the kernels' tiles.
 
-These bytes exceed those of the problem's tensors for several reasons. Rows in HBM are padded to 16
+More bytes cross than the problem's tensors have, for several reasons. Rows in HBM are padded to 16
 bytes: an array whose head_dim is no multiple of 8 is copied to padded rows before a launch. L2
 sends data in sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row
 begins in the middle of a sector, and a warp's combined request touches one more sector. Hopper's
@@ -9,8 +9,8 @@ zeros, which are not read from memory but arrive at the SM. In a whole launch, o
 partial wave, a cluster of thread blocks may share a tile of keys. With such clusters, K and V
 arrive at each block of the cluster, and so do the other blocks' parts of dK and dV. LSE and delta
 are read in sectors too. For each work tile, a kernel reads a few more sectors: the tile's entries
-in the schedule's tables. FLOPs also exceed the problem's, because products are computed on whole
-tiles, with a padded head_dim. Each of these rules was derived from counters
+in the schedule's tables. Kernels also compute more FLOPs than the problem has, because products are
+computed on whole tiles, with a padded head_dim. Each of these rules was derived from counters
 (docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which follows from
 their code and was not measured.
 """
@@ -108,7 +108,7 @@ def crossing(
     launches : sequence of SharedItems
         Result of `shares`. Default: each outer tile has one block.
     with_l1 : bool
-        Whether sectors that L1 answers count as well.
+        Whether to count also sectors that the SM reads from L1.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -183,8 +183,8 @@ def _statistics(
     One sector holds the values of eight rows. If a head's number of rows is no multiple of eight,
     most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values of 32
     rows of a tile at a time, so two successive reads share a sector. The second of these reads hits
-    in L1: its bytes do not arrive at the SM, but `with_l1` counts them. Hopper's dQ kernel reads
-    the values of eight rows at a time and bypasses L1; with tiles of 64 rows, both of its
+    in L1, so no bytes of that read arrive from L2; only `with_l1` counts them. Hopper's dQ kernel
+    reads the values of eight rows at a time and bypasses L1; with tiles of 64 rows, both of its
     warpgroups read all of them.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
@@ -317,9 +317,9 @@ def _columns_of_dq(traffic: Traffic) -> int:
     """Return how many columns of dQ the portable fused kernel multiplies.
 
     The number of columns is a multiple of 16, and each warp has equally many. A warp whose columns
-    all lie past the last column computes nothing. If a warp has only one pair of fragments left and
-    its share is two pairs, it computes two; for larger shares, the kernel has a branch that stops
-    earlier.
+    all lie past the last column computes nothing. If a warp's share is two pairs of fragments but
+    only one pair is left, the warp still computes two. For larger shares, the kernel has a branch
+    that stops earlier.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

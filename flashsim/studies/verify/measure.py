@@ -1,4 +1,4 @@
-"""Measures cases on this machine: once with kernels that count, and once under Nsight Compute."""
+"""Measures cases on this machine: with kernels that count their bytes, and with Nsight Compute."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Record:
 
 @own_errors
 def counts_beside(path: Path) -> Path:
-    """Return the path of the JSON file that belongs to a CSV: the cases and counts."""
+    """Return the path of the JSON file, with cases and counts, that belongs to a CSV file."""
     return path.with_suffix(".counts.json")
 
 

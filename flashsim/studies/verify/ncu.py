@@ -66,16 +66,17 @@ class MeasuredLaunch:
 
     @property
     def blocks_per_sm(self) -> int | None:
-        """How many thread blocks run on an SM at the same time; None if that was not recorded."""
+        """The number of thread blocks that run on an SM at the same time; None if unknown."""
         limits = [n for name, n in self.counters.items() if name.startswith("blocks an SM")]
         return int(min(limits)) if limits else None
 
 
 def stage_of(kernel: str) -> str | None:
-    """Return the stage that a kernel runs, by its name; None if it is not flashsim's kernel.
+    """Return the stage that the kernel of this name runs; None if it is not a kernel of flashsim.
 
-    One kernel runs the KV-outer pass. Its name contains ``dkdv`` or ``backward``, whether it also
-    reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv" for both stages.
+    One kernel runs the KV-outer pass. That kernel's name contains ``dkdv`` or ``backward``, whether
+    the kernel also reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv"
+    for both stages.
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:
@@ -220,8 +221,8 @@ def command(
 ) -> list[str]:
     """Return the command line with which Nsight Compute profiles a program's kernels.
 
-    Nsight Compute then does not lock the clocks. Nsight Compute flushes the cache before each
-    kernel, as the L2 model assumes.
+    With this command line, Nsight Compute does not lock the clocks, and flushes the cache before
+    each kernel, as the L2 model assumes.
 
     Parameters
     ----------
@@ -256,7 +257,7 @@ def output_of(words: Sequence[str]) -> str:
     Raises
     ------
     BackendUnavailable
-        If it fails; the message ends with its last output.
+        If the command fails; the message ends with the command's last output.
     """
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:

@@ -79,7 +79,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
 
 @dataclass(frozen=True)
 class Apart:
-    """One quantity of one kernel: its prediction, its measurement and its largest allowed error."""
+    """A quantity of a kernel: predicted value, measured value and largest allowed error."""
 
     case: Case
     stage: str
@@ -134,7 +134,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 def table(found: Sequence[Apart], most: int = 20) -> Table:
     """Return a table of the largest errors.
 
-    Its note counts the quantities that are within their targets.
+    The table's note says how many quantities are within their error targets.
     """
     parts = []
     for quantity in TARGETS:

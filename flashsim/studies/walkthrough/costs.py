@@ -1,6 +1,6 @@
 """Computes numbers behind FlashAttention's design.
 
-They concern the delta identity, divisions of O, and repeated reads of P.
+The numbers concern the delta identity, divisions of O, and repeated reads of P.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def corrections(
 
 @own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
-    """Return the times of one read of P and of standard attention's four passes, by device."""
+    """Return, per device, the time of one read of P, and of standard attention's four passes."""
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")
     flops = traffic.Traffic(

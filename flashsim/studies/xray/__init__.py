@@ -1,4 +1,4 @@
-"""X-ray of a program's attention kernels: measures their counters, and infers their tiles."""
+"""Infers the tile sizes of a program's attention kernels from the GPU's hardware counters."""
 
 from flashsim.studies.xray.infer import FORMS, Fit, Inference, LaunchCounters, candidates, infer
 from flashsim.studies.xray.record import Profile, ProfiledLaunch, measure, measure_kernels

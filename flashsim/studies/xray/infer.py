@@ -142,8 +142,9 @@ class Inference:
     fits : tuple of Fit
         All fits that agree with the counters, the closest first.
     next_q, next_k : float or None
-        The difference between the measured bytes and those of the closest other query tile (key
-        tile), as a share of the measured bytes; None if there is no other tile.
+        How far the next best query tile (key tile) is from the measurement: the difference between
+        its bytes and the measured bytes, as a share of the measured bytes. None if there is no
+        other tile.
     splits : int
         The number of parts into which the keys are split.
     by_grid : bool
@@ -221,7 +222,7 @@ def _products(problem: Problem, seen: LaunchCounters) -> bool:
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
     """Return how many parts of split keys, computed by `before`, the kernel `after` merges.
 
-    The result is 1 if it merges none.
+    The result is 1 if `after` merges no parts.
 
     A kernel that merges parts reads a float32 O and an LSE for each part. An LSE takes 4 B, or two
     sectors if the LSEs of rows are not contiguous. If several numbers of parts remain possible, the
@@ -261,7 +262,7 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 
 
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """Infer a kernel that adds to dQ, or that only sums or rounds; None for other kernels."""
+    """Infer the form of a kernel that adds to dQ, only sums or only rounds; else None."""
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
     if seen.reduced > dq / 2:
@@ -384,7 +385,7 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Yield the sides of tiles to try; of tiles larger than the problem, only the smallest.
+    """Yield the tile sides to try; of the sides that exceed the problem, only the smallest.
 
     The scores of a tile, and its accumulators (O, or dK and dV), must fit in an SM's registers.
     """

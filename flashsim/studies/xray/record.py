@@ -72,7 +72,7 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one program; they can be evaluated on any machine.
+    """The measurements of one program, which can be evaluated on any machine.
 
     Attributes
     ----------

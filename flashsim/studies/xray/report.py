@@ -220,9 +220,9 @@ class XRay(report.Tabled):
 
         - read B, written B, reduced B: the bytes between the SMs and L2, from hardware counters. L2
           counts writes in sectors of 32 bytes, so a partly written sector counts as a whole sector.
-        - query tile, key tile: the inferred tile. It is "?" if the counters do not depend on it;
-          "or" stands between tiles that fit equally well.
-        - compulsory: the bytes of each input and each output of the pass, once.
+        - query tile, key tile: the inferred tile. The tile is "?" if the counters do not depend on
+          it; "or" stands between tiles that fit equally well.
+        - compulsory: the bytes of all inputs and outputs of the pass, each counted once.
         - of roof: the time that the DRAM bytes or the tensor FLOPs need at the device's peak,
           whichever is longer, divided by the measured time.
         """

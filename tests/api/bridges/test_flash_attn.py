@@ -16,10 +16,12 @@ from flashsim.errors import (  # noqa: E402
     ShapeError,
     UnsupportedError,
 )
+from flashsim.functions.tracing import trace_score  # noqa: E402
 from flashsim.torch import (  # noqa: E402
     decode,
     decoding,
     flash_attn,
+    flash_attn_core,
     flash_attn_cute,
     flash_attn_interface,
 )
@@ -122,18 +124,22 @@ def test_packed_arguments_are_the_same_call():
         torch.testing.assert_close(other.unflatten(0, (2, 9)), whole, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_alibi(window):
+def test_alibi(window, causal):
     q, k, v = tensors((2, 5, 4, 16), (2, 8, 2, 16), (2, 8, 2, 16))
-    slopes, told = torch.rand(2, 4), {"causal": True, "softcap": 3.0}
+    slopes, told = torch.rand(2, 4), {"causal": causal, "softcap": 3.0}
     given = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = flash_attn.flash_attn_func(*given, alibi_slopes=slopes, window_size=window, **told)
+    out, lse, _ = flash_attn.flash_attn_func(
+        *given, alibi_slopes=slopes, window_size=window, return_attn_probs=True, **told
+    )
     exact = [x.double().requires_grad_() for x in (q, k, v)]
-    wanted = torch.stack([
-        oracle(*(x[b] for x in exact), slopes=slopes[b], window=window, **told)[0]
-        for b in range(2)
-    ])  # fmt: skip
+    parts = [
+        oracle(*(x[b] for x in exact), slopes=slopes[b], window=window, **told) for b in range(2)
+    ]
+    wanted = torch.stack([x for x, _ in parts])
     close(out, wanted)
+    close(lse, torch.stack([x for _, x in parts]))
     dout = torch.randn_like(out)
     found = torch.autograd.grad(out, given, dout)
     for x, y in zip(found, torch.autograd.grad(wanted, exact, dout.double()), strict=True):
@@ -199,7 +205,8 @@ def test_windows_across_the_diagonal_and_sinks(window):
 def test_lengths_packed_padded_and_in_pages(kind, window):
     used_q, used_k = [4, 0, 5], [7, 3, 11]
     q, k, v = tensors((3, 6, 4, 16), (3, 12, 2, 16), (3, 12, 2, 16))
-    told = {"window_size": window, "causal": True, "return_lse": True}
+    causal = window != (None, -1)  # which would replace this limit
+    told = {"window_size": window, "causal": causal, "return_lse": True}
     lengths = {f"seqused_{x}": torch.tensor(n) for x, n in (("q", used_q), ("k", used_k))}
     if kind == "packed":
         given = [
@@ -219,7 +226,7 @@ def test_lengths_packed_padded_and_in_pages(kind, window):
     out, lse = flash_attn_cute.flash_attn_varlen_func(*given, **lengths, **told)
     start = 0
     for b, (n, m) in enumerate(zip(used_q, used_k, strict=True)):
-        told = {"causal": True, "window": window, "signed": True}
+        told = {"causal": causal, "window": window, "signed": True}
         wanted = oracle(q[b, :n], k[b, :m], v[b, :m], **told)
         if kind == "packed":
             close(out[start : start + n], wanted[0])
@@ -229,6 +236,26 @@ def test_lengths_packed_padded_and_in_pages(kind, window):
             close(lse[b, :, :n], wanted[1])
             assert not out[b, n:].any()
         start += n
+
+
+@pytest.mark.parametrize(
+    ("window", "causal", "meaning"),
+    [
+        ((1, -3), False, (None, None)),  # no key is left: both limits are ignored
+        ((-2, None), True, (None, None)),
+        ((3, -2), True, (3, None)),  # a causal mask replaces the right limit
+    ],
+)
+def test_limits_that_the_package_ignores(window, causal, meaning):
+    q, k, v = tensors((1, 7, 2, 16), (1, 11, 2, 16), (1, 11, 2, 16))
+    out, _ = flash_attn_cute.flash_attn_func(q, k, v, causal=causal, window_size=window)
+    close(out[0], oracle(q[0], k[0], v[0], causal=causal, window=meaning, signed=True)[0])
+
+
+def test_one_compiled_alibi_serves_every_length():
+    slopes = torch.rand(4)
+    graphs = [trace_score(flash_attn_core._alibi(slopes, torch.tensor([n]))).graph for n in (3, 70)]
+    assert graphs[0].digest == graphs[1].digest
 
 
 def test_qv_puts_heads_last_in_the_lse():
@@ -440,6 +467,9 @@ def test_what_is_refused_says_so():
             q[0], k[0], v[0], *cuts, 5, 8, alibi_slopes=torch.rand(2, 2))),
         (UnsupportedError, "score_mod=; write the function for flashsim.torch.flex_attention",
          lambda: flash_attn_cute.flash_attn_func(q, k, v, score_mod=max)),
+        (OptionError, "pass the lengths as seqused_k=",
+         lambda: flash_attn_cute.flash_attn_varlen_func(
+            q, k, v, page_table=torch.zeros(1, 1).int(), cu_seqlens_k=cuts[1])),
         (ShapeError, r"k must be \(batch, n", lambda: flash_attn_cute.flash_attn_varlen_func(
             q, k[0], v[0])),
         (ShapeError, "same number of sequences", lambda: flash_attn.flash_attn_varlen_func(

@@ -8,8 +8,8 @@ row i of c. Column j of tile b contains the 16 matching pairs for column j of c.
 The function `program` returns a list of the instructions that compute a block of the product C. The
 function `build_tiles` translates these instructions to LLVM's intrinsics; a small interpreter in
 the tests runs the instructions in NumPy. Instructions name tile registers by number, so LLVM
-neither spills nor moves a tile. Before a thread multiplies its first tiles, it must set the tile
-shapes on its CPU (`CONFIG`).
+neither spills nor moves a tile. Before a thread multiplies tiles for the first time, the thread
+must configure the shapes of the tile registers (`CONFIG`).
 """
 
 from __future__ import annotations
@@ -70,9 +70,10 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """The instructions before the loop over a sum's terms, in each iteration, and after the loop.
+    """A program's instructions: before the loop over a sum's terms, in each iteration, after it.
 
-    Each iteration adds 16 pairs of the sum, then moves one tile to the right in A and down in B.
+    Each iteration adds 16 pairs to each sum. The next iteration reads the next tile to the right in
+    A and the next tile down in B.
     """
 
     before: tuple[Instruction, ...]
@@ -81,7 +82,7 @@ class Program(NamedTuple):
 
 
 def program(mode: str, rows: int, columns: int) -> Program:
-    """Return the program for a block of `rows` x `columns` tiles of C, each number at most `BLOCK`.
+    """Return the program for `rows` x `columns` tiles of C; both numbers are at most `BLOCK`.
 
     `mode` is "set" (C = A B) or "add" (C += A B). The tiles of C have the lowest register numbers,
     then come those of A, then those of B.
@@ -109,7 +110,8 @@ def build_tiles(
 ) -> None:
     """Lower the program of a block of C to an LLVM function, for sums of n pairs.
 
-    Addresses point to 32-bit elements, and leading dimensions count such elements.
+    The function's addresses point to 32-bit elements, and its leading dimensions count 32-bit
+    elements.
     """
     base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
     bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
@@ -157,7 +159,7 @@ def call(code: Code, name: str, *values) -> None:
 
 @builder("p")
 def build_configure(code: Code, _any_array) -> None:
-    """Write the function that sets the calling thread's AMX tile shapes and zeroes its tiles."""
+    """Write the function that sets the calling thread's AMX tile shapes and zeroes the tiles."""
     kind = ir.ArrayType(BYTE, len(CONFIG))
     data = ir.GlobalVariable(code.function.module, kind, "flashsim_tiles_config")
     data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)

@@ -36,7 +36,7 @@ def build_vector_product(
 def build_tile_product(
     code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
 ) -> None:
-    """Write a matrix product in AMX instructions, which compute 2 x 2 tiles of C at a time.
+    """Write a matrix product C = A B as AMX instructions; each step computes 2 x 2 tiles of C.
 
     The arguments `rows` and `n` must be multiples of a tile's side.
     """
@@ -61,12 +61,12 @@ PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build
 
 
 def build_configure(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.begin_tiles`."""
+    """Write the code of `operations.begin_tiles`."""
     return TILES.get(block.pairs, (_nothing, _nothing))[0](module, block, itemsize)
 
 
 def build_release(module: ir.Module, block: Blocking, itemsize: int):
-    """Build `operations.end_tiles`."""
+    """Write the code of `operations.end_tiles`."""
     return TILES.get(block.pairs, (_nothing, _nothing))[1](module, block, itemsize)
 
 
@@ -83,7 +83,7 @@ TILES: dict[str, tuple[Callable, Callable]] = {
 
 @pair_builder("pippppp")
 def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
-    """Write `operations.online_softmax_pairs`."""
+    """Write the vector code of `operations.online_softmax_pairs`."""
     b, minus_inf, unit = code.b, code.const(-np.inf), ir.Constant(INT, 1)
     masked = code.masked()
     scale, last = code.spread(factor), b.sub(rows, unit)
@@ -116,7 +116,7 @@ def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
         return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
-        """Compute and store two rows of P, and add both rows to the lanes' sums."""
+        """Compute and store two rows of P, and add the two rows to the running sum of each lane."""
         row = code.at(P, code.times(b.lshr(r, unit), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
@@ -134,7 +134,7 @@ def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
 
 @pair_builder("piip")
 def build_pairs_of_rows(code: PairCode, X, ld, rows, P) -> None:
-    """Write `operations.pairs_of_rows`."""
+    """Write the vector code of `operations.pairs_of_rows`."""
     b, unit = code.b, ir.Constant(INT, 1)
 
     def keep(r, second) -> None:
@@ -154,7 +154,7 @@ def build_pairs_of_rows(code: PairCode, X, ld, rows, P) -> None:
 
 @pair_builder("piipi")
 def build_pairs_of_lanes(code: PairCode, X, ld, rows, P, row) -> None:
-    """Write `operations.pairs_of_lanes`."""
+    """Write the vector code of `operations.pairs_of_lanes`."""
     b = code.b
     half = ir.VectorType(ir.IntType(16), code.lanes).as_pointer()
 
@@ -168,7 +168,7 @@ def build_pairs_of_lanes(code: PairCode, X, ld, rows, P, row) -> None:
 
 
 def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> None:
-    """Transpose a panel of `down` x `across` elements in squares; a side of a square is a register.
+    """Transpose a panel of `down` x `across` elements, one square of registers at a time.
 
     The function ``fetch(y, x, r)`` loads row r of the square that starts at (y, x), and ``put(y, x,
     r, value)`` stores row r of the transposed square.
@@ -199,7 +199,7 @@ def _at16(code: PairCode, base, *offsets):
 
 @pair_builder("pipiii")
 def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> None:
-    """Write `operations.transpose_columns`."""
+    """Write the vector code of `operations.transpose_columns`."""
     b = code.b
 
     def fetch(y, x, r: int):
@@ -216,7 +216,7 @@ def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> N
 
 @pair_builder("ppiii")
 def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
-    """Write `operations.transpose_rows`."""
+    """Write the vector code of `operations.transpose_rows`."""
 
     def fetch(y, x, r: int):
         """Load row y + r of X from column 2 x on; two neighbours in the row form a pair."""
@@ -230,11 +230,11 @@ def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
 
 @pair_builder("ppipii")
 def build_transpose_panel(code: PairCode, panel, X, d, factors, rows, columns) -> None:
-    """Write `operations.transpose_panel`."""
+    """Write the vector code of `operations.transpose_panel`."""
     b = code.b
 
     def fetch(y, x, r: int):
-        """Load row x + r of the panel from lane y on, and multiply each lane by its factor."""
+        """Load row x + r of the panel from lane y on, and multiply each lane by the lane factor."""
         value = code.load(code.at(panel, code.times(code.plus(x, r), code.width), y))
         return b.fmul(value, code.load(code.at(factors, y)))
 
@@ -248,7 +248,7 @@ def build_transpose_panel(code: PairCode, panel, X, d, factors, rows, columns) -
 
 @pair_builder("pipii")
 def build_copy_pairs(code: PairCode, out, row, X, rows, pairs) -> None:
-    """Write `operations.copy_pairs`."""
+    """Write the vector code of `operations.copy_pairs`."""
     b = code.b
 
     def line(r, _):
@@ -264,7 +264,7 @@ def build_copy_pairs(code: PairCode, out, row, X, rows, pairs) -> None:
 
 @pair_builder("ppiip")
 def build_add_scaled(code: PairCode, Y, X, ld, rows, factor) -> None:
-    """Write `operations.add_scaled`."""
+    """Write the vector code of `operations.add_scaled`."""
     scale = code.spread(factor)
 
     def body(r, _):

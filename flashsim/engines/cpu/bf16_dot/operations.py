@@ -1,12 +1,12 @@
 """Operations on one panel of bfloat16 pairs, defined in plain Numba.
 
-A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, like two neighbours in
-memory. Matrix products in this package multiply pair by pair: each term of a sum is the dot product
-of two pairs. A row of the left operand A contains its pairs side by side, as a row of a tensor in
-memory does. Each row of the right operand B contains one pair per lane, because it merges two rows
-of numbers. As in `micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So
-merging two rows of rounded softmax results gives a row of the next product's right operand, without
-shuffles.
+A *pair* is two bfloat16 numbers in 32 bits. The first number is in the lower half, as if the two
+numbers were neighbours in memory. Matrix products in this package multiply pair by pair: each term
+of a sum is the dot product of two pairs. A row of the left operand A contains its pairs side by
+side, as a row of a tensor in memory does. Two rows of numbers merge into one row of the right
+operand B, which contains one pair per lane. As in `micro_kernels.plain`, lanes are queries
+(forward, dQ) or keys (dK, dV). So two rows of P, rounded to bfloat16 and merged, are a row of the
+next product's right operand. The merge needs no shuffles.
 
 The number of rows of a product C and the number of pairs along its sum are multiples of
 `amx_tiles.SIDE`. The number of lanes is a multiple of 2 `amx_tiles.SIDE`. Packing pads operands
@@ -102,7 +102,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """Multiply each lane of X by its factor; vector code skips X if all factors are 1."""
+    """Multiply each lane of X by the lane's factor; vector code skips X if all factors are 1."""
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]

@@ -35,7 +35,7 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """Round `n`, a number of rows of C or of pairs, up to a multiple of a tile's side."""
+    """Round n, a number of rows of C or a number of pairs, up to a multiple of a tile's side."""
     return (n + SIDE - 1) // SIDE * SIDE
 
 
@@ -47,7 +47,7 @@ def pair_tiles_of(n):
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a pair; numbers after the first `count` become 0."""
+    """Return X[at] and X[at + step] as a pair; all but the first `count` numbers become 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -104,7 +104,7 @@ def turned(cpu, left, room, row, X, x0, n, d):
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
     """Copy rows of X to lanes of panels, as a right operand for a sum over d.
 
-    Row p * pairs + x of `panels` contains pair x of every lane of panel p, where `pairs` is the
+    In `panels`, row p * pairs + x contains pair x of every lane of panel p. Here, `pairs` is the
     number of pairs per row of X.
     """
     w, pairs = cpu.width, pair_tiles_of(d)

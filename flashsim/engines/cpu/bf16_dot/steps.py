@@ -1,4 +1,4 @@
-"""The steps between matrix products over bfloat16 pairs; `operands` has the variants for floats."""
+"""The steps between matrix products of bfloat16 pairs; module `operands` has them for floats."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):
-    """Return the scale if the softmax can apply it; else multiply S by the scale and return 1.
+    """Return the scale if the softmax can apply the scale; else multiply S by it and return 1.
 
     The softmax can apply a scale of at least 0, if no step (softcap, bias, function or mask) comes
     between the product and the softmax.
@@ -40,8 +40,8 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Compute P from scores, and keep P until `weigh` multiplies it by V.
 
-    If a maximum has changed or keys were skipped, the P that earlier calls kept is multiplied by V
-    now.
+    If the maximum of any lane has changed or keys were skipped, the function multiplies the P that
+    earlier calls kept by V now.
     """
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
@@ -67,7 +67,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @part
 def moved(cpu, alpha, at):
-    """Return whether the sums of any lane must be rescaled because the lane's alpha is not 1."""
+    """Return whether any lane's sums must be rescaled, because the lane's alpha is not 1."""
     changed = False
     for c in range(cpu.width):
         changed |= alpha[np.uint64(at + c)] != 1

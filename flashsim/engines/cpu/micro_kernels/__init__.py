@@ -1,1 +1,1 @@
-"""The operations on a panel (a block of rows and lanes), in plain Numba and as vector code."""
+"""The CPU engine's operations on a panel (a block of scores), in plain Numba and as vector code."""

@@ -1,10 +1,10 @@
 """Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-With these operations as plain loops, Numba's own vectoriser reaches a quarter of a CPU's peak. One
-BLAS call per tile reaches half of the peak. So this module itself decides which values stay in
-registers. Each `build_*` function uses `Code` to write one LLVM function for an element type and a
-`Blocking`, without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code
-call that LLVM function with addresses of arrays.
+If these operations are plain loops, Numba's own vectoriser reaches a quarter of a CPU's peak. If
+each tile is one BLAS call, the code reaches half of the peak. To be faster, this module itself
+decides which values stay in registers. Each `build_*` function uses `Code` to write one LLVM
+function for an element type and a `Blocking`, without Numba (see `writer.builder`). The module
+`vector` makes Numba's compiled code call that LLVM function with addresses of arrays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ AHEAD = 12
 
 
 def _product(args: str) -> Callable:
-    """Return `builder` for matrix products, which have one more argument in mode "rescale"."""
+    """Return `builder` for a matrix product, which takes one more argument in mode "rescale"."""
     return builder(
         lambda mode, **_: args + "p" * (mode == "rescale"),
         lambda block, writer=Code, **_: writer,
@@ -99,14 +99,14 @@ def build_product(
 
 @builder("pippp")
 def build_online_softmax(code: Code, S, rows, m, l, alpha) -> None:
-    """Write `plain.online_softmax`."""
+    """Write the vector code of `plain.online_softmax`."""
     b, minus_inf, masked = code.b, code.const(-np.inf), code.masked()
 
     def in_turn(body: Callable, carried: list) -> list:
         """Emit a loop that does ``sums = body(addresses, sums)`` for every row.
 
         Two rows are processed at a time, with separate sums. Two short chains of dependent
-        additions replace a long one, which also halves the rounding error.
+        additions replace one long chain; the short chains also halve the rounding error.
         """
 
         def rows_from(base, height: int) -> Callable:

@@ -36,7 +36,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 def build_dots(
     code: Code, S, ld, K, k0, d, Q, ldq, rows, heads, factor, *, kind: int | None
 ) -> None:
-    """Write `plain.dots`."""
+    """Write the vector code of `plain.dots`."""
     b, keys, most = code.b, Stretch(code, K, k0, kind), HEADS
     numbers = numbers_of(code)
     if code.vecs == 2:  # AVX2 has half the registers
@@ -52,7 +52,7 @@ def build_dots(
     groups, near = b.sdiv(b.sub(b.add(rows, step), ir.Constant(INT, 1)), step), CHUNK // KEYS
 
     def several(group, n, h, count: int) -> None:
-        """Emit code that computes the scores of `count` heads and n groups of keys."""
+        """Emit code that computes the scores of `count` heads against n groups of keys."""
         q_rows = [code.at(Q, b.mul(code.plus(h, k), ldq)) for k in range(count)]
         s_rows = [code.at(S, b.mul(code.plus(h, k), ld)) for k in range(count)]
 
@@ -93,7 +93,7 @@ def build_dots(
 
 @by_kind("pipipiiii", weigh_in_tiles)
 def build_weigh(code: Code, O, ldo, P, ldp, V, v0, dv, keys, heads, *, kind: int | None) -> None:
-    """Write `plain.weigh`."""
+    """Write the vector code of `plain.weigh`."""
     if isinstance(code, PairCode):
         weigh_pairs(code, O, ldo, P, ldp, V, v0, dv, keys, heads)
         return
@@ -145,7 +145,7 @@ def build_weigh(code: Code, O, ldo, P, ldp, V, v0, dv, keys, heads, *, kind: int
 
 @by_kind("piiippp")
 def build_softmax_along(code: Code, S, ld, heads, n, m, l, alpha, *, kind: int | None) -> None:
-    """Write `plain.softmax_along`."""
+    """Write the vector code of `plain.softmax_along`."""
     b, masked = code.b, code.masked()
     pairs = code if isinstance(code, PairCode) else None
     at_once = 2 if pairs else 1  # two vectors of floats make one of pairs

@@ -1,10 +1,10 @@
-"""The AMX version of `decode_gemv`, which multiplies bfloat16 pairs in tiles for 16 heads at once.
+"""The AMX version of `decode_gemv`: AMX tiles multiply bfloat16 pairs for 16 heads at once.
 
 The module `bf16_dot.amx_tiles` explains the tiles. Rows of K are used in place as a left operand,
 and Q is packed as a right operand. So a tile of scores has keys as rows and heads as columns, and
 must be transposed. The softmax writes P in the layout of a left operand. Each row of the right
 operand consists of two rows of V, merged into pairs. With fewer than 16 heads, a tile's remaining
-rows or columns belong to no head, and their results are never read.
+rows or columns belong to no head, and the code never reads results from them.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
 def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
     """Write the AMX version of `decode_gemv.build_dots`; a tile's row holds 32 numbers of K.
 
-    The code first copies rows of K if their length is no multiple of 32, or if they do not fill a
-    tile.
+    If a row's length is not a multiple of 32, or if the rows of K do not fill a tile, the code
+    first copies these rows.
     """
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
@@ -193,7 +193,7 @@ def _four(code: PairCode, base, at: int, h):
 
 
 def _joined(code: PairCode, parts: list):
-    """Concatenate vectors."""
+    """Concatenate vectors into one vector."""
     while len(parts) > 1:
         lanes = list(range(2 * parts[0].type.count))
         parts = [code.pick(x, y, lanes) for x, y in zip(parts[::2], parts[1::2], strict=True)]

@@ -1,8 +1,8 @@
 """The version of `decode_gemv` for CPUs with an instruction for dot products of bfloat16 pairs.
 
 The code does not convert K and V to float. Two neighbours in a row of K already form a pair in
-memory. So Q is rounded to bfloat16, also as pairs of neighbours. Two rows of V at a time are merged
-into pairs.
+memory. So Q is rounded to bfloat16 and also read as pairs of neighbours. The code merges two rows
+of V at a time into pairs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from flashsim.engines.cpu.micro_kernels.writer import INT, Code
 
 @by_kind("pii", side_by_side_in_tiles)
 def build_side_by_side(code: Code, Q, ld, rows, *, kind: int | None) -> None:
-    """Write `plain.side_by_side`."""
+    """Write the vector code of `plain.side_by_side`."""
     if not isinstance(code, PairCode):
         return
     b, half = code.b, code.b.lshr(ld, ir.Constant(INT, 1))
@@ -49,7 +49,7 @@ def build_side_by_side(code: Code, Q, ld, rows, *, kind: int | None) -> None:
 
 
 def weigh_pairs(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, heads) -> None:
-    """Write a `decode_gemv.build_weigh` that merges two rows of V at a time into pairs."""
+    """Write the version of `decode_gemv.build_weigh` that merges two rows of V into pairs."""
     O.add_attribute("noalias")
     b, values, chunk = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, CHUNK)
     numbers, unit, quarter = values.numbers, ir.Constant(INT, 1), code.lanes // 4

@@ -60,8 +60,8 @@ class Exponential(NamedTuple):
     """The constants for computing powers of two in one floating-point type.
 
     The first fields are the number of `mantissa` bits and the exponent `bias`. Two polynomials,
-    constant term first, approximate 2^f and (2^f - 1) / f; the second is for small results. The
-    last field is 2 log2 e as a sum of two numbers.
+    constant term first, approximate 2^f and (2^f - 1) / f. The second polynomial keeps the
+    precision of small results. The last field is 2 log2 e as a sum of two numbers.
     """
 
     mantissa: int
@@ -72,7 +72,7 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """The number to add to x to round x to an integer n; the sum's low bits hold n + bias.
+        """The number whose addition rounds x to an integer n; the low bits of the sum are n + bias.
 
         The class `writer.Code` uses this number.
         """

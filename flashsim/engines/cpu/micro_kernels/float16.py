@@ -1,7 +1,7 @@
 """Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
 Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
-float. So a kernel is compiled once for both float16 and bfloat16 inputs.
+float. So one compiled kernel serves both float16 and bfloat16 inputs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Return floats, rounded to the nearest numbers of a 16-bit type if `kind` names one."""
+    """Return floats; if `kind` names a 16-bit type, round them to that type's nearest numbers."""
     b = code.b
     if kind is None:
         return x
@@ -54,7 +54,7 @@ def as_floats(code: Code, value, kind: int):
 
 @builder("pii")
 def build_round(code: Code, X, ld, rows, *, kind: int | None) -> None:
-    """Write `plain.round_panel`."""
+    """Write the vector code of `plain.round_panel`."""
 
     def body(r, _):
         for x in code.vectors(code.at(X, code.b.mul(r, ld))):
@@ -68,8 +68,8 @@ def build_round(code: Code, X, ld, rows, *, kind: int | None) -> None:
 def build_convert(code: Code, floats, halves, h0, n, *, kind: int, narrow: bool) -> None:
     """Write the vector code of `plain.widen` or, if `narrow`, of `plain.narrow`.
 
-    The same code is written a second time for one lane, for the numbers that remain after whole
-    rows of a panel.
+    A second copy of this code processes one lane at a time, for the numbers that remain after the
+    last whole row of a panel.
     """
     b = code.b
     shorts, half = (ir.VectorType(kind, code.lanes) for kind in (SHORT, ir.HalfType()))

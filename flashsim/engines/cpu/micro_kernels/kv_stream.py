@@ -74,10 +74,10 @@ class Stretch:
 
 
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
-    """Return `builder` for K and V of a `kind`; its `code` is a `PairCode` for bfloat16 pairs.
+    """Return `builder` for K and V of type `kind`; for bfloat16 pairs, it gets a `PairCode`.
 
-    On CPUs whose AMX tiles multiply numbers of this kind, the function returns `of_tiles` instead,
-    unless that is None.
+    On CPUs whose AMX tiles multiply numbers of this type, the function returns `of_tiles` instead,
+    unless `of_tiles` is None.
     """
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:

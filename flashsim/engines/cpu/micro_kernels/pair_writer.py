@@ -69,8 +69,8 @@ class PairCode(Code):
         """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1.
 
         Results below 2^-126 are exactly 0, and NaN stays NaN. AVX-512 has one instruction that
-        subtracts floor(x) from x, and one that multiplies by a power of two. The second instruction
-        takes 130 cycles if its result is subnormal, so the code replaces subnormal results by 0.
+        subtracts floor(x) from x, and another that multiplies by a power of two. The multiplication
+        takes 130 cycles if the result is subnormal, so the code replaces subnormal results by 0.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))

@@ -5,8 +5,8 @@ the forward pass and for dQ, and a key for dK and dV. If lanes are queries, a pa
 transposed tile: S^T = K Q^T and O^T += V^T P^T. So
 
 - the softmax is computed per lane and needs no shuffles, and
-- K and V are read in memory order, one scalar at a time. Only the operand whose rows become lanes
-  (Q) is transposed, once for a whole loop over tiles.
+- K and V are read in memory order, one scalar at a time. The only transposed operand is Q, whose
+  rows become lanes. Q is transposed once for a whole loop over key tiles.
 
 Every function in this module has flat arrays and offsets (in elements) as arguments: ``S[s0 + r *
 ld + c]`` is row r, lane c. The functions in this module are the specification. On CPUs whose vector
@@ -91,9 +91,9 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
 
     `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e). The
     difference S - m is computed first, because S log2 e overflows if S is the largest or smallest
-    finite number, as padding often is. A lane may have seen no key, or only scores so low that they
-    count as masked. In such a lane, 0 replaces m in the difference, to avoid inf - inf, and P and l
-    are 0.
+    finite number. Users often mask padding with such a score. A lane may have seen no key, or only
+    scores so low that they count as masked. In such a lane, the code subtracts 0 instead of m, to
+    avoid inf - inf, and P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -298,7 +298,7 @@ def number_at(X, i, kind):
 
 @part
 def rounded_number(x, kind):
-    """Return a float rounded to the nearest number of a 16-bit type, as a float."""
+    """Round a float to the nearest number of a 16-bit type, and return that number as a float."""
     if kind == BFLOAT16:
         return number_of(bits_of(x))
     return _number_of_float16(_bits_of_float16(x))
@@ -316,13 +316,13 @@ def bits_of(x):
 
 @part
 def number_of(bits):
-    """Return the float32 that equals the bfloat16 with these bits."""
+    """Return the float32 with the same value as the bfloat16 that has these bits."""
     return np.uint32(np.uint32(bits) << np.uint32(16)).view(np.float32)
 
 
 @part
 def _number_of_float16(bits):
-    """Return the float32 that equals the float16 with these bits."""
+    """Return the float32 with the same value as the float16 that has these bits."""
     sign, size = np.uint32(0x8000), np.uint32((bits & np.uint32(0x7FFF)) << np.uint32(13))
     value = size.view(np.float32) * np.float32(2.0**112)
     if value >= np.float32(2.0**16):  # infinity and NaN

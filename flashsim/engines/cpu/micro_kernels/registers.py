@@ -1,18 +1,18 @@
-"""Describes this CPU's vector registers, and how a panel is divided into registers.
+"""Describes this CPU's vector registers, and how a panel (a block of scores) fills registers.
 
 The code of a matrix product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in
 registers. Six rows by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the
-right operand, and 1 scalar copied to all lanes. CPUs with such registers can issue two
-multiply-adds per cycle. To do so in every cycle, a CPU needs at least 8 (AVX2: latency 4) to 16
-independent sums.
+right operand, and 1 scalar copied to all lanes. CPUs with vector registers of this kind can issue
+two vector multiply-adds per cycle. To issue two in every cycle, a CPU needs at least 8 (for AVX2,
+whose multiply-adds have latency 4) to 16 independent sums.
 
-The code uses the registers of the CPU for which Numba compiles. The environment variables
+Vector code uses the registers of the CPU for which Numba compiles. The environment variables
 NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this machine's CPU
 has.
 
-The classes that stand for kinds of CPUs contain no code. An object's class tells the compiler which
-version of each operation to use (`plain.py`). The class is also part of the key in Numba's disk
-cache.
+Each kind of CPU has a class without methods, such as `Avx2`. Kernels get an object of such a class
+as their argument `cpu`. From the object's class, Numba decides which version of each operation in
+`plain.py` to compile. The class is also part of a kernel's key in Numba's disk cache.
 """
 
 from __future__ import annotations
@@ -55,11 +55,12 @@ class Blocking(NamedTuple):
     register : int
         Bytes of one register.
     vecs : int
-        The number of registers side by side in a panel.
+        The number of registers that one row of a panel fills.
     prefetch : bool
         Whether products prefetch the data that they read next (docs/notebooks/cpu.md).
     pairs : str
-        How pairs of bfloat16 are multiplied (`bf16_dot.codegen.PRODUCTS`); "" if they are not.
+        The method that multiplies pairs of bfloat16 numbers, a key of `bf16_dot.codegen.PRODUCTS`;
+        "" if the code does not multiply such pairs.
     """
 
     register: int
@@ -103,9 +104,10 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return the best kind of code for this CPU, with its panel width for an accumulator type.
+    """Return an object of the fastest `Cpu` class that this CPU can run, for an accumulator type.
 
-    With `plain`, return the kind `Plain`, with the panel width that the vector code would have.
+    The object's field `width` is the number of lanes of a panel. With `plain`, return an object of
+    class `Plain`, which has the same `width` but runs no vector code.
     """
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
@@ -114,7 +116,7 @@ def best(dtype: str, *, plain: bool = False) -> Cpu:
 
 
 def narrow(cpu: Cpu, dtype: str) -> Cpu:
-    """Return the version of `cpu` whose panels are as wide as one register."""
+    """Return the variant of `cpu` in which a row of a panel fills only one register."""
     kind = NARROW[type(cpu)]
     block = BLOCKING[NeonNarrow if kind is Plain else kind]
     return kind(block.lanes(np.dtype(dtype).itemsize))
@@ -130,9 +132,9 @@ _VECTORS: dict[type[Cpu], tuple[str, ...]] = {
 
 @cache
 def _host() -> type[Cpu]:
-    """Return the best kind of code that this CPU can run and that Numba may compile.
+    """Return the fastest `Cpu` class that this CPU can run and that Numba may compile for.
 
-    NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
+    The environment variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
     """
     has, allowed = llvm.get_host_cpu_features(), _given()
     # Without NUMBA_CPU_NAME, LLVM uses this CPU's features, except those that are switched off.
@@ -153,7 +155,7 @@ def _given() -> list[str]:
 
 
 def paired(micro_kernel: str) -> Cpu:
-    """Return the kind of code of a bfloat16 micro-kernel, with its panel width."""
+    """Return the `Cpu` object for a bfloat16 micro-kernel, "amx" or "avx512_bf16"."""
     kind = PAIRED[micro_kernel][0]
     block = BLOCKING[kind]
     return kind(block.lanes(4) * block.vecs)
@@ -163,9 +165,9 @@ def paired(micro_kernel: str) -> Cpu:
 def pays(micro_kernel: str) -> bool:
     """Return whether a bfloat16 micro-kernel is expected to be faster than float32 on this CPU.
 
-    AVX-512's bfloat16 instruction, VDPBF16PS, is slower than float32 on an Intel Xeon: on one
-    thread, passes took 1.4 to 1.8 times as long. On an AMD Zen 4, passes with VDPBF16PS take 0.55
-    to 0.7 times as long as in float32.
+    On an Intel Xeon, AVX-512's bfloat16 instruction (VDPBF16PS) is slower than float32 code: on one
+    thread, attention passes with VDPBF16PS took 1.4 to 1.8 times as long as in float32. On an AMD
+    Zen 4, passes with VDPBF16PS take 0.55 to 0.7 times as long as in float32.
     """
     return micro_kernel == "amx" or zen()
 
@@ -179,8 +181,8 @@ def without(micro_kernel: str) -> str | None:
     """Return why this process cannot run a bfloat16 micro-kernel; None if it can.
 
     Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. An instruction
-    that the CPU lacks would crash the process. So this function checks both the CPU and Numba's
-    features.
+    that the CPU lacks would crash the process. So this function checks both the CPU's features and
+    the features that Numba may use.
     """
     lacks = _lacks(micro_kernel)
     if lacks:

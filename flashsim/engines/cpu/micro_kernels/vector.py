@@ -16,7 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Decorate a plain definition, so that compiled callers run vector code if registers are known.
+    """Decorate a plain function: compiled callers run vector code if the CPU's registers are known.
 
     The arguments `layout`, `build` and `options` are those of `vector_intrinsic`. If Python calls
     the decorated function, the plain definition runs.
@@ -33,8 +33,8 @@ def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
     """Decorate, like `operation`, a plain definition that may read or write 16-bit numbers.
 
     The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. At compile
-    time, the argument's Numba type shows only whether there are 16-bit numbers. Which of the two
-    types they have is known only at run time.
+    time, the argument's Numba type shows only whether there are 16-bit numbers. Only at run time
+    does the code know which of the two types these numbers have.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)

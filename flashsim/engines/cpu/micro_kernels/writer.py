@@ -124,7 +124,7 @@ class Code:
     # -- arithmetic -----------------------------------------------------------------------------
 
     def fma(self, x, y, z):
-        """Return x y + z, rounded once."""
+        """Return x times y plus z, rounded once (a fused multiply-add)."""
         name = f"llvm.fma.v{self.lanes}f{8 * self.itemsize}"
         module = self.function.module
         if name not in module.globals:
@@ -210,8 +210,8 @@ class Code:
         """Return the columns of a square matrix, given as vectors of its rows.
 
         The method transposes in steps of n = 1, 2, 4, .. In each step, vectors whose numbers differ
-        by n exchange blocks of n lanes. The odd blocks of the first vector are swapped with the
-        even blocks of the second vector.
+        by n exchange blocks of n lanes. Of two such vectors, the first vector's odd blocks are
+        swapped with the second vector's even blocks.
         """
         size = 1
         while size < self.lanes:
@@ -252,12 +252,12 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of the chosen lanes of x and y; lane numbers of y follow those of x."""
+        """Return a vector of the chosen lanes; they are numbered through x, then on through y."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Return `total` plus a scalar of A, which fills `left`, times a vector of B's row."""
+        """Return `total` + `left` x a vector of B's row; `left` is filled with one scalar of A."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
@@ -289,16 +289,16 @@ class Code:
         return values
 
     def done(self) -> ir.Function:
-        """End the function."""
+        """End the LLVM function with a return instruction."""
         self.b.ret_void()
         return self.function
 
 
 def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_: Code) -> Callable:
-    """Return the builder of a function that ``body(code, *arguments, **options)`` writes.
+    """Return the builder of an LLVM function that ``body(code, *arguments, **options)`` writes.
 
-    The builder is ``build(module, block, itemsize, **options)``. The builder returns the module's
-    LLVM function, which it first writes if the module lacks it.
+    The builder is ``build(module, block, itemsize, **options)``. If the module does not have the
+    LLVM function yet, the builder writes it. Then the builder returns the function.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Allocates arrays and slices them inside a compiled kernel.
 
-The functions in this module do the same as NumPy's `empty` and `X[start:]`, with a tenth of the
-LLVM IR: Numba's versions handle every shape, sign and step that an array could have.
+The functions in this module replace NumPy's `empty` and `X[start:]`. They need a tenth of the LLVM
+IR, because Numba's versions handle every shape, sign and step that an array could have.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compiles functions that only kernels call as part of each kernel, so each is optimised once.
+"""Compiles a kernel together with all functions it calls, so that LLVM optimises each only once.
 
 By default, Numba builds a separate library for every `@njit` function that another one calls. Numba
 optimises that library, and translates it, with a wrapper for Python callers, to machine code that
@@ -159,7 +159,7 @@ class _LowerWhole(NativeLowering):
 
 
 class Whole(Part):
-    """Numba's compiler pipeline for a function that Python calls, and that calls parts."""
+    """Numba's compiler pipeline for a kernel's entry function, which Python calls."""
 
     lowering = _LowerWhole
 
@@ -180,7 +180,7 @@ def using(pipeline: type[Part], definition: Callable, choose: Callable, **option
 
 
 def part(definition: Callable | None = None, *, pipeline: type[Part] = Part, **options: Any) -> Any:
-    """Decorate a function as a part of kernels; a call from Python runs it uncompiled."""
+    """Decorate a function as a part of kernels; a call from Python runs the plain function."""
     if definition is None:
         return lambda function: part(function, pipeline=pipeline, **options)
     using(pipeline, definition, lambda *_: definition, **options)

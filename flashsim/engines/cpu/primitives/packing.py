@@ -21,7 +21,7 @@ def panels_of(cpu, n):
 
 @part
 def filled(n, value, dtype):
-    """Return an array of n equal numbers; it compiles in a third of the time of NumPy's `full`."""
+    """Return an array of n equal numbers; compiles three times as fast as `np.full`."""
     array = panel_array(n, dtype)
     fill(array, array.dtype.type(value))
     return array
@@ -29,7 +29,7 @@ def filled(n, value, dtype):
 
 @part
 def fill(X, value):
-    """Set all elements of X to `value`, which has their type."""
+    """Set all elements of X to `value`, which must have the same type as X."""
     for i in range(X.size):
         X[np.uint64(i)] = value
 
@@ -79,7 +79,8 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 def look(counter, X, x0, n):
     """Set an element of `counter` if any of n results is NaN or infinite.
 
-    The product of 0 and a NaN or an infinite number is NaN, which the function detects.
+    To find such a result, the function multiplies each result by 0: the product is NaN if the
+    result is NaN or infinite.
     """
     total = X.dtype.type(0)
     for i in range(n):
