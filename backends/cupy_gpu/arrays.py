@@ -212,8 +212,11 @@ class TorchSpace(Space):
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
         """Return a function that returns a new uninitialised tensor on the current device."""
         kind = getattr(self.torch, dtype)
-        # Where torch has the allocation of compiled code, it takes half of the time.
-        make = getattr(self.torch._C._dynamo.guards, "_empty_strided_cuda", None)
+        try:
+            # torch's allocation for compiled code takes half the time, but it is private.
+            make = self.torch._C._dynamo.guards._empty_strided_cuda
+        except AttributeError:
+            make = None
         if make is None or not shape:
             return partial(self.torch.empty, shape, dtype=kind, device=self.device)
         strides = tuple(math.prod(shape[n + 1 :]) for n in range(len(shape)))

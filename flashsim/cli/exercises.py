@@ -265,6 +265,13 @@ def grade(
     if file.is_dir() and len(kernels) == len(chosen):
         roots = homework_in(file, kernels, single=gradescope is not None)
         if gradescope is not None and not roots:
+            if not kernels:
+                looked = ", ".join(dict.fromkeys(one.path for one in exercises_of([])))
+                raise OptionError(
+                    f"{str(file)!r} contains no file of an exercise, and no folder that does; "
+                    f"looked for {looked}; to give 0 points for missing files, name the exercises "
+                    "with --exercise"
+                )
             roots = [file]  # the student's mistake: 0 points, no error
         if roots:
             work = kernels or exercises_of(roots)

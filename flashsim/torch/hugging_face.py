@@ -378,7 +378,7 @@ def attend(
         )
         return out.transpose(1, 2).contiguous(), None
     _refuse(dropout, rest)
-    sinks = next((rest[name] for name in ("s_aux", "sinks") if rest.get(name) is not None), None)
+    sinks = next((rest[name] for name in _SINKS if rest.get(name) is not None), None)
     if isinstance(attention_mask, Band):
         band, added = attention_mask, None
     elif attention_mask is None:  # as in continuous batching
@@ -526,13 +526,17 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
     return tokens.transpose(0, 1)[None], rows, [0, *kept.sum(1).cumsum(0).tolist()]
 
 
-#: What `attend` and `_refuse` look for among a layer's other arguments.
-_SPECIAL = frozenset(
-    (
-        *("s_aux", "sinks", "cu_seq_lens_q"),
-        *("indices", "block_indices", "cache", "output_attentions"),
-    )
-)
+#: The names that models give to a layer's sinks.
+_SINKS = ("s_aux", "sinks")
+#: What a layer cannot have, by the argument that requests it.
+_REFUSED = {
+    "indices": "only those keys that an indexer chose",
+    "block_indices": "only those blocks of keys that an indexer chose",
+    "cache": "a paged cache",
+    "output_attentions": "the probabilities, which it never holds",
+}
+#: The other arguments of a layer that keep its call from the fast path of `attend`.
+_SPECIAL = frozenset((*_SINKS, "cu_seq_lens_q", *_REFUSED))
 
 
 def _refuse(dropout: float, rest: dict[str, Any]) -> None:
@@ -541,12 +545,7 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
             f"flashsim's attention has no dropout, got dropout={dropout}; set the model's "
             "attention dropout to 0, or call model.eval()"
         )
-    for name, what in (
-        ("indices", "only those keys that an indexer chose"),
-        ("block_indices", "only those blocks of keys that an indexer chose"),
-        ("cache", "a paged cache"),
-        ("output_attentions", "the probabilities, which it never holds"),
-    ):
+    for name, what in _REFUSED.items():
         given = rest.get(name)
         if given is not None and given is not False:
             raise UnsupportedError(

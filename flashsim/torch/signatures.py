@@ -63,8 +63,7 @@ def bind(func: Any, name: str, args: tuple[Any, ...], kwargs: Arguments) -> Argu
         as_tuple = (
             (None, None, None, flex.noop_mask) if block_mask is None else block_mask.as_tuple()
         )
-        score_mod = given.get("score_mod") or flex._identity
-        return {"scale": None} | given | {"block_mask": as_tuple, "score_mod": score_mod}
+        return {"scale": None, "score_mod": None} | given | {"block_mask": as_tuple}
     if name == "flex_attention":
         return dict(zip(_FLEX, args, strict=False)) | kwargs
     space, _, op = name.partition("::")
@@ -260,7 +259,8 @@ def _flex(a: Arguments) -> AttentionCall:
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
     notes = []
-    if getattr(a["score_mod"], "__name__", "") != "_identity":
+    score_mod = a["score_mod"]  # torch's operator gets "_identity" for no function
+    if score_mod is not None and getattr(score_mod, "__name__", "") != "_identity":
         notes.append("score_mod: what it computes is not counted")
     if k.shape[0] != batch:
         notes.append("k and v are shared along the batch: counted once an entry")

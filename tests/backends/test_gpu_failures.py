@@ -57,6 +57,17 @@ LOG = (
 )
 
 
+@pytest.mark.parametrize("missing", ["_dynamo", "guards", "_empty_strided_cuda"])
+def test_a_torch_without_the_private_allocation_allocates_as_usual(missing):
+    space = object.__new__(arrays.TorchSpace)
+    inner = types.SimpleNamespace()
+    for name in ("_empty_strided_cuda", "guards", "_dynamo"):
+        inner = types.SimpleNamespace(**{} if name == missing else {name: inner})
+    usual = {"float32": 4, "empty": lambda *shape, **options: (*shape, options)}
+    space.torch, space.device = types.SimpleNamespace(_C=inner, **usual), 0
+    assert space.maker((2, 3))() == ((2, 3), {"dtype": 4, "device": 0})
+
+
 class Host(arrays.Space):
     """Arrays in the CPU's memory, where a GPU's should be; `full` makes every new one fail."""
 

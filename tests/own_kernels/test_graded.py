@@ -311,6 +311,19 @@ def test_a_misplaced_file_gets_no_points_on_gradescope(tmp_path):
     assert f"{FLASH} is missing; found flash.py" in told["tests"][0]["output"]
 
 
+def test_a_folder_without_any_exercises_file_is_an_error_on_gradescope(tmp_path):
+    (tmp_path / "flash.py").write_text("")
+    out = tmp_path / "results.json"
+    words = ["exercise", "grade", str(tmp_path), "--gradescope", str(out)]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 2
+    said = " ".join(done.stderr.split())
+    assert "contains no file of an exercise" in said
+    for one in homework.exercises_of([]):
+        assert one.path in said
+    assert not out.exists()
+
+
 # -- with Triton ----------------------------------------------------------------------------------
 
 

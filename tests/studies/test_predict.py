@@ -24,7 +24,7 @@ from flashsim.studies.predict.calibration import (
     MATRIX_SHARE,
     POWER_AFTER,
 )
-from flashsim.studies.predict.units import bytes_again, clock, once_bytes, work_of
+from flashsim.studies.predict.units import _waves_per_row, bytes_again, clock, once_bytes, work_of
 
 pytestmark = pytest.mark.promise("predictions are judged")
 
@@ -240,6 +240,20 @@ def test_each_wave_reads_row_tiles_again(shape):
     found = once_bytes(traffic, "fused") + bytes_again(one, traffic)
     assert moved > 1.2 * once_bytes(traffic, "fused")
     assert found == pytest.approx(moved, rel=0.06)
+
+
+def test_last_column_tiles_without_visits_are_no_part_of_a_wave():
+    """Keys that a mask hides from every query count like keys that are not there."""
+    waves = []
+    for n_kv, mask_mod in (
+        (20_480, lambda b, h, q, k: (q >= k) & (k < 9000)),
+        (9000, lambda b, h, q, k: q >= k),
+    ):
+        p = Problem(20_480, n_kv, 128, **SHARED, mask_mod=mask_mod)
+        passes, _ = model._prepare(p, "backward", "flash2-fused", "hopper", None, H200)
+        (one,) = (x for x in passes if x.stage.name == "fused")
+        waves.append(_waves_per_row(one, heads=4, processors=132))
+    assert waves[0] == waves[1] > 1
 
 
 def test_in_step_no_bytes_cross_hbm_again():

@@ -148,7 +148,8 @@ def _with_probes(path):
     """Return a file's code, its lines, its branches, and the probes of each code object in it."""
     source = path.read_bytes()
     versions = f"{sys.version} {slipcover.__version__} {path} "
-    key = hashlib.sha256(versions.encode() + source).hexdigest()
+    this = Path(__file__).read_bytes()  # decides which probes the kept code has
+    key = hashlib.sha256(versions.encode() + this + source).hexdigest()
     kept = KEPT / hashlib.sha256(os.fsencode(path)).hexdigest()[:20]
     try:
         found, *parts = marshal.loads(kept.read_bytes())

@@ -254,9 +254,10 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     tiles from the first to the last of them.
     """
     tables = one.tables
-    first, stop = (tables.index[tables.ptr[a:][: tables.tiles] - b] for a, b in ((0, 0), (1, 1)))
-    ends = np.stack([first, stop + 1])[:, tables.order]
-    ends = ends[:, tables.visits[tables.order] > 0]
+    visited = tables.order[tables.visits[tables.order] > 0]
+    ends = np.stack(
+        [tables.index[tables.ptr[visited]], tables.index[tables.ptr[visited + 1] - 1] + 1]
+    )
     each = processors / heads
     starts = np.unique(np.arange(0.0, ends.shape[1], max(1.0, each)).astype(int))
     begin, end = np.minimum.reduceat(ends[0], starts), np.maximum.reduceat(ends[1], starts)

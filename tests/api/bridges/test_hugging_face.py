@@ -685,10 +685,11 @@ def test_generation_begins_with_chunks_of_padding_alone(chunk):
         ({"output_attentions": True}, "the probabilities"),
     ],
 )
-def test_what_a_layer_may_not_ask(given, text):
+@pytest.mark.parametrize("mask", [None, Band(causal=True)], ids=["no mask", "the usual mask"])
+def test_what_a_layer_may_not_ask(given, text, mask):
     x = torch.randn(1, 2, 6, 8)
     with pytest.raises(UnsupportedError, match=text):
-        hugging_face.attend(torch.nn.Module(), x, x, x, None, is_causal=True, **given)
+        hugging_face.attend(torch.nn.Module(), x, x, x, mask, is_causal=True, **given)
 
 
 def test_compiled_models():

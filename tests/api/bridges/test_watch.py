@@ -27,7 +27,7 @@ from flashsim.errors import (  # noqa: E402
     ShapeError,
     UnsupportedError,
 )
-from flashsim.torch import FlashAttention, attention, watch  # noqa: E402
+from flashsim.torch import FlashAttention, attention, signatures, watch  # noqa: E402
 from flashsim.torch.masks import top_left  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
@@ -219,6 +219,16 @@ def test_flex_attention(mask, causal, window, note):
     assert call.api == "flex_attention"
     assert (call.problem.causal, call.problem.window) == (causal, window)
     assert note in call.note
+
+
+@pytest.mark.parametrize("given", [{}, {"score_mod": None}])
+def test_flex_attention_is_read_without_torchs_private_identity(given, monkeypatch):
+    monkeypatch.delattr(signatures.flex, "_identity")
+    x = heads(1, 2, 128, 16)
+    found = signatures.bind(flex_attention, "flex_attention", (x, x, x), given)
+    assert signatures._flex(found).notes == []
+    found = signatures.bind(flex_attention, "flex_attention", (x, x, x), {"score_mod": max})
+    assert "score_mod" in signatures._flex(found).notes[0]
 
 
 @pytest.mark.parametrize("training", [False, True])
