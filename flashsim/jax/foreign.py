@@ -78,7 +78,6 @@ def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
     device = _device(addresses[0])
     run = layout.runs.get(device, call)
     if run is call:  # the layout is new
-        require_cupy("cupy")
         key = call.text("question"), device, *call.looks()
         run = _PLACED.get(key, call)
         if run is call:
@@ -96,6 +95,7 @@ def _forward_on_gpu(call: xla_ffi.ForeignCall) -> None:
 
 @cache
 def _devices() -> int:
+    require_cupy("cupy")
     import cupy
 
     return cupy.cuda.runtime.getDeviceCount()

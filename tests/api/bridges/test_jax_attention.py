@@ -6,6 +6,7 @@ import ctypes
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from flashsim.errors import (  # noqa: E402
     UnknownArgumentError,
     UnsupportedError,
 )
-from flashsim.jax import attention, dot_product_attention, xla_ffi  # noqa: E402
+from flashsim.jax import attention, dot_product_attention, foreign, xla_ffi  # noqa: E402
 
 pytestmark = pytest.mark.promise("bridges equal their library")
 
@@ -363,6 +364,14 @@ def test_what_only_the_engine_can_tell_is_said_when_it_runs():
     words = "INVALID_ARGUMENT: UnsupportedError: backend='cupy' takes .* not float64"
     with pytest.raises(jax.errors.JaxRuntimeError, match=words):
         jax.block_until_ready(attention(q, k, v, backend="cupy"))
+
+
+def test_a_forward_pass_on_a_gpu_without_cupy_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    foreign._devices.cache_clear()
+    call = SimpleNamespace(layout=lambda: (SimpleNamespace(runs={}), [4096]))
+    with pytest.raises(BackendUnavailable, match=r"backend='cupy' needs CuPy, .* pip install"):
+        foreign._forward_on_gpu(call)
 
 
 def test_an_interface_of_another_major_version_is_refused(monkeypatch):
