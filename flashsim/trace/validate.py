@@ -267,7 +267,8 @@ def _check_buffers(buffers: list[Any]) -> None:
         integers("the sizes of a stage's buffer", entry[1:4], 3)
         if not isinstance(entry[4], bool):
             raise ValueError(
-                f"the last entry of a stage's buffer must be true or false, got {shown(entry)}"
+                "the last element of the list that describes a stage's buffer must be true or "
+                f"false, got {shown(entry)}"
             )
 
 

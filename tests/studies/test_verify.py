@@ -698,7 +698,10 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
     for wrong, message in (
         (kernels[:-1], "no launch where stage 'forward'"),
         ([kernels[1], *kernels[1:]], "flash_delta where stage 'forward'"),
-        ([*kernels, "flash_dq"], "one more than these cases launch"),
+        (
+            [*kernels, "flash_dq"],
+            "more launches than these cases make; the first of them is launch",
+        ),
     ):
         table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
         with pytest.raises(TraceError, match=message):
@@ -834,7 +837,7 @@ def test_what_was_saved_says_what_ran_and_what_was_counted(tmp_path, monkeypatch
     assert row["counted"] + 2 * 32 == row["predicted"]  # one block: two entries in tables
     counts_beside(kept).write_text('{"cases": [{}]}')
     with pytest.raises(
-        TraceError, match=r"kept.counts.json does not contain cases.*read kept.csv alone"
+        TraceError, match=r"kept.counts.json was not written by .*so that only kept.csv is read"
     ):
         Record.load(kept)
 

@@ -62,8 +62,9 @@ class Record:
             return cls(cases, path.read_text(), _counted(values["counted"]))
         except (KeyError, TypeError, ValueError) as error:
             raise TraceError(
-                f"{beside} does not contain cases and counts as `flashsim verify --save` writes "
-                f"them ({type(error).__name__}: {error}); remove it to read {path.name} alone"
+                f"the file {beside} was not written by `flashsim verify --save` "
+                f"({type(error).__name__}: {error}); remove {beside.name}, so that only "
+                f"{path.name} is read"
             ) from error
 
 
@@ -129,8 +130,8 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     left = next(launches, None)
     if left is not None:
         raise TraceError(
-            f"launch {left.number} ({left.kernel}) is one more than these cases launch; pass the "
-            "same options as for the run that was measured"
+            f"the table has more launches than these cases make; the first of them is launch "
+            f"{left.number} ({left.kernel}); pass the same options as for the run that was measured"
         )
     return found
 
