@@ -49,7 +49,10 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the type of a tuple's field; for None, Numba reports that the field is unknown."""
+        """Return the Numba type of a tuple's field, or None if the tuple has no such field.
+
+        For None, Numba reports that the field is unknown.
+        """
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -93,7 +96,7 @@ def _lent(kind: Any) -> Any:
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)``, with arrays that have no owner and tables by address.
+    """Call ``kernel(cpu, *arguments)``, and pass arrays without owners, and tables by address.
 
     For an array with an owner, Numba counts references atomically around every call that takes the
     array. So the threads of a kernel would contend for these counters at every tile.
