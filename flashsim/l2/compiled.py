@@ -59,9 +59,9 @@ class _Disk(FunctionCache):
     def open_to_others(self, source: str) -> Path | None:
         """Return the cache's folder or one of its files if another user could have written to it.
 
-        Otherwise return None. The owner of the folder must be this user, root, or the owner of the
-        source file, whose code runs anyway. The folder's group may have write access only if it is
-        one user's private group, as on systems with umask 002.
+        If there is no such path, the function returns None. The owner of the folder must be this
+        user, root, or the owner of the source file, whose code runs anyway. The folder's group may
+        have write access only if it is one user's private group, as on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None

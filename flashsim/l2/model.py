@@ -32,7 +32,11 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """One kernel's DRAM bytes by tensor: read, written, and still dirty in L2 at the end."""
+    """The DRAM bytes of one kernel (stage), by tensor.
+
+    There are bytes read, bytes written, and bytes that are still dirty in L2 at the end of the
+    kernel.
+    """
 
     name: str
     read: dict[str, int]
@@ -238,7 +242,7 @@ class _WholeTiles:
         return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
+        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
         from flashsim.l2.caches import DIRTY
 
         dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
@@ -302,7 +306,7 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
+        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()

@@ -218,7 +218,7 @@ def stopped(counter):
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write to `near` which column tiles a run visits next, and return the number of these tiles.
+    """Write the numbers of the next column tiles of a run to `near`, and return how many these are.
 
     For each row tile of the run, `at` contains the position of its next visit. The function writes
     to `then` the position at which each row tile continues after these column tiles.
