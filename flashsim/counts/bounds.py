@@ -39,11 +39,12 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
 @own_errors
 def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) -> int:
-    """Return the elements that any forward pass must move if it multiplies matrices the usual way.
+    """Return a lower bound on the number of elements that any forward pass must move.
 
-    Multiplying the usual way means that every score is a sum of `head_dim` products, and that each
-    of its `head_dim_v` products with a row of V is added to an element of O. The algorithm may keep
-    scores on chip, store them or recompute them, and it may accumulate O in parts.
+    The bound holds for a pass that multiplies matrices the usual way. Multiplying the usual way
+    means that every score is a sum of `head_dim` products, and that each of its `head_dim_v`
+    products with a row of V is added to an element of O. The algorithm may keep scores on chip,
+    store them or recompute them, and it may accumulate O in parts.
 
     The proof divides a run of the algorithm into segments of T transferred elements each. In a
     segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the

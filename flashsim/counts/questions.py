@@ -58,7 +58,7 @@ class Answers:
         return TENSORS
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the number of bytes that kernels move between HBM and SRAM, over all heads.
+        """Return the number of requested bytes (moved between HBM and SRAM), over all heads.
 
         Without arguments, all operations and tensors are summed.
 

@@ -231,7 +231,7 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """Return the bytes moved if each stage reads and writes each of its tensors once.
+    """Return the bytes that a pass moves if each stage moves each of its tensors only once.
 
     This is the traffic of a cache that starts each kernel empty and, within a kernel, never misses
     twice on the same data. For FlashAttention-2's forward pass, which is one kernel, the result
@@ -305,7 +305,7 @@ def live(problem: Problem, algorithm: str) -> int:
 def figures(source: Answers) -> dict[str, int | float | None]:
     """Return the bytes and FLOPs of a pass, by the names of the columns of a sweep's table.
 
-    The numbers are sums over all heads.
+    Moved bytes and FLOPs are sums over all heads.
     """
     p, algorithm, own = source.problem, source.algorithm, getattr(source, "own", None)
     return {

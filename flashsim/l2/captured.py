@@ -309,7 +309,10 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the positions of an access's placeholders, and each placeholder's set and head."""
+        """Return the positions in `ids` of the placeholders of one array access.
+
+        The method also returns each placeholder's set of cache lines and its head.
+        """
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

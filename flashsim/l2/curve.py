@@ -80,7 +80,7 @@ class Curve:
         return int(self.most - (self.saved[-1] if len(self.saved) else 0))
 
     def enough(self) -> int:
-        """Return the smallest L2, in bytes, with which each tile is read from DRAM only once."""
+        """Return the least size of L2, in bytes, at which each tile is read from DRAM only once."""
         return int(self.steps[-1]) if len(self.steps) else 0
 
     @staticmethod

@@ -192,7 +192,7 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Check that the model can predict the pass, and return the model; None means the default."""
+    """Return `model`, or the default model for None, after checking that it supports the pass."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):

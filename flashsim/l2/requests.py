@@ -261,7 +261,7 @@ def _pace(slots: int, device: Device) -> np.ndarray:
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """Return a tensor's layout; a partial result has the axis PART, unlike in `tensors.shape`."""
+    """Return a tensor's layout from `tensors.shape`, but with axis PART for a partial result."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 

@@ -105,9 +105,9 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """Return start and stop of part `part`, of `parts` contiguous parts of ``range(first, last)``.
+    """Return where part number `part` of ``range(first, last)`` starts and stops.
 
-    The lengths of the parts differ by at most one.
+    The range is cut into `parts` contiguous parts. The lengths of the parts differ by at most one.
     """
     n = last - first
     return first + n * part // parts, first + n * (part + 1) // parts
@@ -151,7 +151,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Return the smallest part length, in key tiles, that makes at most `capacity` parts in all.
+    """Return the smallest number of key tiles per part that makes at most `capacity` parts in all.
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the total number of key tiles divided by `capacity`, which

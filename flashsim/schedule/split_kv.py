@@ -109,7 +109,7 @@ def fill(
 
 
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Return how many thread blocks of a stage fit on one SM together, by their on-chip bytes.
+    """Return how many thread blocks of a stage have room for their on-chip buffers on one SM.
 
     The function counts accumulators as if they were in shared memory. If a kernel keeps
     accumulators in registers, more blocks may fit on an SM. If you know that number, pass it as

@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """The number of elements per row; 1 for a vector."""
+        """The number of elements per row of the tensor, or 1 if the tensor is a vector."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -146,9 +146,10 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add an array (batch, heads, n[, width]).
+        """Add a tensor to HBM, from an array of shape (batch, heads, n[, width]).
 
-        If `written`, its numbers may be read; otherwise they must be stored first.
+        If `written` is true, an algorithm may read its numbers at once. Otherwise, the algorithm
+        must first store them.
         """
         p = self._problem
         batch, heads, *sides = array.shape
@@ -252,7 +253,7 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Non
 
 
 def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
-    """Return the slices of rows and columns that were asked for, cut to the tensor's size."""
+    """Return the requested slices of rows and columns of a tensor, cut to the tensor's size."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
             "sram.load, sram.store and sram.reduce take a tensor in HBM, such as machine.hbm.K, "
