@@ -68,7 +68,7 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     Returns
     -------
     int
-        The bound as an exact integer; 0 if the chip is so large that the proof gives no bound.
+        The bound as an exact integer, or 0 if the chip is so large that the proof gives no bound.
 
     Raises
     ------

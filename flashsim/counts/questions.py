@@ -60,7 +60,7 @@ class Answers:
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Return the number of requested bytes (moved between HBM and SRAM), over all heads.
 
-        Without arguments, all operations and tensors are summed.
+        If no arguments are passed, the bytes of all operations and tensors are summed.
 
         Parameters
         ----------

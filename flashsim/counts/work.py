@@ -7,7 +7,7 @@ visit or, from sums over a schedule's tiles, the cost of all visits.
 The rules for counting follow. A multiply-add in a matrix product is 2 FLOPs. The kind ``exp``
 counts exponentials, logarithms and tanh (which a GPU's special-function unit computes), and the
 kind ``max`` counts comparisons. The kind ``add`` includes subtractions. A row sum or row maximum
-over n elements is n operations. Operations that handle rows without keys are not counted. A tile
+over n elements is n operations. Operations that handle rows that see no key are not counted. A tile
 operation reads each operand once from SRAM and writes its result once; reuse in registers is
 ignored. A masked tile costs as much as a full tile, because the hardware computes the whole tile.
 The kind ``function`` counts each floating-point operation of a score function and its derivative
@@ -43,7 +43,10 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation on tiles in SRAM: the buffers it reads and writes, and its FLOPs by kind."""
+    """One operation on tiles in SRAM, with its FLOPs by kind.
+
+    The fields `reads` and `writes` name the buffers that the operation reads and writes.
+    """
 
     name: str
     reads: str

@@ -260,7 +260,7 @@ class Requests:
     def rows(
         self, stage: plans.Stage, move: plans.Move, first_line: int
     ) -> Iterator[tuple[int, ...]]:
-        """Yield a row of `weave`'s table for each access of a move.
+        """Yield one row of the table of requests for each array access that a move makes.
 
         A row contains the operation, axis, owner, first placeholder, placeholders per head, and the
         number of column tiles.

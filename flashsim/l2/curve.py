@@ -31,7 +31,7 @@ class Curve:
         For each k, how many bytes fewer are read from DRAM with a cache of ``steps[k]`` bytes than
         without a cache.
     most : int
-        The bytes read from DRAM without a cache.
+        The bytes that are read from DRAM if there is no cache.
     write_steps, write_saved, most_written
         Like `steps`, `saved` and `most`, for the dirty bytes that evictions write to DRAM.
     """

@@ -104,7 +104,7 @@ class Dram:
         return self.requested.flops() / self.bytes()
 
     def table(self) -> report.Table:
-        """Return a table of requested and DRAM bytes per kernel."""
+        """Return a table that lists each kernel's requested bytes and DRAM bytes."""
         r, table = self.requested, self._empty()
         for part in self.stages:
             asked = {

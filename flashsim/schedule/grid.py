@@ -96,12 +96,12 @@ class Grid:
 
     @property
     def members(self) -> int:
-        """Number of rows per query: 1 or, with packed heads, the query heads per group."""
+        """The number of rows per query: 1 or, if heads are packed, the query heads per group."""
         return self.problem.group if self.split.pack_gqa else 1
 
     @property
     def n_rows(self) -> int:
-        """Number of rows of one head or, with packed heads, of one group of heads."""
+        """The number of rows of one head or, if heads are packed, of one group of heads."""
         return self.problem.n_q * self.members
 
     @property
@@ -131,7 +131,7 @@ class Grid:
     def row_slice(self, i: int) -> slice:
         """Return the slice of query rows of row tile i, as indices into the packed sequences.
 
-        With packed heads, the indices are rows as `Split` numbers them.
+        If heads are packed, the indices are rows as `Split` numbers them.
         """
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 

@@ -74,7 +74,7 @@ class Buffer(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One move of a stage: its operation (load, store, reduce or alloc), tensor and buffer."""
+    """One operation (load, store, reduce or alloc) of a stage on a tensor and its buffer."""
 
     op: str
     tensor: str

@@ -330,7 +330,7 @@ class Schedule(Grid):
 
     @cached_property
     def n_visits(self) -> int:
-        """Number of visits (tile pairs) per head, or per group with packed heads."""
+        """The number of visits (tile pairs) per head, or per group of heads if heads are packed."""
         return self.sums.visits
 
     # -- sums -----------------------------------------------------------------------------------
@@ -419,7 +419,7 @@ class Schedule(Grid):
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the size of each outer tile, and of the largest inner tile that it visits.
 
-        The second size is 0 for an outer tile without visits. If tables of all tiles would be too
+        If an outer tile has no visits, its second size is 0. If tables of all tiles would be too
         large, only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
@@ -454,5 +454,5 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
 
 
 def _band(problem: Problem) -> Problem:
-    """Return the problem with causality and window as its only masks."""
+    """Return a copy of the problem, with no masks except causality and the window."""
     return replace(problem, block_mask=None, mask=None, mask_mod=None)

@@ -145,9 +145,9 @@ def rows_a_scale(problem: Problem, name: str) -> int:
 
 
 def matrices(problem: Problem, owner: int) -> int:
-    """Return the number of a tensor's matrices, which is that of the query, key or bias heads.
+    """Return how many matrices a tensor has: one per query head, key head or matrix of the bias.
 
-    The argument `owner` says which kind of heads the tensor has.
+    The argument `owner` (QUERY, KEY or BIAS) says which of the three.
     """
     p = problem
     bias = p.bias[0] * p.bias[1] if p.bias else 0

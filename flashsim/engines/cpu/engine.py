@@ -412,7 +412,7 @@ def _is_one(p: Problem, direction: str) -> bool:
 def _one_query(p: Problem) -> bool:
     """Return whether the decode kernel (`kernels_decode`) runs the forward pass.
 
-    That kernel supports one query per head, without functions and sinks.
+    That kernel supports problems with one query per head and no functions and sinks.
     """
     return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 

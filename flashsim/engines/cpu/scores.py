@@ -32,7 +32,7 @@ class Rules(NamedTuple):
     banded : bool
         Whether the mask consists only of a band; otherwise MASKED tiles have mask bits.
     rounding : int
-        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; None for other inputs.
+        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; or None for other inputs.
     bias : ndarray, flat, accumulator type
         The bias of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. The
         array is empty if the problem has no bias.
@@ -94,7 +94,7 @@ class Place(NamedTuple):
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Return whether a panel needs no softcap, bias, function or mask, which is the common case."""
+    """Return whether a panel's scores need no softcap, bias, score function or mask."""
     simple = rules.softcap[0] == 0 and rules.bias.size == 0 and rules.calls[SCORE] == 0
     return not masked and lanes == cpu.width and simple
 

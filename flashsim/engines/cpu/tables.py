@@ -88,7 +88,7 @@ class Notes(NamedTuple):
     """The sizes of tiles that a kernel writes down, from which the engine builds a trace.
 
     The array `steps` has shape (head loops, outer tiles), and `visits` has shape (heads, visits).
-    The arrays `steps` and `visits` are empty if no trace is requested.
+    Both arrays are empty if no trace is requested.
     """
 
     steps: np.ndarray

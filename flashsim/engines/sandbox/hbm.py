@@ -22,7 +22,7 @@ SIDES = {"queries": ROW, "keys": COL, "scores": TILE}
 
 
 class Remote:
-    """A handle of a tensor in HBM: a name, a shape and a type, but no numbers."""
+    """A handle of a tensor in HBM, with the tensor's name, shape and type, but not its numbers."""
 
     __slots__ = ("dtype", "name", "shape")
 

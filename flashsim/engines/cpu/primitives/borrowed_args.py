@@ -60,14 +60,20 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """Read a tuple's field; an array is read without its owner, so no references are counted."""
+    """Emit code that reads a field of a tuple of type `ByAddress`.
+
+    An array is read without its owner, so no references are counted.
+    """
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """Read a value from memory; arrays are read without owners, so no references are counted."""
+    """Emit code that reads a value of a Numba type from memory.
+
+    Arrays are read without owners, so no references are counted.
+    """
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for nth, name in enumerate(context.data_model_manager[kind]._fields):
