@@ -276,7 +276,10 @@ class Schedule(Grid):
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """Number of parts of each row tile's keys, at least 1, int64 (T_r,)."""
+        """The number of parts into which each row tile's keys are split, int64 (T_r,).
+
+        The number is at least 1.
+        """
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property

@@ -141,7 +141,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
     hopper/heuristics.h of Dao-AILab/flash-attention. The rule returns one part if the row tiles
     alone occupy 0.8 of the SMs, or if there are at most 4 key tiles. Otherwise, the rule compares
     the fraction of SMs that are busy over all waves, for up to 128 parts. It returns the smallest
-    number of parts that reaches 0.85 of the best fraction.
+    number of parts whose fraction is at least 0.85 times the largest fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1

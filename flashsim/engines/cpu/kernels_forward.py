@@ -2,7 +2,7 @@
 
 Threads take work tiles from a shared counter until none is left. A work tile is a run of
 neighbouring outer tiles and a set of heads. Results do not depend on which thread takes which work
-tile. The schedule's tables alone decide which tiles a kernel visits, in which order, and with which
+tile. The schedule's tables alone decide which tiles are visited, in which order, and with which
 masks. If a trace is requested, a kernel writes down the size of every tile that it visits, and the
 module `notes` builds the trace from these sizes. The module `operands` decides whether a kernel
 multiplies floats or pairs of bfloat16. The file `kernels_backward.py` has the backward kernels,

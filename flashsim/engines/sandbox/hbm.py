@@ -230,7 +230,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Return how much of a result was stored: "all", "none", or a text of missing rows."""
+        """Return which rows of a result were stored: "all", "none", or a text of missing rows."""
         written = self._written[name]
         if not written.any():
             return "none"

@@ -76,7 +76,7 @@ def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachin
 
 
 def located(error: FlashSimError, name: str, line: int, text: str) -> FlashSimError:
-    """Return a copy of an error, whose text begins with the number of the user's line.
+    """Return a copy of an error; the copy's text begins with the name and line of the user's code.
 
     The argument `text` is that line's source, if known.
     """

@@ -135,7 +135,7 @@ class OpenSram(Scopes):
         product(a, b, out=into, add=True)
 
     def multiply(self, a: SramTile, b: SramTile, out: SramTile) -> None:
-        """Compute the matrix product of tiles a and b into the tile `out`."""
+        """Compute the matrix product ``a @ b`` of two tiles into the tile `out`."""
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
