@@ -15,7 +15,7 @@ from flashsim.problem import checks
 
 
 def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
-    """Return N^2 d^2 / M: the elements that FlashAttention moves, up to a constant factor.
+    """Return N^2 d^2 / M, the elements that FlashAttention moves, up to a constant factor.
 
     This bound is Theorem 2 of arXiv:2205.14135, for d <= M <= N d, where M is the on-chip capacity
     in elements. By Proposition 3 of the same paper, no exact algorithm moves asymptotically fewer
@@ -25,7 +25,7 @@ def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
 
 def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
-    """Return the elements that any exact algorithm must move, up to a constant factor.
+    """Return the number of elements that any exact algorithm must move, up to a constant factor.
 
     This lower bound is by Saha and Ye, arXiv:2402.07443. For M >= d^2, the bound is N^2 d^2 / M,
     however matrices are multiplied, so FlashAttention is optimal for such M. For smaller M, the
@@ -39,11 +39,12 @@ def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
 @own_errors
 def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) -> int:
-    """Return the elements that any forward pass must move if it multiplies matrices the usual way.
+    """Return a lower bound on the number of elements that any forward pass must move.
 
-    Multiplying the usual way means that every score is a sum of `head_dim` products, and that each
-    of its `head_dim_v` products with a row of V is added to an element of O. The algorithm may keep
-    scores on chip, store them or recompute them, and it may accumulate O in parts.
+    The bound holds for a pass that multiplies matrices the usual way. Multiplying the usual way
+    means that every score is a sum of `head_dim` products, and that each of its `head_dim_v`
+    products with a row of V is added to an element of O. The algorithm may keep scores on chip,
+    store them or recompute them, and it may accumulate O in parts.
 
     The proof divides a run of the algorithm into segments of T transferred elements each. In a
     segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the
@@ -61,12 +62,13 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     head_dim, head_dim_v : int
         Row width of Q and K, and of V (default: the same).
     m : int
-        Elements on chip. With 0, which no algorithm can use, the result is a bound for every m.
+        The number of elements that fit on chip. If it is 0, which no algorithm can use, the result
+        is a bound for every m.
 
     Returns
     -------
     int
-        The bound as an exact integer; 0 if the chip is so large that the proof gives no bound.
+        The bound as an exact integer, or 0 if the chip is so large that the proof gives no bound.
 
     Raises
     ------

@@ -41,15 +41,15 @@ class Forms:
         return self.kv_heads * self.p.n_kv * self.p.head_dim * item
 
     def v(self, item: int) -> int:
-        """Return the bytes of a tensor shaped like V; 0 if V is columns of K."""
+        """Return the bytes of a tensor shaped like V, or 0 if V is stored as columns of K."""
         return 0 if self.p.latent else self.kv_heads * self.p.n_kv * self.p.head_dim_v * item
 
     def stat(self) -> int:
-        """Return the bytes of a statistic, one number per row: LSE, delta, l or m."""
+        """Return the bytes of a tensor with one number per row, such as LSE, delta, l or m."""
         return self.heads * self.p.n_q * self.a
 
     def matrix(self, item: int) -> int:
-        """Return the bytes of the bias, or of its gradient, over all its (n_q, n_kv) matrices."""
+        """Return the bytes of all (n_q, n_kv) matrices of the bias, or of the bias's gradient."""
         return self.lead * self.p.n_q * self.p.n_kv * item
 
     def scales(self, loaded: set[str], outer: str, s: Schedule, owners: int) -> dict[str, int]:

@@ -23,7 +23,7 @@ Transfers = Mapping[tuple[str, str, str], int]
 
 
 class Answers:
-    """The questions that a `Trace` and its closed form, a `Traffic`, both answer.
+    """The query methods that a `Trace` and its closed form, a `Traffic`, have in common.
 
     Attributes
     ----------
@@ -58,9 +58,9 @@ class Answers:
         return TENSORS
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the requested bytes between HBM and SRAM, over all heads.
+        """Return the number of requested bytes (moved between HBM and SRAM), over all heads.
 
-        Without arguments, all operations and tensors are summed.
+        If no arguments are passed, the bytes of all operations and tensors are summed.
 
         Parameters
         ----------
@@ -88,16 +88,20 @@ class Answers:
         return result
 
     def flops(self, kind: str | None = None) -> int:
-        """Return the FLOPs over all heads: of one kind (see `work.KINDS`) or of all."""
+        """Return the FLOPs over all heads, either of one kind or of all kinds.
+
+        The kinds are those of `work.KINDS`.
+        """
         flops, _ = self._work
         if kind is None:
             return sum(flops.values())
         return flops.get(checks.one_of("kind of FLOP", kind, KINDS), 0)
 
     def on_chip(self, op: str | None = None) -> int:
-        """Return the bytes that tile operations read from ("read") or write to ("write") SRAM.
+        """Return the number of bytes that tile operations read from SRAM or write to SRAM.
 
-        Without `op`, both are summed.
+        If `op` is "read", only the bytes read count; if it is "write", only those written. If it is
+        not passed, both numbers are summed.
         """
         _, chip = self._work
         if op is None:

@@ -115,7 +115,7 @@ class Traffic(Answers):
         return flops, chip
 
     def peak_sram(self) -> int:
-        """Return the most bytes that one thread block has on chip at any time, over all stages."""
+        """Return the largest number of bytes that a thread block has on chip, over all stages."""
         return max(self._peak(stage) for stage in self.stages)
 
     def _peak(self, stage: plans.Stage) -> int:
@@ -162,11 +162,15 @@ class Traffic(Answers):
         return peak
 
     def saved(self) -> int:
-        """Return the bytes kept in HBM from forward to backward: inputs, output, statistics, P."""
+        """Return the bytes that stay in HBM from the forward to the backward pass.
+
+        These are the inputs and the tensors that the algorithm saves, such as the output,
+        statistics and P.
+        """
         return saved(self.problem, self.algorithm)
 
     def workspace(self) -> int:
-        """Return the bytes of HBM used for accumulators, dP and dS.
+        """Return the bytes of HBM that the pass uses for accumulators, dP and dS.
 
         The result does not include inputs, outputs and saved tensors.
         """
@@ -227,7 +231,7 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """Return the bytes moved if each stage reads and writes each of its tensors once.
+    """Return the bytes that a pass moves if each stage moves each of its tensors only once.
 
     This is the traffic of a cache that starts each kernel empty and, within a kernel, never misses
     twice on the same data. For FlashAttention-2's forward pass, which is one kernel, the result
@@ -276,7 +280,7 @@ def _kept(problem: Problem, algorithm: str) -> set[str]:
 
 
 def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Return how many whole rows of scores a stage keeps on chip at once."""
+    """Return how many whole rows of scores a stage keeps on chip at the same time."""
     row = sum(b.per_row for b in stage.buffers)
     longest = max(s.q_stop - s.q_start for s in schedule.problem.sequences)
     tallest = min(schedule.tiling.block_q, longest)
@@ -299,7 +303,10 @@ def live(problem: Problem, algorithm: str) -> int:
 
 
 def figures(source: Answers) -> dict[str, int | float | None]:
-    """Return a pass's figures by the names of a sweep's columns; bytes are of all heads."""
+    """Return the bytes and FLOPs of a pass, by the names of the columns of a sweep's table.
+
+    Moved bytes and FLOPs are sums over all heads.
+    """
     p, algorithm, own = source.problem, source.algorithm, getattr(source, "own", None)
     return {
         **{f"{op}_bytes": source.bytes(op) for op in OPS},

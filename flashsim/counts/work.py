@@ -7,7 +7,7 @@ visit or, from sums over a schedule's tiles, the cost of all visits.
 The rules for counting follow. A multiply-add in a matrix product is 2 FLOPs. The kind ``exp``
 counts exponentials, logarithms and tanh (which a GPU's special-function unit computes), and the
 kind ``max`` counts comparisons. The kind ``add`` includes subtractions. A row sum or row maximum
-over n elements is n operations. Operations that handle rows without keys are not counted. A tile
+over n elements is n operations. Operations that handle rows that see no key are not counted. A tile
 operation reads each operand once from SRAM and writes its result once; reuse in registers is
 ignored. A masked tile costs as much as a full tile, because the hardware computes the whole tile.
 The kind ``function`` counts each floating-point operation of a score function and its derivative
@@ -27,20 +27,26 @@ KINDS = ("matmul", "exp", "max", "add", "multiply", "divide", "function")
 
 
 class Cost(NamedTuple):
-    """A quantity that is linear in a tile's rows, columns and scores."""
+    """A cost, such as FLOPs or bytes, that is linear in a tile's rows, columns and scores."""
 
     row: int = 0
     col: int = 0
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Return the cost of one tile, or of many if the arguments are sums over them."""
+        """Return the cost of a tile with these numbers of rows, columns and scores.
+
+        If the numbers are sums over many tiles, the result is the cost of all these tiles.
+        """
         return self.row * rows + self.col * cols + self.score * scores
 
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation on tiles in SRAM: the buffers it reads and writes, and its FLOPs by kind."""
+    """One operation on tiles in SRAM, with its FLOPs by kind.
+
+    The fields `reads` and `writes` name the buffers that the operation reads and writes.
+    """
 
     name: str
     reads: str
@@ -61,22 +67,22 @@ class StageWork:
 
 
 def scores(n: int) -> Cost:
-    """Return the cost of `n` operations per score."""
+    """Return the `Cost` of `n` operations for each score of a tile."""
     return Cost(score=n)
 
 
 def rows(n: int, score: int = 0) -> Cost:
-    """Return the cost of `n` operations per row, plus `score` operations per score."""
+    """Return the `Cost` of `n` operations per row of a tile, plus `score` operations per score."""
     return Cost(row=n, score=score)
 
 
 def columns(n: int) -> Cost:
-    """Return the cost of `n` operations per column."""
+    """Return the `Cost` of `n` operations for each column of a tile."""
     return Cost(col=n)
 
 
 def stage_work(problem: Problem, algorithm: str, direction: str, stage: str) -> StageWork:
-    """Return the tile operations of one stage; a stage without arithmetic has none."""
+    """Return the tile operations of one stage, or empty lists if the stage has no arithmetic."""
     d, dv, p = problem.head_dim, problem.head_dim_v, problem
     if direction == "forward":
         table = _forward(p, d, dv, algorithm)
@@ -240,7 +246,10 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """Return the FLOPs by kind of tile operations, given sums over all tiles."""
+    """Return the number of FLOPs of each kind that tile operations perform on all tiles.
+
+    The arguments `n_rows`, `n_cols` and `n_scores` are sums over all tiles.
+    """
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():

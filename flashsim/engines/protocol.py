@@ -74,7 +74,10 @@ class Job:
         return {name: x for name, x in arrays.items() if x is not None}
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
-        """Return this job with other arrays and fields; the memo stays unless it is in `others`."""
+        """Return a copy of this job with other arrays and fields.
+
+        The copy keeps the memo unless `others` contains another memo.
+        """
         job = object.__new__(Job)  # `dataclasses.replace` takes as long as a kernel launch
         job.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return job
@@ -102,7 +105,7 @@ class Outcome(NamedTuple):
         The SM and the time of each phase of each visit (tile pair) on a GPU, from
         ``trace="timeline"``.
     gpu : str
-        The GPU's name; "" if no GPU ran the pass.
+        The name of the GPU that ran the pass, or "" if no GPU did.
     problem : Problem or None
         The traced problem if it differs from the job's problem, such as the live keys of a cache.
     finite : set of str
@@ -120,7 +123,7 @@ class Outcome(NamedTuple):
     finite: Set[str] = frozenset()
 
     def unseen(self, *names: str) -> dict[str, Any]:
-        """Return the arrays, among those named, that may contain NaN or infinity."""
+        """Return those of the named arrays that may contain NaN or infinity."""
         return {name: self.arrays[name] for name in names if name not in self.finite}
 
 

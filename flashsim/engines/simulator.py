@@ -106,7 +106,7 @@ def _names(graph: Graph | None) -> tuple[str, ...]:
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """Return an array filled with one value."""
+    """Return an array of the given shape and type, filled with `value`."""
     return np.full(shape, value, numpy_dtype(dtype))
 
 

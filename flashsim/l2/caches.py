@@ -89,7 +89,10 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Put a cache line in an empty way, or else in the least recently used way; return the way."""
+    """Store a cache line in an empty way of its set, and return the number of this way.
+
+    If no way is empty, the line replaces the least recently used line.
+    """
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:

@@ -48,17 +48,20 @@ class ElementAccess(NamedTuple):
 
     @property
     def side(self) -> str:
-        """The one of SIDES (such as "row") with which the access's index varies."""
+        """The name of what the access's index depends on, one of SIDES, such as "row"."""
         return self.graph.side(self.node)
 
 
 def lined(name: str) -> str:
-    """Return the tensor to whose lines a move's tensor belongs, such as `F` for `F_own`."""
+    """Return the name under which a tensor's cache lines are numbered, such as `F` for `F_own`."""
     return name.removesuffix("_own") if name.startswith(("F_", "M_")) else name
 
 
 def line_sizes(problem: Problem, name: str) -> np.ndarray:
-    """Return the bytes of each cache line of a tensor; no line holds parts of two arrays."""
+    """Return the number of a tensor's bytes in each of its cache lines.
+
+    No cache line holds parts of two captured arrays.
+    """
     sizes = [_lines_of(nbytes) for nbytes in _array_bytes(problem, name)]
     return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
 
@@ -71,7 +74,11 @@ def _lines_of(nbytes: int) -> np.ndarray:
 
 
 def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
-    """Return the function that reads a tensor, its arrays' known values and bytes per element."""
+    """Return a tensor's function, the values of the function's arrays, and their bytes per element.
+
+    The function is the score or mask function that reads the tensor. The values are None if they
+    are not known.
+    """
     p = problem
     if name in plans.SINKS:
         itemsize = shape(p, name).itemsize
@@ -93,7 +100,7 @@ def _array_bytes(problem: Problem, name: str) -> list[int]:
 
 
 def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
-    """Return the array accesses of one move, in the order of the function's source code."""
+    """Return the array accesses that one move makes, in the order of the function's source code."""
     name = lined(tensor)
     graph, values, sizes = _source(problem, name)
     lines = [-(-n // LINE) * LINE for n in _array_bytes(problem, name)]
@@ -161,7 +168,11 @@ class Touched:
         return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
 
     def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
-        """Return element numbers: the sum of each index times the elements per step of its axis."""
+        """Return the numbers of the array elements to which some indices into an array point.
+
+        A number is a sum over the array's axes: the index along an axis times the number of
+        elements per step of that axis.
+        """
         if not index:
             return np.zeros((), np.int64)
         given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}
@@ -249,7 +260,7 @@ class Requests:
     def rows(
         self, stage: plans.Stage, move: plans.Move, first_line: int
     ) -> Iterator[tuple[int, ...]]:
-        """Yield a row of `weave`'s table for each access of a move.
+        """Yield one row of the table of requests for each array access that a move makes.
 
         A row contains the operation, axis, owner, first placeholder, placeholders per head, and the
         number of column tiles.
@@ -270,7 +281,10 @@ class Requests:
     def expand(
         self, ids: np.ndarray, codes: np.ndarray, most: int
     ) -> tuple[np.ndarray, np.ndarray] | int:
-        """Replace placeholders by lines; if there are more than `most`, return how many."""
+        """Return the requests with placeholders replaced by cache lines, as ``(ids, codes)``.
+
+        If there would be more than `most` requests, the method returns only their number.
+        """
         if not self.touched:
             return ids, codes
         lengths = np.ones(len(ids), np.int64)
@@ -295,7 +309,10 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the positions of an access's placeholders, and each placeholder's set and head."""
+        """Return the positions in `ids` of the placeholders of one array access.
+
+        The method also returns each placeholder's set of cache lines and its head.
+        """
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

@@ -57,11 +57,11 @@ class _Disk(FunctionCache):
         )
 
     def open_to_others(self, source: str) -> Path | None:
-        """Return the cache's folder or one of its files if another user could have written to it.
+        """Return the path of the cache's folder, or of a file in it, that another user can change.
 
-        Otherwise return None. The owner of the folder must be this user, root, or the owner of the
-        source file, whose code runs anyway. The folder's group may have write access only if it is
-        one user's private group, as on systems with umask 002.
+        If there is no such path, the function returns None. The owner of the folder must be this
+        user, root, or the owner of the source file, whose code runs anyway. The folder's group may
+        have write access only if it is one user's private group, as on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None
@@ -127,7 +127,7 @@ class _Files(IndexDataCacheFile):
 
 
 class _Memory(NullCache):
-    """A cache that saves nothing, for machines without a writable folder for the cache."""
+    """A cache that saves nothing, for machines on which no folder for the cache is writable."""
 
     def __init__(self, said: bool = False) -> None:
         self._said = said

@@ -26,11 +26,12 @@ class Curve:
     Attributes
     ----------
     steps : int64 (n,)
-        The cache sizes in bytes, in ascending order, from which on more requests hit.
+        The cache sizes, in bytes and in ascending order, at which the number of hits increases.
     saved : int64 (n,)
-        How many bytes less a cache of ``steps[k]`` bytes reads from DRAM than no cache.
+        For each k, how many bytes fewer are read from DRAM with a cache of ``steps[k]`` bytes than
+        without a cache.
     most : int
-        The bytes read from DRAM without a cache.
+        The bytes that are read from DRAM if there is no cache.
     write_steps, write_saved, most_written
         Like `steps`, `saved` and `most`, for the dirty bytes that evictions write to DRAM.
     """
@@ -63,7 +64,10 @@ class Curve:
         )
 
     def reads(self, l2_bytes: Any) -> Any:
-        """Return the bytes read from DRAM with an L2 of `l2_bytes` bytes (a number or an array)."""
+        """Return the number of bytes that are read from DRAM if L2 has `l2_bytes` bytes.
+
+        The argument `l2_bytes` is a number or an array.
+        """
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
     def writes(self, l2_bytes: Any) -> Any:
@@ -72,11 +76,11 @@ class Curve:
 
     @property
     def cold(self) -> int:
-        """Bytes read from DRAM with an L2 of unlimited size."""
+        """The bytes that are read from DRAM if L2 has unlimited size."""
         return int(self.most - (self.saved[-1] if len(self.saved) else 0))
 
     def enough(self) -> int:
-        """Return the smallest L2, in bytes, with which each tile is read from DRAM only once."""
+        """Return the least size of L2, in bytes, at which each tile is read from DRAM only once."""
         return int(self.steps[-1]) if len(self.steps) else 0
 
     @staticmethod
@@ -90,7 +94,10 @@ class Curve:
 
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sorted distinct values of `at`, and the sum of `nbytes` up to each value."""
+    """Return the distinct values of `at` in ascending order, and a cumulative sum of `nbytes`.
+
+    The sum at a value is over all entries whose `at` is at most this value.
+    """
     from flashsim.l2.distances import tally
 
     steps, sums = tally(at, nbytes)

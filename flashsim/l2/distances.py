@@ -36,7 +36,7 @@ def _sum(tree, at):
 @keep
 @njit
 def distances(ids, codes, size):
-    """Return every request's stack distance in bytes, and the largest distance after each write.
+    """Return each request's stack distance in bytes, and the largest distance after each write.
 
     A request's stack distance is the total size of all distinct tiles that were requested since the
     last request for its own tile, including its own tile. A request hits in a cache of C bytes
@@ -103,7 +103,7 @@ def distances(ids, codes, size):
 @keep
 @njit
 def tally(keys, weights):
-    """Return the distinct keys, unordered, and the sum of the weights of each.
+    """Return the distinct keys, in no particular order, and the sum of each key's weights.
 
     The keys must be at least 0. The function uses a hash table, which is much faster than sorting,
     because millions of requests have only a few thousand distinct distances.

@@ -19,7 +19,10 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a acts before slot b; at equal times, the lower-numbered slot does."""
+    """Return whether slot a makes its next requests before slot b does.
+
+    If both are due at the same time, the lower-numbered slot is first.
+    """
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -44,7 +47,10 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append the requests in the table's rows `first` to `last` - 1, for a block and tile pair."""
+    """Append the requests of one thread block for one tile pair to the list of all requests.
+
+    The table's rows `first` to `last` - 1 describe these requests.
+    """
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]

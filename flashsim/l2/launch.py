@@ -139,7 +139,7 @@ class L2Model:
     def jitter_share(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the jitter divided by a visit's time, at most 1."""
+        """Return the jitter as a fraction of the time that one visit takes, at most 1."""
         seconds = self.visit_seconds(stage, schedule, device, algorithm, direction)
         return min(1.0, self.jitter / seconds) if seconds else 0.0
 
@@ -153,7 +153,10 @@ class L2Model:
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the seconds that a visit's matrix products take at peak; 0 if no peak is known."""
+        """Return the seconds that the matrix products of one visit take at the device's peak.
+
+        If the peak is unknown, the method returns 0.
+        """
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -175,9 +178,10 @@ class L2Model:
         device: Device,
         columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return each thread block's loop number and outer tile (both int32), in starting order.
+        """Return two arrays with one entry per thread block: its loop's number and its outer tile.
 
-        Each head, or each group of query heads, has one loop.
+        The blocks are in the order in which they start. Both arrays are int32. Each head, or each
+        group of query heads, has one loop.
 
         Parameters
         ----------

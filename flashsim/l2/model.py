@@ -32,7 +32,11 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """One kernel's DRAM bytes by tensor: read, written, and still dirty in L2 at the end."""
+    """The DRAM bytes of one kernel (stage), by tensor.
+
+    There are bytes read, bytes written, and bytes that are still dirty in L2 at the end of the
+    kernel.
+    """
 
     name: str
     read: dict[str, int]
@@ -100,7 +104,7 @@ class Dram:
         return self.requested.flops() / self.bytes()
 
     def table(self) -> report.Table:
-        """Return a table of requested and DRAM bytes per kernel."""
+        """Return a table that lists each kernel's requested bytes and DRAM bytes."""
         r, table = self.requested, self._empty()
         for part in self.stages:
             asked = {
@@ -188,7 +192,7 @@ def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]
 
 
 def _model(requested: Traffic, model: L2Model | None) -> L2Model:
-    """Check that the model can predict the pass, and return the model; None means the default."""
+    """Return `model`, or the default model for None, after checking that it supports the pass."""
     checks.instance("requested", requested, Traffic, "Traffic, from flashsim.count")
     shared = requested.problem.shared_prefix
     if shared or (requested.split.pack_gqa and requested.problem.bias):
@@ -238,7 +242,7 @@ class _WholeTiles:
         return self.tiles.by_tensor(fetched), self.tiles.by_tensor(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
+        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
         from flashsim.l2.caches import DIRTY
 
         dirty = self.tiles.by_tensor(self.tiles.size * (self.state[:-1] == DIRTY))
@@ -302,7 +306,7 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache; return the bytes that were still dirty in it, by tensor."""
+        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()

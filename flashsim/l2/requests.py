@@ -107,13 +107,16 @@ class TileNumbers:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def range_of(self, name: str) -> slice:
-        """Return the numbers of a tensor's tiles."""
+        """Return the range of numbers that a tensor's tiles have."""
         edges = [*self.first.values(), len(self.size)]
         at = self.names.index(name)
         return slice(edges[at], edges[at + 1])
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return the sum of `per_tile` over each tensor's tiles; sums of 0 are left out."""
+        """Return the sum of `per_tile` over each tensor's tiles, by the tensor's name.
+
+        Tensors whose sum is 0 are left out.
+        """
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
@@ -146,14 +149,14 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
-    """Return the number of requests that a move makes per tile."""
+    """Return the number of L2 requests that one move makes each time it moves a tile."""
     if captured.lined(move.tensor) in captured.LINED and move.transfers:
         return len(captured.accesses(problem, move.tensor, stage.outer))
     return int(move.transfers)
 
 
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
-    """Return four lists of a stage's moves: before the visits, at each visit, and two after them.
+    """Return a stage's moves in four lists: before the visits, at each visit, and two after visits.
 
     The third and the fourth list have moves after the visits. The third list is for an outer tile
     whose keys are all in one part, and the fourth list is for one of several parts.
@@ -246,10 +249,11 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return the relative time of a visit on each slot; blocks on one SM share the SM's units.
+    """Return, for each slot of a thread block, the relative time of one visit, which is at most 1.
 
-    The blocks are distributed over the SMs in turn. If there are fewer blocks than slots, some SMs
-    run fewer blocks than others, and the blocks on those SMs are faster.
+    Blocks on one SM share its units. The blocks are distributed over the SMs in turn. If there are
+    fewer blocks than slots, some SMs run fewer blocks than others, and the blocks on those SMs are
+    faster.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -257,7 +261,7 @@ def _pace(slots: int, device: Device) -> np.ndarray:
 
 
 def _shape(problem: Problem, name: str) -> TensorShape:
-    """Return a tensor's layout; a partial result has the axis PART, unlike in `tensors.shape`."""
+    """Return a tensor's layout from `tensors.shape`, but with axis PART for a partial result."""
     its = shape(problem, name)
     return its._replace(axis=PART) if name.endswith("_part") else its
 
@@ -265,9 +269,9 @@ def _shape(problem: Problem, name: str) -> TensorShape:
 def _visits(
     stage: plans.Stage, schedule: Schedule
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return each block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
+    """Return each thread block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
-    Without split keys, a block owns an outer tile. If a row tile's keys are split over several
+    If keys are not split, a block owns an outer tile. If a row tile's keys are split over several
     blocks, each of these blocks owns one part (`several` is True). In a stage that merges parts, a
     block owns a row tile with several parts, and visits those parts. A stage that clears or rounds
     a bias gradient visits all tiles of the gradient.
@@ -304,7 +308,7 @@ def _requests(
     *,
     merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return one row of the table for `weave` for each move between HBM and SRAM.
+    """Return the rows of the table of requests that `weave` reads, one row per move of HBM bytes.
 
     A move of elements of captured arrays has one row per array access in the function. In a merging
     kernel, the inner tiles are the parts.
@@ -323,7 +327,7 @@ def _requests(
 
 
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
-    """Return the numbers of the matrices that each query head uses: query, key and bias matrix.
+    """Return, for each query head, the numbers of its query matrix, key matrix and bias matrix.
 
     The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, all
     three numbers are the number of the bias matrix. A bias that several heads or batch entries

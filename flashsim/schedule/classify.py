@@ -24,7 +24,7 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Boxes of visited tiles: rows i0 .. i1 - 1, columns j0 .. j1 - 1, each FULL or MASKED.
+    """Boxes of visited tiles: row tiles i0 .. i1 - 1, column tiles j0 .. j1 - 1, FULL or MASKED.
 
     No two boxes overlap. A MASKED box always is a single tile.
     """
@@ -45,7 +45,7 @@ class Boxes(NamedTuple):
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the fields of `Sums` over all tiles.
+        """Return the fields of `Sums`, summed over all tiles of the boxes.
 
         The argument `heights` has the numbers of rows of the row tiles, `widths` the numbers of
         columns of the column tiles. The sums are computed box by box, without a list of tiles.
@@ -91,7 +91,7 @@ def classify(
     block_k: int,
     elements: Evaluate,
 ) -> Boxes:
-    """Return the visited tiles of a problem with a mask function, as boxes.
+    """Return the tiles that a loop visits in a problem with a mask function, grouped into boxes.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ def classify(
     block_k : int
         Keys per tile. A tile with fewer keys is never FULL.
     elements : callable
-        Evaluates the mask at every score of tiles (i, j), and returns whether any, and whether all,
-        are kept.
+        Evaluates the mask at every score of tiles (i, j). It returns two booleans per tile: whether
+        the mask keeps any score, and whether it keeps all scores.
     """
     p, mask = problem, problem.mask_mod
     assert mask is not None
@@ -184,7 +184,7 @@ def _tiles(
 def _probed(
     problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return whether the mask keeps any, and whether it keeps all, of a few scores of each tile."""
+    """Return two booleans per tile: whether the mask keeps any, and all, of a few of its scores."""
     p, mask = problem, problem.mask_mod
     assert mask is not None
     sequences = p.sequences

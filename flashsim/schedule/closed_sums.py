@@ -35,7 +35,10 @@ class Strip(NamedTuple):
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """Return an outer tile's row count, and its first and last + 1 visited inner tile."""
+        """Return an outer tile's number of rows, and the bounds of the inner tiles that it visits.
+
+        The bounds are the numbers of the first such inner tile, and of the last plus 1.
+        """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -44,10 +47,11 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """Return the first and last + 1 FULL inner tile that an outer tile visits.
+        """Return the bounds of the FULL inner tiles that an outer tile visits.
 
-        Both numbers are equal if no inner tile is FULL. A ragged last inner tile is never FULL,
-        because it has fewer positions than a whole tile.
+        The bounds are the numbers of the first such inner tile, and of the last plus 1. Both
+        numbers are equal if no inner tile is FULL. A ragged last inner tile is never FULL, because
+        it has fewer positions than a whole tile.
         """
         start = tile * self.block
         first = start // self.members + self.offset
@@ -61,7 +65,7 @@ class Strip(NamedTuple):
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Return the number of visits, and the sums of three sizes over all visits.
+        """Return the number of visits (tile pairs), and the sums of three sizes over all visits.
 
         The three sizes are the inner tile's positions, the outer tile's rows, and their product.
         """
@@ -112,7 +116,7 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (rows, positions) for the largest outer tiles.
+        """Return pairs (rows, positions), which describe the largest outer tiles.
 
         The positions are those of the largest inner tile that the outer tile visits. Of the inner
         tiles that an outer tile visits, the first is the largest, because only the last inner tile
@@ -129,11 +133,17 @@ class Strip(NamedTuple):
         return extents
 
     def _reaching(self, position: int) -> int:
-        """Return the first outer tile with a row at `position` or later; at most the last."""
+        """Return the number of the first outer tile with any row at `position` or later.
+
+        If there is none, the result is the number of the last outer tile.
+        """
         return self._within(-(-(self.members * position - self.block + 1) // self.block))
 
     def _beyond(self, position: int) -> int:
-        """Return the first outer tile with all rows at `position` or later; at most the last."""
+        """Return the number of the first outer tile with all rows at `position` or later.
+
+        If there is none, the result is the number of the last outer tile.
+        """
         return self._within(-(-(self.members * position) // self.block))
 
     def _within(self, tile: int) -> int:

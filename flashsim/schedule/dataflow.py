@@ -86,9 +86,9 @@ class StageDataflow(NamedTuple):
 class Algorithm(NamedTuple):
     """An algorithm's stages in the order in which they run, and its name in tables and pictures.
 
-    An algorithm without a backward pass has no backward stages. The field `form` names the
-    algorithm's variant of the paper's backward pass, such as "in three passes", if the algorithm's
-    name does not say it.
+    If an algorithm has no backward pass, its list of backward stages is empty. The field `form`
+    names the algorithm's variant of the paper's backward pass, such as "in three passes", if the
+    algorithm's name does not say it.
     """
 
     title: str
@@ -97,7 +97,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return the direction as text: "forward", "backward" or "backward in three passes"."""
+        """Return a direction with the algorithm's form, such as "backward in three passes"."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

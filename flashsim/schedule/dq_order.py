@@ -9,7 +9,7 @@ import numpy as np
 
 
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of the column tiles, and each visit's rank among the visits of a row tile.
+    """Return the order of the column tiles, and each visit's rank among its row tile's visits.
 
     A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in that
     order. So a block waits only for blocks that started before it, and a deadlock is impossible.

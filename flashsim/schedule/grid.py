@@ -56,16 +56,17 @@ class Grid:
         return edges
 
     def _refusal(self) -> Exception | None:
-        """The error to raise if tables of this many tiles would be too large; else None."""
+        """The error to raise if the tables of tiles are too large, or None if they are not."""
         contiguous = self._contiguous
         return tables.refusal(
             self.problem, self.tiling, self._blocks, self.members, contiguous=contiguous
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """One `Strip` per sequence, for sums in closed form.
+        """One `Strip` for each packed sequence, from which sums over its tiles are computed.
 
-        The result is None unless spans exist and tables of tiles would be too large.
+        The result is None if the tables of tiles are small enough, so that no closed forms are
+        needed, or if the tiles that a tile visits need not be contiguous.
         """
         if not self._contiguous or self._refusal() is None:
             return None
@@ -84,7 +85,10 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """A tile's two sides, each cut to the sequence length + 1, so that sums do not overflow."""
+        """The two sides of a tile, as (rows, keys), so small that sums do not overflow.
+
+        Each side is at most the sequence length + 1.
+        """
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -92,17 +96,17 @@ class Grid:
 
     @property
     def members(self) -> int:
-        """Number of rows per query: 1 or, with packed heads, the query heads per group."""
+        """The number of rows per query: 1 or, if heads are packed, the query heads per group."""
         return self.problem.group if self.split.pack_gqa else 1
 
     @property
     def n_rows(self) -> int:
-        """Number of rows of one head or, with packed heads, of one group of heads."""
+        """The number of rows of one head or, if heads are packed, of one group of heads."""
         return self.problem.n_q * self.members
 
     @property
     def rows(self) -> np.ndarray:
-        """Start, stop, offset and key_stop of each row tile, int32 (T_r, 4).
+        """The table of row tiles, int32 (T_r, 4): start, stop, offset and key_stop of each.
 
         The table's type is int64 if a length exceeds int32; such a problem can be counted but not
         run.
@@ -111,7 +115,7 @@ class Grid:
 
     @property
     def cols(self) -> np.ndarray:
-        """Start, stop, offset and query_stop of each column tile, int32 (T_c, 4)."""
+        """The table of column tiles, int32 (T_c, 4): start, stop, offset and query_stop of each."""
         return self._edges[1]
 
     @property
@@ -125,14 +129,14 @@ class Grid:
         return len(self.cols)
 
     def row_slice(self, i: int) -> slice:
-        """Return the query rows of row tile i, as packed indices.
+        """Return the slice of query rows of row tile i, as indices into the packed sequences.
 
-        With packed heads, the indices are rows as `Split` numbers them.
+        If heads are packed, the indices are rows as `Split` numbers them.
         """
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 
     def col_slice(self, j: int) -> slice:
-        """Return the key rows of column tile j, as packed indices."""
+        """Return the slice of keys of column tile j, as indices into the packed sequences."""
         return slice(int(self.cols[j, 0]), int(self.cols[j, 1]))
 
     def sequence_of_row(self, i: int) -> Segment:
@@ -160,16 +164,17 @@ class Grid:
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Return booleans (rows, cols): whether each score of tile (i, j) is kept; None: all are.
+        """Return booleans (rows, cols) that say which scores of tile (i, j) are kept.
 
-        ``functions=False`` ignores `mask_mod`.
+        If all scores are kept, the result is None. If `functions` is false, the mask function
+        `mask_mod` is ignored.
         """
         s, cols = self.sequence_of_row(i), np.arange(*self.cols[j, :2].tolist())
         kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
         return None if kept.all() else kept
 
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
-        """Return which scores of tiles (i, j) are kept by every mask of the problem.
+        """Return booleans that say which scores of tiles (i, j) all masks of the problem keep.
 
         The result's booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). If a tile is
         smaller than the largest tile, the booleans of the tile's last row or column are repeated.
@@ -204,7 +209,7 @@ class Grid:
     def col_spans(self) -> np.ndarray | None:
         """The row tiles that visit each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi.
 
-        The result is None if `row_spans` is None, and with packed heads.
+        The result is None if `row_spans` is None, or if heads are packed.
         """
         if not self._contiguous or self.members > 1:  # packed rows are not in order of queries
             return None
@@ -216,7 +221,7 @@ class Grid:
         return self.dense or self.problem.banded
 
     def _spans(self, table: np.ndarray, other: str, left: int, right: int) -> np.ndarray:
-        """Return, for each tile of `table`, the span of tiles on the other axis."""
+        """Return the span of tiles on the other axis that each tile of `table` visits."""
         if other == "k":
             base, other_base, block, sign = *self._edges[2:], self._blocks[1], 1
         else:

@@ -9,7 +9,7 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """Return how many heads (or GQA groups) form a group whose data stays in L2.
+    """Return how many heads (or GQA groups) a kernel processes together, so that L2 holds the data.
 
     The heads that a kernel processes together form a head group. The kernel starts the outer tiles
     of one head group, the longest first, and then those of the next head group. When no tile of a

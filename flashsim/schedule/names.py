@@ -1,4 +1,4 @@
-"""The names and codes of operations in events, and the papers' names of tensors."""
+"""The names and codes of the operations in events, and the names of tensors in the papers."""
 
 from __future__ import annotations
 

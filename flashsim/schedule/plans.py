@@ -63,7 +63,10 @@ class Buffer(NamedTuple):
     fixed: int = 0
 
     def nbytes(self, rows, cols):
-        """Return the buffer's bytes for a tile of `rows` x `cols` (numbers or arrays)."""
+        """Return the bytes that the buffer takes for a tile of `rows` x `cols` scores.
+
+        The arguments are numbers or arrays.
+        """
         if self.every > 1:
             rows, cols = -(-rows // self.every), -(-cols // self.every)
         of_tile = self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
@@ -71,7 +74,7 @@ class Buffer(NamedTuple):
 
 
 class Move(NamedTuple):
-    """One move of a stage: its operation (load, store, reduce or alloc), tensor and buffer."""
+    """One operation (load, store, reduce or alloc) of a stage on a tensor and its buffer."""
 
     op: str
     tensor: str
@@ -247,7 +250,7 @@ def _scale(p: Problem, name: str) -> Buffer:
 
 
 def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
-    """Return the buffer of a tile.
+    """Return the on-chip buffer that holds one tile of a tensor.
 
     A moved tile has the tensor's type in HBM, and an allocated tile the accumulator type.
     """
@@ -305,7 +308,7 @@ def fastest_backward(
     orders_dq: Callable[[str], bool],
     fuses: Callable[[str], bool],
 ) -> tuple[str, bool]:
-    """Return a backward pass's algorithm, and whether the pass adds to dQ in a fixed order.
+    """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
     Parameters
     ----------
@@ -322,7 +325,7 @@ def fastest_backward(
     Raises
     ------
     OptionError, UnsupportedError
-        As `backward_form`.
+        For the same reasons as in `backward_form`.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled
@@ -356,7 +359,7 @@ def splits_keys(algorithm: str) -> bool:
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """Return how often a stage runs its loops, and how many query heads apart the runs start."""
+    """Return how often a stage runs its loops, and the stride, in query heads, from run to run."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

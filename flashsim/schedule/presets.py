@@ -1,4 +1,4 @@
-"""The tile sizes of published kernels."""
+"""A table of the tile sizes that published FlashAttention kernels use."""
 
 from __future__ import annotations
 

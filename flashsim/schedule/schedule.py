@@ -46,7 +46,7 @@ MOST_SCORES = 2**40
 
 
 class Sums(NamedTuple):
-    """Integer sums over a schedule's visits, from which the closed forms are computed."""
+    """Integer sums over a schedule's visits (tile pairs), from which closed forms are computed."""
 
     visits: int
     row_cols: int  # sum over visits of the tile's columns: keys loaded by a Q-outer loop
@@ -80,9 +80,10 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Return booleans (rows, cols): whether each score is kept; None if all scores are kept.
+        """Return booleans (rows, cols) that say which scores of the tile are kept.
 
-        The booleans ignore `mask_mod`, because a mask function may differ between heads.
+        If all scores of the tile are kept, the result is None. The booleans ignore `mask_mod`,
+        because a mask function may differ between heads.
         """
         if self.kind == FULL:
             return None
@@ -172,7 +173,11 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Evaluate the mask, one row of tiles at a time, so that memory is linear in length."""
+        """Return the visits by row tile, computed by evaluating the mask score by score.
+
+        The mask is evaluated for one row of tiles at a time, so that memory is linear in the
+        sequence length.
+        """
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -194,7 +199,7 @@ class Schedule(Grid):
 
     @cached_property
     def _boxes(self) -> Boxes | None:
-        """The visited tiles as boxes, if the problem has a `mask_mod`; else None."""
+        """The tiles that loops visit, grouped into boxes; None if the problem has no `mask_mod`."""
         p = self.problem
         if p.mask_mod is None or self.dense or isinstance(p.mask, SavedMask):
             return None
@@ -202,7 +207,7 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether any, and whether all, scores of each tile (i, j) are kept.
+        """Return two booleans for each tile (i, j): whether any score is kept, and whether all are.
 
         The mask is evaluated at every score of the tiles.
         """
@@ -222,7 +227,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Divide `tiles` tiles into slices; the scores of a slice are evaluated in one call."""
+        """Divide `tiles` tiles into slices, so that one call evaluates the mask on a slice."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -233,7 +238,11 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether any, and whether all, scores are kept in tiles lo .. hi - 1 of row i."""
+        """Return two booleans for each of the tiles lo .. hi - 1 of tile row i.
+
+        The first says whether any score of the tile is kept. The second says whether all of its
+        scores are kept and it has `block_k` keys.
+        """
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
         edges = self.cols[lo:hi]
@@ -247,7 +256,7 @@ class Schedule(Grid):
     # -- the loops ------------------------------------------------------------------------------
 
     def outer_order(self) -> range:
-        """Return the outer loop's tile numbers: row tiles, or column tiles in `key_order`."""
+        """Return the numbers of the outer loop's tiles (row or column tiles) in loop order."""
         if self.outer == "queries":
             return range(self.t_r)
         columns = range(self.t_c)
@@ -267,12 +276,15 @@ class Schedule(Grid):
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """Number of parts of each row tile's keys, at least 1, int64 (T_r,)."""
+        """The number of parts into which each row tile's keys are split, int64 (T_r,).
+
+        The number is at least 1.
+        """
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """Number of row tiles that visit a shared prefix; 0 without a prefix.
+        """The number of row tiles that visit a shared prefix, or 0 if there is no shared prefix.
 
         These are the first row tiles, and contain the queries of all sequences.
         """
@@ -280,7 +292,7 @@ class Schedule(Grid):
 
     @cached_property
     def slots(self) -> np.ndarray:
-        """The slots in which each row tile stores partial results, int64 (T_r, 2).
+        """The slots in which each row tile stores its parts' partial results, int64 (T_r, 2).
 
         The parts of row tile i have the slots ``slots[i, 0] .. slots[i, 1] - 1``. For each query,
         the parts of a shared prefix come before the parts of its own keys.
@@ -321,7 +333,7 @@ class Schedule(Grid):
 
     @cached_property
     def n_visits(self) -> int:
-        """Number of visits (tile pairs) per head, or per group with packed heads."""
+        """The number of visits (tile pairs) per head, or per group of heads if heads are packed."""
         return self.sums.visits
 
     # -- sums -----------------------------------------------------------------------------------
@@ -357,7 +369,7 @@ class Schedule(Grid):
 
     @cached_property
     def masked_sums(self) -> Sums:
-        """Sums over the visits of MASKED tiles alone, which read the mask's captured arrays."""
+        """Sums over only the visits of MASKED tiles, which read the mask's captured arrays."""
         heights = (self.rows[:, 1] - self.rows[:, 0]).astype(np.int64)
         widths = (self.cols[:, 1] - self.cols[:, 0]).astype(np.int64)
         if self._boxes is not None:
@@ -372,7 +384,7 @@ class Schedule(Grid):
     def page_counts(self) -> np.ndarray:
         """Number of KV-cache pages that hold keys of each column tile, int64 (T_c,).
 
-        The numbers are 0 without pages.
+        The numbers are 0 if the KV cache has no pages.
         """
         size = self.problem.page_size
         if size is None:
@@ -388,7 +400,10 @@ class Schedule(Grid):
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
-        """Return the sum over all visits of the column tile's value in `each`, int64 (T_c,)."""
+        """Return the sum, over all visits, of a value that depends only on the visited column tile.
+
+        The argument `each`, int64 (T_c,), contains the values.
+        """
         if self.row_spans is not None:
             reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
@@ -407,7 +422,7 @@ class Schedule(Grid):
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the size of each outer tile, and of the largest inner tile that it visits.
 
-        The second size is 0 for an outer tile without visits. If tables of all tiles would be too
+        If an outer tile has no visits, its second size is 0. If tables of all tiles would be too
         large, only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
@@ -442,5 +457,5 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
 
 
 def _band(problem: Problem) -> Problem:
-    """Return the problem with causality and window as its only masks."""
+    """Return a copy of the problem, with no masks except causality and the window."""
     return replace(problem, block_mask=None, mask=None, mask_mod=None)

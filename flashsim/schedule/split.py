@@ -105,9 +105,9 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """Return start and stop of part `part`, of `parts` contiguous parts of ``range(first, last)``.
+    """Return where part number `part` of ``range(first, last)`` starts and stops.
 
-    The lengths of the parts differ by at most one.
+    The range is cut into `parts` contiguous parts. The lengths of the parts differ by at most one.
     """
     n = last - first
     return first + n * part // parts, first + n * (part + 1) // parts
@@ -141,7 +141,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
     hopper/heuristics.h of Dao-AILab/flash-attention. The rule returns one part if the row tiles
     alone occupy 0.8 of the SMs, or if there are at most 4 key tiles. Otherwise, the rule compares
     the fraction of SMs that are busy over all waves, for up to 128 parts. It returns the smallest
-    number of parts that reaches 0.85 of the best fraction.
+    number of parts whose fraction is at least 0.85 times the largest fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -151,7 +151,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Return the smallest part length, in key tiles, that makes at most `capacity` parts in all.
+    """Return the smallest number of key tiles per part that makes at most `capacity` parts in all.
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the total number of key tiles divided by `capacity`, which

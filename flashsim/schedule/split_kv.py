@@ -28,13 +28,13 @@ class Filling(NamedTuple):
     tiling, split : Tiling, Split
         The chosen tiling and split.
     per_sm : int
-        Thread blocks that run on an SM at the same time.
+        The number of thread blocks that run on one SM at the same time.
     needed : int
-        Thread blocks that fill every SM: number of SMs x blocks per SM.
+        The number of thread blocks that fill every SM, which is the number of SMs x blocks per SM.
     whole : int
-        Thread blocks of the pass if keys are not split.
+        The number of thread blocks of the pass if keys are not split.
     blocks : int
-        Thread blocks of the pass with the chosen split.
+        The number of thread blocks of the pass with the chosen split.
     """
 
     tiling: Tiling
@@ -93,7 +93,7 @@ def fill(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> Filling:
-    """Return how many thread blocks fill a device, and how many a forward pass has.
+    """Return a `Filling`: how many thread blocks fill a device, and how many a forward pass has.
 
     Raises
     ------
@@ -109,7 +109,7 @@ def fill(
 
 
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
-    """Return how many thread blocks of a stage fit on one SM together, by their on-chip bytes.
+    """Return how many thread blocks of a stage have room for their on-chip buffers on one SM.
 
     The function counts accumulators as if they were in shared memory. If a kernel keeps
     accumulators in registers, more blocks may fit on an SM. If you know that number, pass it as

@@ -19,7 +19,7 @@ INT32 = int(np.iinfo(np.int32).max)
 def refusal(
     problem: Problem, tiling: Tiling, blocks: tuple[int, int], members: int, *, contiguous: bool
 ) -> UnsupportedError | TilingError | None:
-    """Return the error to raise if there are too many tiles for a table; None if they fit.
+    """Return the error to raise if a problem has too many tiles for a table, or None if they fit.
 
     The check allocates no table. The error is a `TilingError` if larger tiles would make the
     tables fit, and otherwise an `UnsupportedError`.
@@ -48,7 +48,11 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return one sequence's table of tiles: start, stop, offset, and its end on the other axis."""
+    """Return the table of tiles of one packed sequence.
+
+    Its columns are each tile's start and stop, the sequence's offset, and the sequence's end on the
+    other axis.
+    """
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
@@ -66,7 +70,7 @@ def check_visits(visits: int) -> None:
 
 
 def expand(spans: np.ndarray) -> Csr:
-    """Return spans of tiles as a CSR matrix, with one entry for each tile of each span."""
+    """Return a CSR matrix with one row per span of tiles, and one entry per tile of the span."""
     lo, full_lo, full_hi, hi = (spans[:, x].astype(np.int64) for x in range(4))
     ptr = np.concatenate([[0], np.cumsum(hi - lo)])
     check_visits(int(ptr[-1]))
@@ -77,13 +81,13 @@ def expand(spans: np.ndarray) -> Csr:
 
 
 def reversed_rows(ptr: np.ndarray) -> np.ndarray:
-    """Return the indices that reverse the order within each row of a CSR matrix."""
+    """Return an index array that reverses the order of the entries in each row of a CSR matrix."""
     owner = np.repeat(np.arange(len(ptr) - 1), np.diff(ptr))
     return ptr[owner] + ptr[owner + 1] - 1 - np.arange(ptr[-1])
 
 
 def frozen(*arrays: np.ndarray) -> Csr:
-    """Return the arrays as contiguous, read-only int32 arrays."""
+    """Return the arrays converted to contiguous, read-only int32 arrays."""
     result = tuple(np.ascontiguousarray(array, np.int32) for array in arrays)
     for array in result:
         array.setflags(write=False)

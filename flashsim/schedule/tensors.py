@@ -1,4 +1,4 @@
-"""The layout of each tensor in HBM: the axis of the tiles, the number of matrices, the width."""
+"""The layout of each tensor in HBM: along which axis it is tiled, and how many bytes it has."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TensorShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The tensor's bytes per row, column or score."""
+        """The number of the tensor's bytes per row, per column or per score."""
         return self.elements * self.itemsize
 
 
@@ -83,18 +83,21 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def function_of(problem: Problem, name: str) -> Graph | None:
-    """Return the user's function that reads a tensor of CAPTURED; None if there is no function."""
+    """Return the user's score or mask function that reads a tensor of CAPTURED.
+
+    If the problem has no such function, the result is None.
+    """
     if name.startswith("F"):
         return problem.score_mod
     return problem.mask_graph
 
 
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
-    """Return a tile's bytes of a tensor of CAPTURED, per head, row, column and score.
+    """Return how many bytes of a captured array a tile reads per head, row, column and score.
 
-    At the start of an outer step, a Q-outer loop reads the elements that depend only on the head or
-    the row (`_own`); it reads the others at each visit. A KV-outer loop reads all elements at each
-    visit.
+    The argument `name` is a tensor of CAPTURED. At the start of an outer step, a Q-outer loop reads
+    the elements that depend only on the head or the row (`_own`); it reads the others at each
+    visit. A KV-outer loop reads all elements at each visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
     if graph is None or (own and outer == "keys"):
@@ -142,7 +145,10 @@ def rows_a_scale(problem: Problem, name: str) -> int:
 
 
 def matrices(problem: Problem, owner: int) -> int:
-    """Return how many matrices a tensor has; `owner` says whether per query, key or bias head."""
+    """Return how many matrices a tensor has: one per query head, key head or matrix of the bias.
+
+    The argument `owner` (QUERY, KEY or BIAS) says which of the three.
+    """
     p = problem
     bias = p.bias[0] * p.bias[1] if p.bias else 0
     return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: bias}[owner]

@@ -47,9 +47,9 @@ class Tiling:
         return f"{self.block_q} x {self.block_k}"
 
     def divides(self, cells: BlockMask | None) -> bool:
-        """Return whether each tile lies in one cell of a block mask.
+        """Return whether each tile of scores lies in a single cell of the problem's block mask.
 
-        The result is True without a block mask.
+        If there is no block mask, the result is True.
         """
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
@@ -100,7 +100,7 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """Return the on-chip bytes of the stage that needs the most, with all buffers held at once.
+        """Return the largest number of on-chip bytes that any stage needs for all its buffers.
 
         For example, FlashAttention-2's forward pass keeps Q, K, V, O, the scores S, and the
         statistics m and l on chip. In float32, with 64 x 64 tiles and head_dim 64, the first five
@@ -246,7 +246,7 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """Search up to 72 tilings for `Tiling.fit`. Results are cached by the arguments."""
+    """Return the result of `Tiling.fit`, which is the best of up to 72 tilings, and cache it."""
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)
@@ -294,7 +294,10 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Halve a tile's side while half still spans the matrix: for 17 queries, 512 becomes 32."""
+    """Return `tiling`, with each side halved as long as half of it still covers the score matrix.
+
+    For example, if there are 17 queries, a side of 512 becomes 32.
+    """
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

@@ -120,7 +120,7 @@ def backward(
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> np.ndarray:
-    """Return an array filled with one value; raise if the engine does not support the job."""
+    """Return an array filled with `value`, after checking that the engine supports the job."""
     _check(job)
     return np.full(shape, value, numpy_dtype(dtype))
 
@@ -134,10 +134,11 @@ def _check(job: Job) -> None:
 
 
 class _Stage(NamedTuple):
-    """The work of a stage: the schedule, and the numbers of head loops, outer tiles and visits.
+    """One stage's schedule, and its numbers of loops (one per head), outer tiles and visits.
 
     The field `long` says whether the stage takes so long that Ctrl-C must be able to stop it. The
-    field `parts` contains the stage's tables if the next call can reuse them.
+    field `parts` contains the stage's tables (`Tiles`) if the next call can reuse them, and is
+    otherwise empty.
     """
 
     schedule: Schedule
@@ -246,18 +247,24 @@ class _CpuPass:
         }
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays flat, contiguous and in the accumulator type; copy only if necessary."""
+        """Return arrays as flat, contiguous arrays of the accumulator type.
+
+        An array is copied only if necessary.
+        """
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs flat and contiguous; only 16-bit inputs keep their type."""
+        """Return inputs as flat, contiguous arrays.
+
+        Inputs of a 16-bit type keep their type; all others are converted to the accumulator type.
+        """
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return an array in one dimension, with the element type that a kernel reads.
+        """Return an array as a one-dimensional view, with the element type that kernels read.
 
         Arrays of 32-bit and 64-bit numbers keep their type. A 16-bit array is viewed as integers if
         the kernel multiplies bfloat16 pairs, and otherwise as float32 over the same memory.
@@ -268,7 +275,10 @@ class _CpuPass:
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute out and LSE; with one query per head, the decode kernel computes them."""
+        """Compute out and LSE.
+
+        If each head has only one query, the decode kernel computes them.
+        """
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -297,7 +307,7 @@ class _CpuPass:
         return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
 
     def _parts(self) -> tuple[np.ndarray, ...]:
-        """Allocate memory for the results of `kernels_decode.decode` for each part of the keys."""
+        """Allocate arrays in which the decode kernel stores O, m and l of each part of the keys."""
         p, loops = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
         parts = kernels_decode.parts_of(loops, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
@@ -342,7 +352,11 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return a stage's `_Stage`, cached if it depends only on the problem's fields."""
+        """Return the `_Stage` of the stage with this name.
+
+        If the problem's mask is a band, the tables depend only on the problem's fields. The result
+        then contains the tables, and is cached.
+        """
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -361,13 +375,16 @@ class _CpuPass:
         return work_tiles.tiles(schedule, name, self.threads, self.cpu.width, one_query=decode)
 
     def _work(self, schedule: Schedule, visits: int) -> int:
-        """Estimate a stage's number of multiply-adds over all heads."""
+        """Return an estimate of the number of multiply-adds in one stage, over all heads."""
         p, tile = self.job.problem, schedule.tiling.clip(self.job.problem)
         scores = visits * tile.block_q * tile.block_k
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """Record the trace of the stage `name`, if any; NumPy runs this stage on whole arrays."""
+        """Record a trace of the stage `name`, which NumPy runs on whole arrays instead of a kernel.
+
+        If the pass has no such stage, or if the job requests no trace, the method does nothing.
+        """
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -395,7 +412,7 @@ def _is_one(p: Problem, direction: str) -> bool:
 def _one_query(p: Problem) -> bool:
     """Return whether the decode kernel (`kernels_decode`) runs the forward pass.
 
-    That kernel supports one query per head, without functions and sinks.
+    That kernel supports problems with one query per head and no functions and sinks.
     """
     return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 
@@ -406,7 +423,7 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """Return a float32 view of an array of 16-bit numbers (see `float16`).
+    """Return a float32 view of the memory of an array of 16-bit numbers, two numbers per float.
 
     Arrays of other types are returned unchanged. If the number of 16-bit elements is odd, the last
     element lies past the end of the view. Kernels can still read that last element, because kernels

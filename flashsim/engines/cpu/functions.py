@@ -40,7 +40,10 @@ class Panels(NamedTuple):
 def panels(
     problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
 ) -> Panels:
-    """Compile a problem's score function, which adds the arrays' gradients to `gradients`."""
+    """Return a problem's compiled score functions, and the arrays that these functions use.
+
+    In a backward pass, the functions add the gradients of captured arrays to `gradients`.
+    """
     graph, calls = problem.score_mod, np.zeros(3, np.int64)
     if graph is None:
         return Panels(calls, np.zeros(1, np.int64), ())

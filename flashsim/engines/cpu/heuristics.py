@@ -38,7 +38,10 @@ def tiling(
     direction: str,
     suits: tuple[Tiling, ...],
 ) -> Tiling:
-    """Return the requested tiling, if it fits the device, or a default tiling."""
+    """Return the requested tiling, or a default tiling if none is requested.
+
+    If the requested tiling does not fit on chip, the function raises an error.
+    """
     if requested is not None:
         requested.check(problem, device, algorithm, direction)
         return requested
@@ -68,7 +71,7 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return the micro-kernel of a pass, as the object whose type selects the compiled code.
+    """Return an object whose type selects the micro-kernel for which Numba compiles a pass.
 
     With `one_query` per head, the function chooses a bfloat16 micro-kernel only if the caller
     requests such a micro-kernel, or if it is faster than "vector". If few heads share keys, a
@@ -95,7 +98,7 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return `cpu` with panels as wide as one register, for decoding one query per head.
+    """Return the variant of `cpu` for the decode kernel, whose panels are as wide as one register.
 
     With AMX, a panel must have a lane for each of the 16 heads that an AMX tile holds.
     """
@@ -111,7 +114,7 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:
-    """Return whether arithmetic on floats, not memory bandwidth, would limit decoding.
+    """Return whether float arithmetic, rather than memory bandwidth, would limit the decode kernel.
 
     Each element of K and V is multiplied once per query head that reads it. Softmax and other work
     on one score costs as much as 96 columns of products. If an element needs more than `most`

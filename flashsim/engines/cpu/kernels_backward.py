@@ -184,7 +184,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 def key_visit(
     cpu, inputs, grads, shape, tiles, rules, own, sums, others, work, scales, j, at, h, fused
 ):
-    """Add one visit's (tile pair's) terms to dK and dV, one panel of keys at a time.
+    """Add the terms of one tile pair to dK and dV, one panel of keys at a time.
 
     If `fused`, the function also writes all of the tile's dS, which `dq_visit` reads.
     """
@@ -252,7 +252,7 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
 
 @part
 def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, counter):
-    """Wait for this thread's turn, and add dS K of one visit to dQ."""
+    """Wait for this thread's turn, and add the product dS K of one tile pair to dQ."""
     dS, dS_left, part_dq = of_ds
     i, padded, ld = tiles.inner[at], grads.dq_stride, panels_of(cpu, shape.block_k) * cpu.width
     rows, n = tiles.other[i, 1] - tiles.other[i, 0], tiles.own[j, 1] - tiles.own[j, 0]

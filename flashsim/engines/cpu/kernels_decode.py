@@ -40,7 +40,7 @@ VISITS, WORK_TILES = 4, 64
 
 
 def parts_of(loops: int, visits: int) -> int:
-    """Return the number of parts into which to split a loop over `visits` key tiles.
+    """Return the number of parts into which the `visits` key tiles of one loop are split.
 
     There are `loops` such loops, one per key head of each batch entry.
     """
@@ -70,9 +70,10 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
 @part
 def take_parts(cpu, narrow, arrays, parts, shape, tiles, rules, notes, counter, own):
-    """Take parts of the keys from the shared counter and process them, until no part is left.
+    """Process parts of the heads' keys, one after the other, until all parts are taken.
 
-    The thread that finishes a head's last part merges the head's parts.
+    Threads take the numbers of parts from a counter that they share. The thread that finishes a
+    head's last part merges the head's parts.
     """
     state = borrow(own)  # the caller keeps the arrays alive
     (q, k, v, out, lse), (Q, O, m, l, _, _, floats, factor) = arrays, state
@@ -188,5 +189,8 @@ def decode_visit(cpu, narrow, k, v, shape, tiles, rules, state, at, h0, group, h
 
 @part
 def padded(n):
-    """Round n up to a multiple of 32, so that n floats or n / 2 pairs fill whole registers."""
+    """Return n rounded up to a multiple of 32.
+
+    So n floats, or n / 2 pairs, fill whole registers.
+    """
     return (n + 2 * SIDE - 1) // (2 * SIDE) * (2 * SIDE)

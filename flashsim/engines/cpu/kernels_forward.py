@@ -2,7 +2,7 @@
 
 Threads take work tiles from a shared counter until none is left. A work tile is a run of
 neighbouring outer tiles and a set of heads. Results do not depend on which thread takes which work
-tile. The schedule's tables alone decide which tiles a kernel visits, in which order, and with which
+tile. The schedule's tables alone decide which tiles are visited, in which order, and with which
 masks. If a trace is requested, a kernel writes down the size of every tile that it visits, and the
 module `notes` builds the trace from these sizes. The module `operands` decides whether a kernel
 multiplies floats or pairs of bfloat16. The file `kernels_backward.py` has the backward kernels,
@@ -197,8 +197,9 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_work_tile(tiles, counter):
-    """Return the next work tile: the first and last + 1 outer tile, the first and last + 1 head.
+    """Take the next work tile; return the bounds of its outer tiles and of its heads, four numbers.
 
+    A pair of bounds is the number of the first outer tile (or head), and that of the last plus 1.
     Heads are returned as positions in `tiles.sets`. An empty range of outer tiles means that no
     work is left, or that the call was stopped.
     """
@@ -217,7 +218,7 @@ def stopped(counter):
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the numbers of a run's next column tiles to `near`; return the number of these tiles.
+    """Write the numbers of the next column tiles of a run to `near`, and return how many these are.
 
     For each row tile of the run, `at` contains the position of its next visit. The function writes
     to `then` the position at which each row tile continues after these column tiles.
@@ -240,7 +241,7 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the next inner tile that an outer tile of the run visits, or -1 if none is left.
+    """Return the number of the inner tile that a run of outer tiles visits next, or -1 at the end.
 
     For each outer tile, `at` contains the position of its next visit. The argument `descending`
     says whether the kernel processes inner tiles in descending order.

@@ -76,19 +76,25 @@ def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
 
 @or_pairs(lambda cpu: 2)
 def per_term(cpu):
-    """Return how many numbers along a sum form one term: 2 for pairs, 1 for floats."""
+    """Return how many numbers of a row of an operand form one term of a sum.
+
+    The result is 2 if operands are pairs, and 1 if they are floats.
+    """
     return 1
 
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the multiple to which numbers of rows and of terms are padded: 1 for floats."""
+    """Return the side of a tile, to whose multiples the rows and terms of operands are padded.
+
+    If operands are floats, which are not padded, the result is 1.
+    """
     return 1
 
 
 @part
 def rows_of(cpu, n):
-    """Return n, the number of a result's rows, rounded up to a multiple of `side`."""
+    """Return n, the number of rows of a matrix product, rounded up to a multiple of `side`."""
     return (n + side(cpu) - 1) // side(cpu) * side(cpu)
 
 
@@ -100,7 +106,7 @@ def terms(cpu, n):
 
 @part
 def whole(cpu, n):
-    """Return the number of values in n values' `terms`, so n plus the padding.
+    """Return n plus the number of zeros that pad n numbers to whole terms and whole tiles.
 
     A panel that becomes an operand has this number of rows.
     """
@@ -109,19 +115,22 @@ def whole(cpu, n):
 
 @part
 def aligned(cpu, first):
-    """Return the last row up to row `first` at which an operand can begin."""
+    """Return the last row, at most `first`, at which an operand of a matrix product can begin."""
     return first - first % (side(cpu) * per_term(cpu))
 
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """Return how many column tiles, of `keys` keys each, one product multiplies by V."""
+    """Return for how many column tiles, of `keys` keys each, one matrix product computes P V."""
     return 1
 
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Return how many of a tile's `keys` keys have their scores computed at the same time."""
+    """Return the number of keys of a key tile whose scores are computed at the same time.
+
+    The key tile has `keys` keys.
+    """
     return keys
 
 
@@ -133,19 +142,29 @@ def operand_room(cpu, n, dtype):
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Allocate memory for a left operand of rows of n numbers; none if inputs are floats."""
+    """Allocate memory for a left operand with rows of n numbers.
+
+    If the inputs are floats, the function returns an empty array, because kernels use float inputs
+    in place.
+    """
     return room_for(rows * n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Allocate memory for n 16-bit numbers converted to float; none for kernels with pairs."""
+    """Allocate memory for n numbers that a kernel converts from a 16-bit type to float.
+
+    If the kernel multiplies pairs, the function returns an empty array.
+    """
     return room_for(n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, dtype))
 def pairs_room(cpu, n, dtype):
-    """Allocate memory for n elements if the kernel multiplies pairs, and otherwise none."""
+    """Allocate memory for n elements, which only kernels that multiply pairs need.
+
+    For other kernels, the function returns an empty array.
+    """
     return panel_array(0, dtype)
 
 
@@ -176,7 +195,10 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a left operand; `left` is a left operand with the rows of X."""
+    """Return a left operand that contains the columns of X.
+
+    The argument `left` is a left operand that contains the rows of X.
+    """
     return Left(left.array, left.start, left.step, left.row)
 
 
@@ -207,7 +229,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part
 def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """Compute C = A B, from row r0 of the left operand A and number x0 of its sums on.
+    """Compute C = A B, where A begins at row r0 and column x0 of a left operand.
 
     The product C has `rows` rows, and its elements are sums over n numbers.
     """
@@ -298,7 +320,7 @@ def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
 
 @or_pairs(steps.prepare_dq)
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the part of ``dS K`` that need not wait for this thread's turn to add to dQ.
+    """Compute the product ``dS K`` as far as possible before this thread's turn to add to dQ.
 
     For pairs, the function computes the whole product; for floats, it does nothing.
     """

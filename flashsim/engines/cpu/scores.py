@@ -26,13 +26,13 @@ class Rules(NamedTuple):
     ----------
     scale : scalar of the accumulator type
     softcap : ndarray (1,)
-        The cap; 0 without a softcap.
+        The softcap, or 0 if the problem has none.
     left, right : int
         The band: score (q, k) is kept if ``-left <= k - (q + offset) <= right``.
     banded : bool
         Whether the mask consists only of a band; otherwise MASKED tiles have mask bits.
     rounding : int
-        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; None for other inputs.
+        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; or None for other inputs.
     bias : ndarray, flat, accumulator type
         The bias of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. The
         array is empty if the problem has no bias.
@@ -44,7 +44,7 @@ class Rules(NamedTuple):
     captured : int64
         The address of a table, which lists the arrays that the score function reads or adds to.
     sinks : ndarray (heads,), accumulator type
-        The sinks; empty without sinks.
+        The sink of each query head; the array is empty if the problem has no sinks.
     """
 
     scale: float
@@ -94,14 +94,17 @@ class Place(NamedTuple):
 
 @part
 def is_plain(cpu, rules, masked, lanes):
-    """Return whether a panel needs no softcap, bias, function or mask, which is the common case."""
+    """Return whether a panel's scores need no softcap, bias, score function or mask."""
     simple = rules.softcap[0] == 0 and rules.bias.size == 0 and rules.calls[SCORE] == 0
     return not masked and lanes == cpu.width and simple
 
 
 @part
 def visible_rows(rules, rel, rel_row, rows, lanes):
-    """Return the rows (first, last + 1) of a MASKED panel in which the band keeps a score."""
+    """Return the bounds (first, last + 1) of the rows of a panel in which the band keeps any score.
+
+    The panel belongs to a MASKED tile.
+    """
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
@@ -109,7 +112,10 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 @part
 def kept_rows(tiles, position, rows):
-    """Return the rows (first, last + 1) of a panel in which its mask bits keep a score."""
+    """Return the bounds (first, last + 1) of the rows of a panel in which mask bits keep any score.
+
+    If the panel has no mask bits, these are the bounds of all its rows.
+    """
     if position.keep < 0:
         return 0, rows
     return tiles.edges[position.edge], tiles.edges[position.edge + 1]
@@ -117,7 +123,7 @@ def kept_rows(tiles, position, rows):
 
 @part
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
-    """Return the rows (first, last + 1) of a panel in which the mask keeps a score.
+    """Return the bounds (first, last + 1) of the rows of a panel in which the mask keeps any score.
 
     The panel belongs to the tile of visit v. The first row is rounded down to a row at which an
     operand can begin. The rounding adds only rows whose scores are all masked. If the mask keeps no
@@ -138,7 +144,11 @@ def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, row
 
 @part
 def only_if_hiding(rules, position, masked, first, last):
-    """Return whether the mask hides any score of rows first .. last - 1 of a panel."""
+    """Return whether the mask of a panel must be applied to rows first .. last - 1.
+
+    For a band, the function returns `masked`. Otherwise, it returns whether the panel's mask bits
+    may hide a score of these rows.
+    """
     if rules.banded or not masked:
         return masked
     return position.keep >= 0 and max(first, position.hide_first) < min(last, position.hide_last)
@@ -229,7 +239,7 @@ def apply_derivative(rules, dS, raw, s0, ld, first, last, lanes, position, summi
 
 @part
 def apply_gate(dS, gate, s0, ld, first, last, lanes):
-    """Multiply dS by the softcap's derivative."""
+    """Multiply a panel of dS by the softcap's derivative, which `gate` contains."""
     for r in range(first, last):
         for c in range(lanes):
             dS[np.uint64(s0 + r * ld + c)] *= gate[np.uint64(s0 + r * ld + c)]
@@ -246,11 +256,12 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
 
 @part
 def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
-    """Return the `Place` of a panel, from row `row0` on, in the tile of visit v.
+    """Return the `Place` (the positions) of a panel's scores, from the panel's row `row0` on.
 
-    The argument `h` is the query head's number, counted over the whole batch. If `q_lanes`, each
-    lane of the panel is a query, each row is a key, and `own` is a row tile. Otherwise each lane is
-    a key, each row is a query, and `own` is a column tile.
+    The panel belongs to the tile of visit v. The argument `h` is the query head's number, counted
+    over the whole batch. If `q_lanes`, each lane of the panel is a query, each row is a key, and
+    `own` is a row tile. Otherwise each lane is a key, each row is a query, and `own` is a column
+    tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
     lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0

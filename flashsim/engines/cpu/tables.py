@@ -1,4 +1,7 @@
-"""The named tuples that compiled kernels receive: sizes, tiles, arrays, and notes for the trace."""
+"""The named tuples that compiled kernels receive as arguments.
+
+They contain a problem's sizes, the tables of tiles, the arrays, and the notes for a trace.
+"""
 
 from __future__ import annotations
 
@@ -82,9 +85,10 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """A kernel's notes for a trace: `steps` (head loops, outer tiles) and `visits` (heads, visits).
+    """The sizes of tiles that a kernel writes down, from which the engine builds a trace.
 
-    The arrays `steps` and `visits` are empty if no trace is requested.
+    The array `steps` has shape (head loops, outer tiles), and `visits` has shape (heads, visits).
+    Both arrays are empty if no trace is requested.
     """
 
     steps: np.ndarray
@@ -112,9 +116,9 @@ class BackwardInputs(NamedTuple):
 class Grads(NamedTuple):
     """The flat arrays that the kernels of a backward pass write.
 
-    The array `dbias` is empty without a bias. `dq_stride` is the length of one row of `dq`. In the
-    fused backward pass, which sums dQ in memory, `dq_stride` is head_dim rounded up to whole
-    panels.
+    The array `dbias` is empty if the problem has no bias. `dq_stride` is the length of one row of
+    `dq`. In the fused backward pass, which sums dQ in memory, `dq_stride` is head_dim rounded up to
+    whole panels.
     """
 
     dq: np.ndarray

@@ -96,11 +96,11 @@ class Pool:
         self.lock = threading.Lock()
 
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
-        """Run ``call(*args)`` on `threads` threads; with `wait`, the caller is not one of them.
+        """Run ``call(*args)`` on `threads` threads at the same time.
 
-        Without `wait`, the caller's thread also makes the call. With `wait`, the caller only waits,
-        and an interrupt (Ctrl-C) can end this wait. After an interrupt, the other threads continue
-        until their call ends.
+        If `wait` is false, the caller's thread is one of these threads. If `wait` is true, the
+        caller only waits, and an interrupt (Ctrl-C) can end this wait. After an interrupt, the
+        other threads continue until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -143,7 +143,7 @@ def allow(threads: list[int], cpus: Iterable[int]) -> None:
 
 
 def here() -> int:
-    """Return the CPU on which this thread runs."""
+    """Return the number of the CPU on which this thread runs."""
     return _libc().sched_getcpu()
 
 

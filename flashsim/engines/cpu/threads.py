@@ -74,13 +74,13 @@ _KERNELS = {name: _entry(name, kernel, _SOURCES) for name, kernel in _ALL.items(
 
 
 def folder() -> Path | None:
-    """Return the folder in which compiled kernels are cached; None if no folder is writable."""
+    """Return the folder in which compiled kernels are cached, or None if no folder is writable."""
     kernel = _KERNELS["forward"]
     return Path(kernel._cache.cache_path) if kept(kernel) else None
 
 
 def compiled() -> dict[str, int]:
-    """Return the number of compilations of each kernel in this process; cached kernels count 0."""
+    """Return how often each kernel was compiled in this process; a load from the cache counts 0."""
     return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
@@ -145,7 +145,10 @@ def _kind(x: Any) -> Any:
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """Return a flat, read-only view of an array, so that all arrays need only one compilation."""
+    """Return a flat, read-only view of an array.
+
+    Numba compiles a kernel only once if all its arrays are flat and read-only.
+    """
     view = np.ascontiguousarray(array).reshape(-1)[:]  # a flat view of one column would be strided
     floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
     if not floats.flags.aligned:

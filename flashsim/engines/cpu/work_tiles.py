@@ -28,7 +28,7 @@ MASK_CHUNK = 1 << 25
 def tiles(
     schedule: Schedule, name: str, threads: int, lanes: int, *, one_query: bool = False
 ) -> Iterator[Tiles]:
-    """Yield a stage's tables.
+    """Yield a stage's tables: its tiles, and their division among threads.
 
     The function yields one `Tiles` or, with a mask function, several `Tiles`, each of which has its
     own mask bits. The argument `lanes` is the width of a panel. With `one_query` per head, all
@@ -43,7 +43,10 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return a recently used schedule that equals this one, if any, to reuse that one's tables."""
+    """Return a recently used schedule that equals `schedule`, whose tables can be reused.
+
+    Otherwise return `schedule` itself.
+    """
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -81,7 +84,10 @@ def _tiles(
 
 
 def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the tables of row and column tiles, plus the start of each tile's sequence."""
+    """Return the table of row tiles and that of column tiles, each with one more column.
+
+    This column contains the start of each tile's sequence.
+    """
     sequences = schedule.problem.sequences
     extended = []
     for table, starts, ends in (
@@ -112,7 +118,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return sets of heads in CSR form; one thread processes a set's heads one after the other.
+    """Return the heads in sets, in CSR form; one thread processes the heads of a set in sequence.
 
     The heads of a set add to the same bias gradient.
     """
@@ -152,7 +158,7 @@ def runs(
 
 
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
-    """Return each visit's turn to add to its row tile's dQ.
+    """Return for each visit a number, its turn, which fixes when it adds to its row tile's dQ.
 
     A visit's turn is minus the number of visits to its row tile that are left, including the visit
     itself. Column tiles take turns in the order of the outer loop.
@@ -169,7 +175,7 @@ def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
 
 
 def first_turns(schedule: Schedule) -> np.ndarray:
-    """Return the number of the first turn for each head and row tile."""
+    """Return the turn of the visit that adds first to dQ, for each head and row tile."""
     p = schedule.problem
     counts = np.bincount(schedule.col_csr[1], minlength=schedule.t_r)
     return np.tile(-counts, p.batch * p.heads)
@@ -236,7 +242,7 @@ def _bits(
 
 
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last + 1 row (axis 1) that has a True in each panel.
+    """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
 
     If no row of a panel has a True, both returned numbers are the same. A tile has `rows` rows; the
     array `flags` may have more rows, which repeat the tile's last row.
@@ -252,7 +258,10 @@ _NO_BITS = np.zeros(0, np.uint8)
 
 
 def _table(array: np.ndarray) -> np.ndarray:
-    """Return a read-only view of a table, so that all tables need only one compilation."""
+    """Return a read-only view of a table.
+
+    Numba compiles a kernel only once if all its tables are read-only.
+    """
     view = np.ascontiguousarray(array).view()
     view.setflags(write=False)
     return view

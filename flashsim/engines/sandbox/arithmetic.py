@@ -1,4 +1,4 @@
-"""The arithmetic operations that tiles allow, and what each costs."""
+"""The arithmetic operations that users can apply to tiles, and the FLOPs that each counts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ REDUCTIONS: Mapping[str, tuple[np.ufunc, str]] = {
 
 
 def priced(kind: str, amount: int, read: int, write: int) -> np.ndarray:
-    """Return the cost of one operation as a row of `WORK`."""
+    """Return the cost of one operation on tiles, as an array with the columns `WORK`."""
     row = np.zeros(len(WORK), np.int64)
     if kind:
         row[WORK.index(kind)] = amount

@@ -22,7 +22,7 @@ SIDES = {"queries": ROW, "keys": COL, "scores": TILE}
 
 
 class Remote:
-    """A handle of a tensor in HBM: a name, a shape and a type, but no numbers."""
+    """A handle of a tensor in HBM, with the tensor's name, shape and type, but not its numbers."""
 
     __slots__ = ("dtype", "name", "shape")
 
@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """The number of elements per row; 1 for a vector."""
+        """The number of elements per row of the tensor, or 1 if the tensor is a vector."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -146,9 +146,10 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add an array (batch, heads, n[, width]).
+        """Add a tensor to HBM, from an array of shape (batch, heads, n[, width]).
 
-        If `written`, its numbers may be read; otherwise they must be stored first.
+        If `written` is true, an algorithm may read its numbers at once. Otherwise, the algorithm
+        must first store them.
         """
         p = self._problem
         batch, heads, *sides = array.shape
@@ -229,7 +230,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Return how much of a result was stored: "all", "none", or a text of missing rows."""
+        """Return which rows of a result were stored: "all", "none", or a text of missing rows."""
         written = self._written[name]
         if not written.any():
             return "none"
@@ -252,7 +253,7 @@ def require_shape(name: str, got: tuple[int, ...], want: tuple[int, ...]) -> Non
 
 
 def part_of(tensor: Any, rows: Any, cols: Any) -> tuple[slice, slice]:
-    """Return the slices of rows and columns that were asked for, cut to the tensor's size."""
+    """Return the requested slices of rows and columns of a tensor, cut to the tensor's size."""
     if not isinstance(tensor, Remote):
         raise MemoryModelError(
             "sram.load, sram.store and sram.reduce take a tensor in HBM, such as machine.hbm.K, "

@@ -20,9 +20,10 @@ REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 
 
 def line_at_work() -> int:
-    """Return the number of the innermost calling line outside the machine and NumPy, or 0.
+    """Return the number of the user's line that is running, or 0 if there is none.
 
-    The line may be in a file other than the algorithm's.
+    This is the line of the innermost call outside the machine's own code and NumPy. The line may be
+    in a file other than the algorithm's.
     """
     if line := REPLAYED.get():
         return line
@@ -38,7 +39,7 @@ def at_work() -> str:
 
 
 def deepest(trace: TracebackType | None) -> tuple[str, int] | None:
-    """Return file and line number of the innermost call, in a traceback, of the user's code."""
+    """Return the file and line number of the innermost call of the user's code in a traceback."""
     users_frame = None
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -185,7 +185,7 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
 
 @taped("where")
 def chosen(condition: Any, value: Any, other: Any) -> Any:
-    """Return `np.where` of tiles, numbers and boolean masks."""
+    """Return the result of `np.where`, applied to tiles, numbers and boolean masks, as a tile."""
     inputs = condition, value, other
     tiles = [x for x in inputs if isinstance(x, TileBase)]
     room = tiles[0]._alive()
@@ -241,7 +241,7 @@ def held(tile: TileBase, room: Room) -> TileBase:
 
 
 def outsider(what: str, x: Any) -> Any:
-    """Return an operand that is no tile: a number or a boolean mask; raise for anything else."""
+    """Return an operand that is not a tile; raise unless it is a number or a boolean mask."""
     if isinstance(x, (bool, np.bool_)):
         return bool(x)
     if isinstance(x, (int, float, np.integer, np.floating)):
@@ -275,7 +275,7 @@ def _own_type(view: np.ndarray, room: Room) -> np.ndarray:
 
 
 def unknown(name: str, method: str, how: Any) -> str:
-    """Return the text of an error: the machine lacks this operation, and which ones it has."""
+    """Return an error text that says which operation the machine lacks, and which ones it has."""
     what = name if method == "__call__" else f"{name}.{method}"
     extra = f" with {', '.join(how)}" if how else ""
     known = sorted({getattr(f, "__name__", "") for f in (*COSTS, *FUNCTIONS, np.matmul)})

@@ -28,7 +28,7 @@ def size(p: Problem, name: str) -> tuple[int, ...]:
 def put(
     machine: OpenMachine, arrays: Mapping[str, np.ndarray], outputs: Iterable[str]
 ) -> list[str]:
-    """Put inputs and empty outputs in HBM, and return the names of outputs that are optional.
+    """Put inputs and empty outputs in HBM; return the names of outputs that need not be stored.
 
     The optional output is L, which an algorithm that stores O may store as well.
     """
@@ -76,7 +76,7 @@ def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachin
 
 
 def located(error: FlashSimError, name: str, line: int, text: str) -> FlashSimError:
-    """Return a copy of the error whose text begins with a line number.
+    """Return a copy of an error; the copy's text begins with the name and line of the user's code.
 
     The argument `text` is that line's source, if known.
     """

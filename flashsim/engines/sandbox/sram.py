@@ -71,7 +71,7 @@ class OpenSram(Scopes):
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
         """Allocate one tile of the accumulator type.
 
-        Without `fill`, the tile's numbers are NaN until they are written.
+        If `fill` is not passed, the tile's numbers are NaN until they are written.
 
         Raises
         ------
@@ -135,7 +135,7 @@ class OpenSram(Scopes):
         product(a, b, out=into, add=True)
 
     def multiply(self, a: SramTile, b: SramTile, out: SramTile) -> None:
-        """``out = a @ b``."""
+        """Compute the matrix product ``a @ b`` of two tiles into the tile `out`."""
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
@@ -188,7 +188,7 @@ class OpenSram(Scopes):
         return Lease(room)
 
     def _give_back(self, room: Room, where: str) -> None:
-        """Free a `Room`, and overwrite its numbers with NaN."""
+        """Free the SRAM of a tile (a `Room`), and overwrite the tile's numbers with NaN."""
         room.gone = where
         if room.data.flags.writeable:
             room.data.fill(np.nan if room.data.dtype != bool else False)
@@ -331,7 +331,7 @@ class OpenSram(Scopes):
             )
 
     def _done(self) -> StageTrace:
-        """Return the stage's events after its loop has ended."""
+        """End the stage after its loop, and return its events."""
         self._over = True
         for room in self._rooms:
             room.gone = "its stage ended"

@@ -41,7 +41,7 @@ class Zero(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Load the tile at (`row`, `column`) of a matrix, counted in tiles, into register `tile`."""
+    """Load a matrix's tile at tile row `row` and tile column `column` into tile register `tile`."""
 
     tile: int
     operand: str
@@ -70,7 +70,7 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """A program's instructions: before the loop over a sum's terms, in each iteration, after it.
+    """The instructions before a loop over the terms of sums, in each iteration, and after the loop.
 
     Each iteration adds 16 pairs to each sum. The next iteration reads the next tile to the right in
     A and the next tile down in B.
@@ -82,10 +82,10 @@ class Program(NamedTuple):
 
 
 def program(mode: str, rows: int, columns: int) -> Program:
-    """Return the program for `rows` x `columns` tiles of C; both numbers are at most `BLOCK`.
+    """Return the AMX instructions that compute a block of `rows` x `columns` tiles of C.
 
-    `mode` is "set" (C = A B) or "add" (C += A B). The tiles of C have the lowest register numbers,
-    then come those of A, then those of B.
+    Both numbers are at most `BLOCK`. `mode` is "set" (C = A B) or "add" (C += A B). The tiles of C
+    have the lowest register numbers, then come those of A, then those of B.
     """
     cells = [
         (r * columns + c, r, c) for r, c in product(range(rows), range(columns))
@@ -108,7 +108,7 @@ def program(mode: str, rows: int, columns: int) -> Program:
 def build_tiles(
     code: Code, C, ldc, A, lda, B, ldb, n, *, mode: str, rows: int, columns: int
 ) -> None:
-    """Lower the program of a block of C to an LLVM function, for sums of n pairs.
+    """Translate a block's AMX instructions to an LLVM function, which sums over n pairs.
 
     The function's addresses point to 32-bit elements, and its leading dimensions count 32-bit
     elements.
@@ -150,7 +150,7 @@ def build_tiles(
 
 
 def call(code: Code, name: str, *values) -> None:
-    """Emit the call of an AMX intrinsic."""
+    """Emit a call of one of LLVM's AMX intrinsics."""
     module, full = code.function.module, f"llvm.x86.{name}"
     if full not in module.globals:
         ir.Function(module, ir.FunctionType(VOID, [v.type for v in values]), full)

@@ -72,7 +72,7 @@ def build_release(module: ir.Module, block: Blocking, itemsize: int):
 
 @builder("p")
 def _nothing(code: Code, _any_array) -> None:
-    """Write a function that does nothing."""
+    """Write an LLVM function that does nothing, for CPUs without AMX tiles."""
 
 
 #: The code that a thread runs before its first tile and after its last tile.
@@ -168,7 +168,7 @@ def build_pairs_of_lanes(code: PairCode, X, ld, rows, P, row) -> None:
 
 
 def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> None:
-    """Transpose a panel of `down` x `across` elements, one square of registers at a time.
+    """Emit code that transposes a panel of `down` x `across` elements, one square block at a time.
 
     The function ``fetch(y, x, r)`` loads row r of the square that starts at (y, x), and ``put(y, x,
     r, value)`` stores row r of the transposed square.
@@ -186,7 +186,7 @@ def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> No
 
 
 def _load16(code: PairCode, address):
-    """Load 16-bit numbers into 32-bit lanes."""
+    """Emit code that loads 16-bit numbers, and widens each of them to a 32-bit lane."""
     kind = ir.VectorType(ir.IntType(16), code.lanes)
     value = code.b.load(code.b.bitcast(address, kind.as_pointer()), align=2)
     return code.b.zext(value, code.ints(0).type)

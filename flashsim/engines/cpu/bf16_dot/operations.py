@@ -74,7 +74,10 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Round a panel to bfloat16 and merge its rows in pairs: a right operand for sums over rows."""
+    """Round a panel to bfloat16, and merge every two rows into one row of pairs.
+
+    The result is the right operand of a product that sums over the panel's rows.
+    """
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -85,7 +88,10 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Round a panel to bfloat16 and pair neighbouring lanes: a left operand for sums over lanes."""
+    """Round a panel to bfloat16, and merge every two neighbouring lanes into one lane of pairs.
+
+    The result is the left operand of a product that sums over the panel's lanes.
+    """
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
@@ -94,7 +100,7 @@ def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
 
 @operation("a o0 i i a", build_scale, by_lane=False)
 def scale_panel(cpu, X, x0, ld, rows, factor):
-    """X *= ``factor[0]``."""
+    """Multiply all elements of the panel X by ``factor[0]``, in place."""
     for r in range(rows):
         for at in range(x0 + r * ld, x0 + r * ld + cpu.width):
             X[at] *= factor[0]
@@ -102,7 +108,10 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """Multiply each lane of X by the lane's factor; vector code skips X if all factors are 1."""
+    """Multiply each lane of X by the lane's factor, in place.
+
+    If all factors are 1, vector code does nothing.
+    """
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]
@@ -118,7 +127,10 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
 
 @operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
-    """Copy rows of X as pairs of neighbours; `pairs` must be a multiple of a tile's side."""
+    """Copy rows of X, in which every two neighbouring numbers form a pair.
+
+    The argument `pairs` must be a multiple of a tile's side.
+    """
     for r in range(rows):
         for x in range(pairs):
             at = x0 + 2 * (r * pairs + x)
@@ -163,9 +175,16 @@ def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
 
 @operation("a", build_configure)
 def begin_tiles(cpu, any_array):
-    """Prepare a thread for its first product: on AMX, configure the shape of its tiles."""
+    """Prepare a thread for its first matrix product.
+
+    For AMX, the function configures the shapes of the thread's tile registers; otherwise it does
+    nothing.
+    """
 
 
 @operation("a", build_release)
 def end_tiles(cpu, any_array):
-    """Clean up after a thread's last product: on AMX, release its tiles."""
+    """Clean up after a thread's last matrix product.
+
+    For AMX, the function releases the thread's tile registers; otherwise it does nothing.
+    """

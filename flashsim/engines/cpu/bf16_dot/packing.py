@@ -25,7 +25,10 @@ from flashsim.engines.cpu.tables import ODD
 
 
 class Left(NamedTuple):
-    """A product's left operand: term x of row r is ``array[start + r * row + x * step]``."""
+    """The left operand of a matrix product, stored in `array`.
+
+    Its row r and column x hold the pair ``array[start + r * row + x * step]``.
+    """
 
     array: np.ndarray
     start: int
@@ -35,7 +38,10 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """Round n, a number of rows of C or a number of pairs, up to a multiple of a tile's side."""
+    """Return n, rounded up to a multiple of the side of an AMX tile.
+
+    The number n is a number of rows of C or a number of pairs.
+    """
     return (n + SIDE - 1) // SIDE * SIDE
 
 
@@ -47,7 +53,10 @@ def pair_tiles_of(n):
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a pair; all but the first `count` numbers become 0."""
+    """Return X[at] and X[at + step] as a pair of bfloat16 numbers.
+
+    If `count` is 1, the second number is replaced by 0; if `count` is 0 or less, so is the first.
+    """
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -93,7 +102,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a newly packed left operand.
+    """Pack the columns of X as the rows of a new left operand, and return this operand.
 
     A pair of the new operand consists of two neighbours in a column of X; a pair of `left` consists
     of two neighbours in a row.
@@ -121,7 +130,7 @@ def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 
 def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
-    """Copy columns of X to lanes, as a right operand with `stride` lanes for a sum over rows."""
+    """Copy columns of X to the `stride` lanes of a right operand, for a sum over the rows of X."""
     for r in range(pair_tiles_of(n)):
         for x in range(stride):
             count = n - 2 * r if x < d else 0
@@ -129,7 +138,10 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of panels to a row of X, times the lane's factor, rounded to bfloat16."""
+    """Write each lane of the panels to a row of X, multiplied by a factor and rounded to bfloat16.
+
+    Each lane has its own factor.
+    """
     for r in range(0, n, cpu.width):
         panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
         unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
@@ -142,7 +154,10 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """Write each lane of one panel to a row of X, times the lane's factor, rounded to bfloat16."""
+    """Write each lane of one panel to a row of X, multiplied by a factor and rounded to bfloat16.
+
+    Each lane has its own factor.
+    """
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

@@ -1,4 +1,7 @@
-"""The steps between matrix products of bfloat16 pairs; module `operands` has them for floats."""
+"""The computations between two matrix products of a kernel that multiplies bfloat16 pairs.
+
+The module `engines.cpu.operands` has the same functions for floats.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +22,11 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 
 
 def scaled(cpu, S, rows, plain, scales):
-    """Return the scale if the softmax can apply the scale; else multiply S by it and return 1.
+    """Return an array with the factor by which the softmax must multiply the scores S.
 
-    The softmax can apply a scale of at least 0, if no step (softcap, bias, function or mask) comes
-    between the product and the softmax.
+    If the softmax can apply the scale, the factor is the scale. Otherwise, the function itself
+    multiplies S by the scale, and the factor is 1. The softmax can apply a scale of at least 0, if
+    no step (softcap, bias, function or mask) comes between the product and the softmax.
     """
     if plain and scales[0] >= 0:
         return scales
@@ -31,7 +35,11 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel to bfloat16, merge its rows in pairs, and pad with zeros to whole tiles."""
+    """Round a panel to bfloat16, merge every two rows into pairs, and return it as a right operand.
+
+    The pairs are padded with zeros to whole tiles. The function returns the operand's array, offset
+    and stride.
+    """
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
@@ -40,8 +48,8 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Compute P from scores, and keep P until `weigh` multiplies it by V.
 
-    If the maximum of any lane has changed or keys were skipped, the function multiplies the P that
-    earlier calls kept by V now.
+    The function first multiplies the P of earlier calls by V if the maximum of any lane has
+    changed, or if the kernel skipped keys since the last call.
     """
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
@@ -56,7 +64,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @part
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for the pairs of keys whose P `take_scores` kept."""
+    """Compute O += V^T P for those pairs of keys for which `take_scores` has stored P."""
     (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
     if begin < end:
         product_add(
@@ -67,7 +75,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @part
 def moved(cpu, alpha, at):
-    """Return whether any lane's sums must be rescaled, because the lane's alpha is not 1."""
+    """Return whether alpha, the factor that rescales a lane's sums, differs from 1 in any lane."""
     changed = False
     for c in range(cpu.width):
         changed |= alpha[np.uint64(at + c)] != 1
@@ -76,7 +84,7 @@ def moved(cpu, alpha, at):
 
 @part
 def clear_pairs(cpu, P, p0, rows):
-    """Pad the pairs that hold `rows` rows of P with zeros to whole tiles."""
+    """Write zeros after the pairs of `rows` rows of P, so that the pairs fill whole tiles."""
     w = cpu.width
     for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
         P[at] = 0

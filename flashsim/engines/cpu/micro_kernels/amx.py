@@ -29,7 +29,7 @@ REASONS = {
 
 @cache
 def refusal(process: int) -> str | None:
-    """Request AMX tiles for this process; return None, or the reason why Linux refuses them.
+    """Request AMX tiles for this process; return the reason if Linux refuses, and otherwise None.
 
     One request covers all threads of the process, existing and future. A forked process inherits
     the permission from its parent. The result is cached per `process` (os.getpid()). So a forked

@@ -22,7 +22,10 @@ AHEAD = 12
 
 
 def _product(args: str) -> Callable:
-    """Return `builder` for a matrix product, which takes one more argument in mode "rescale"."""
+    """Return `builder` for an LLVM function that computes a matrix product.
+
+    In mode "rescale", the LLVM function has one more argument.
+    """
     return builder(
         lambda mode, **_: args + "p" * (mode == "rescale"),
         lambda block, writer=Code, **_: writer,
@@ -33,11 +36,12 @@ def _product(args: str) -> Callable:
 def build_step(
     code: Code, C, ldc, A, row, step, B, ldb, n, *alpha, mode: str, rows: int, writer=Code
 ) -> None:
-    """Write a function that computes `rows` rows of a product, with all accumulators in registers.
+    """Write an LLVM function that computes `rows` rows of a matrix product.
 
-    For each term x of the sums, the code copies one scalar per row of A to all lanes, and
-    multiplies it by the vectors of B's row x. The argument `mode` is "set", "add" or "rescale";
-    with "rescale", the function has one more argument, the address of alpha (one per lane).
+    The function keeps all accumulators in registers. For each term x of the sums, the code copies
+    one scalar per row of A to all lanes, and multiplies it by the vectors of B's row x. The
+    argument `mode` is "set", "add" or "rescale"; with "rescale", the function has one more
+    argument, the address of alpha (one per lane).
     """
     for pointer in (C, A, B):
         pointer.add_attribute("noalias")
@@ -75,7 +79,10 @@ def build_step(
 def build_product(
     code: Code, C, ldc, A, row, step, B, ldb, rows, n, *alpha, mode: str, writer=Code
 ) -> None:
-    """Write a function for a product with any number of rows, which computes `ROWS` at a time."""
+    """Write an LLVM function that computes a matrix product of any number of rows.
+
+    The function computes `ROWS` rows at a time.
+    """
     b = code.b
 
     def rest(first, count: int) -> None:

@@ -152,7 +152,7 @@ def build_softmax_along(code: Code, S, ld, heads, n, m, l, alpha, *, kind: int |
     most = HEADS if code.block.register != 32 else 1  # AVX2 has half the registers
 
     def folded(value, operation: Callable):
-        """Reduce the lanes of `value` by `operation`; return a vector of equal results."""
+        """Combine all lanes of `value` by `operation`, and return the result in every lane."""
         size = 1
         while size < code.lanes:
             value = operation(value, code.pick(value, value, [x ^ size for x in range(code.lanes)]))

@@ -60,10 +60,10 @@ def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
 
 @pair_builder("pipiipiiip")
 def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
-    """Write the AMX version of `decode_gemv.build_dots`; a tile's row holds 32 numbers of K.
+    """Write the AMX version of `decode_gemv.build_dots`.
 
-    If a row's length is not a multiple of 32, or if the rows of K do not fill a tile, the code
-    first copies these rows.
+    One row of a tile holds 32 numbers of a row of K. If a row's length is not a multiple of 32, or
+    if the rows of K do not fill a tile, the code first copies these rows.
     """
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
@@ -187,7 +187,7 @@ def _scratch(code: PairCode, words):
 
 
 def _four(code: PairCode, base, at: int, h):
-    """Load four floats."""
+    """Emit code that loads four neighbouring floats as one vector."""
     kind = ir.VectorType(code.element, 4).as_pointer()
     return code.b.load(code.b.bitcast(code.at(base, h, at), kind), align=4)
 

@@ -72,9 +72,9 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """The number whose addition rounds x to an integer n; the low bits of the sum are n + bias.
+        """The number which, added to x, rounds x to an integer n.
 
-        The class `writer.Code` uses this number.
+        The low bits of the sum are n + bias. The class `writer.Code` uses this number.
         """
         return 1.5 * 2**self.mantissa + self.bias
 

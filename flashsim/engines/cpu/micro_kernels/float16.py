@@ -35,7 +35,10 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Return floats; if `kind` names a 16-bit type, round them to that type's nearest numbers."""
+    """Return a vector of floats, each rounded to the nearest number of the 16-bit type `kind`.
+
+    If `kind` is None, the floats are returned unchanged.
+    """
     b = code.b
     if kind is None:
         return x

@@ -26,7 +26,7 @@ CHUNK = 16
 
 
 class Stretch:
-    """Part of a float array that is read as floats, and contains floats or 16-bit numbers.
+    """A part of an array of K or V, which contains floats or 16-bit numbers and is read as floats.
 
     The argument `start` is the number of elements before the stretch. The argument `kind` is
     `BFLOAT16`, `FLOAT16` or None (floats). If `code` is a `PairCode`, the stretch is read as
@@ -74,9 +74,10 @@ class Stretch:
 
 
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
-    """Return `builder` for K and V of type `kind`; for bfloat16 pairs, it gets a `PairCode`.
+    """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V.
 
-    On CPUs whose AMX tiles multiply numbers of this type, the function returns `of_tiles` instead,
+    If the type is bfloat16 and the CPU multiplies pairs, the code is written with `PairCode`. On
+    CPUs whose AMX tiles multiply numbers of this type, the function returns `of_tiles` instead,
     unless `of_tiles` is None.
     """
 
@@ -97,12 +98,12 @@ def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
 
 
 def numbers_of(code: Code) -> int:
-    """Return how many numbers of a `Stretch` fit into one vector."""
+    """Return how many numbers one vector holds when it is loaded from a `Stretch`."""
     return code.lanes * (2 if isinstance(code, PairCode) else 1)
 
 
 def lanes_below(code: Code, count):
-    """Return a mask that selects the first `count` numbers of a vector from a `Stretch`."""
+    """Return a mask that selects the first `count` numbers of a vector loaded from a `Stretch`."""
     b, lanes = code.b, numbers_of(code)
     undefined = ir.Constant(ir.VectorType(INT, lanes), ir.Undefined)
     vector = b.insert_element(undefined, count, ir.Constant(ir.IntType(32), 0))

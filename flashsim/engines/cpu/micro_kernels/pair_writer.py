@@ -32,7 +32,11 @@ class PairCode(Code):
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
-        """Add the dot product of the pairs in each lane to `total` (AVX512-BF16)."""
+        """Add the dot product of two pairs to each lane of `total`.
+
+        The pairs are those in the same lane of `left` and of `right`. The code is one instruction
+        of AVX512-BF16.
+        """
         whole = self.ints(0).type
         pairs = (self.b.bitcast(value, whole) for value in (left, right))
         return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
@@ -45,7 +49,10 @@ class PairCode(Code):
         return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
 
     def pair(self, x, y):
-        """Round two vectors of floats to bfloat16, and interleave them as one vector of pairs."""
+        """Round the vectors x and y to bfloat16, and interleave them to one vector of pairs.
+
+        Each pair has one number of x and one of y.
+        """
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             # Puts x's numbers before y's.

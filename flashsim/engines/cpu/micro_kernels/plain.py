@@ -246,10 +246,10 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation_by_kind("a o0 i i", build_round)
 def round_panel(cpu, X, x0, ld, rows, kind):
-    """Round float32 numbers to the inputs' type if it has 16 bits; the results stay float32.
+    """Round each number of a panel to the inputs' type if that type has 16 bits.
 
-    Ties are rounded to even. If the type is float16, numbers from 65520 on become infinity. NaN
-    stays NaN.
+    The rounded numbers are stored as float32. Ties are rounded to even. If the type is float16,
+    numbers from 65520 on become infinity. NaN stays NaN.
     """
     if kind is None:
         return
@@ -286,9 +286,10 @@ def narrow(cpu, floats, f0, halves, h0, n, kind):
 
 @part
 def number_at(X, i, kind):
-    """Return number i of an array of floats, or of 16-bit numbers in a float array.
+    """Return number i of an array as a float.
 
-    `kind` is the 16-bit type, or None for floats.
+    The array contains floats, or two 16-bit numbers in the memory of each float. `kind` is the
+    16-bit type, or None for floats.
     """
     if kind is None:
         return X[i]
@@ -306,7 +307,10 @@ def rounded_number(x, kind):
 
 @part
 def bits_of(x):
-    """Return the bits of the bfloat16 nearest to a float32 (ties to even), as 32 bits."""
+    """Return the bits of the bfloat16 nearest to a float32, as a 32-bit integer.
+
+    Ties are rounded to even.
+    """
     bits = np.float32(x).view(np.uint32)
     if x != x:  # rounding could carry a NaN into a number
         return np.uint32((bits | np.uint32(1 << 22)) >> np.uint32(16))
@@ -332,7 +336,10 @@ def _number_of_float16(bits):
 
 @part
 def _bits_of_float16(x):
-    """Return the bits of the float16 nearest to a float32 (ties to even), as 32 bits."""
+    """Return the bits of the float16 nearest to a float32, as a 32-bit integer.
+
+    Ties are rounded to even.
+    """
     u, half = np.float32(x).view(np.uint32), np.float32(0.5)
     sign, size = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000)), np.float32(abs(x))
     if not size < np.float32(65520):

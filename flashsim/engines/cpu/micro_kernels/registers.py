@@ -53,14 +53,14 @@ class Blocking(NamedTuple):
     Attributes
     ----------
     register : int
-        Bytes of one register.
+        The number of bytes in one vector register.
     vecs : int
         The number of registers that one row of a panel fills.
     prefetch : bool
         Whether products prefetch the data that they read next (docs/notebooks/cpu.md).
     pairs : str
         The method that multiplies pairs of bfloat16 numbers, a key of `bf16_dot.codegen.PRODUCTS`;
-        "" if the code does not multiply such pairs.
+        or "" if the code does not multiply such pairs.
     """
 
     register: int
@@ -163,7 +163,7 @@ def paired(micro_kernel: str) -> Cpu:
 
 @cache
 def pays(micro_kernel: str) -> bool:
-    """Return whether a bfloat16 micro-kernel is expected to be faster than float32 on this CPU.
+    """Return whether a bfloat16 micro-kernel should be faster than the float32 code on this CPU.
 
     On an Intel Xeon, AVX-512's bfloat16 instruction (VDPBF16PS) is slower than float32 code: on one
     thread, attention passes with VDPBF16PS took 1.4 to 1.8 times as long as in float32. On an AMD
@@ -178,7 +178,7 @@ def zen() -> bool:
 
 
 def without(micro_kernel: str) -> str | None:
-    """Return why this process cannot run a bfloat16 micro-kernel; None if it can.
+    """Return the reason why this process cannot run a bfloat16 micro-kernel, or None if it can.
 
     Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. An instruction
     that the CPU lacks would crash the process. So this function checks both the CPU's features and

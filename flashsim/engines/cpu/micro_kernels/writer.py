@@ -81,11 +81,11 @@ class Code:
         return base
 
     def times(self, x, factor: int):
-        """Return an integer value times a constant."""
+        """Return the product of an integer value and a constant."""
         return self.b.mul(x, ir.Constant(INT, factor))
 
     def plus(self, x, more: int):
-        """Return an integer value plus a constant."""
+        """Return the sum of an integer value and a constant."""
         return self.b.add(x, ir.Constant(INT, more))
 
     def least(self, x, y):
@@ -140,11 +140,12 @@ class Code:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """Return n and 2^n for several vectors x to which `Exponential.magic` was added.
+        """Return n and 2^n for each of several vectors x.
 
-        Adding that constant to x rounds x to the integer n. The sum has n + bias in its low bits,
-        and one shift turns these bits into the float 2^n. The code does each step for all vectors
-        before the next step, so that the vectors' dependency chains overlap.
+        The caller has already added `Exponential.magic` to each x. Adding that constant to x rounds
+        x to the integer n. The sum has n + bias in its low bits, and one shift turns these bits
+        into the float 2^n. The code does each step for all vectors before the next step, so that
+        the vectors' dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -252,12 +253,18 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of the chosen lanes; they are numbered through x, then on through y."""
+        """Return a vector of the chosen lanes of the vectors x and y.
+
+        The lanes of x have the first numbers, and those of y the numbers after them.
+        """
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Return `total` + `left` x a vector of B's row; `left` is filled with one scalar of A."""
+        """Return `total` plus the product of `left` and a vector of a row of B.
+
+        Every lane of `left` holds the same scalar of A.
+        """
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------

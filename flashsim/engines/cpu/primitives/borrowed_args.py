@@ -49,7 +49,10 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the type of a tuple's field; for None, Numba reports that the field is unknown."""
+        """Return the Numba type of a tuple's field, or None if the tuple has no such field.
+
+        For None, Numba reports that the field is unknown.
+        """
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -57,14 +60,20 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """Read a tuple's field; an array is read without its owner, so no references are counted."""
+    """Emit code that reads a field of a tuple of type `ByAddress`.
+
+    An array is read without its owner, so no references are counted.
+    """
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """Read a value from memory; arrays are read without owners, so no references are counted."""
+    """Emit code that reads a value of a Numba type from memory.
+
+    Arrays are read without owners, so no references are counted.
+    """
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for nth, name in enumerate(context.data_model_manager[kind]._fields):
@@ -93,7 +102,7 @@ def _lent(kind: Any) -> Any:
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)``, with arrays that have no owner and tables by address.
+    """Call ``kernel(cpu, *arguments)``, and pass arrays without owners, and tables by address.
 
     For an array with an owner, Numba counts references atomically around every call that takes the
     array. So the threads of a kernel would contend for these counters at every tile.

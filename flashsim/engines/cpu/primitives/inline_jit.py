@@ -28,11 +28,11 @@ class _Text(JITCodeLibrary):
     _linking_libraries: list[Any]
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Do nothing, because the library into which this library is linked optimises all code."""
+        """Do not optimise, because the library that links in this library optimises all code."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
-        """Finish the library without its callees and without machine code."""
+        """Finish the library, but link in no callees and generate no machine code."""
         self._raise_if_finalized()
         self._finalize_final_module()
 
@@ -70,7 +70,7 @@ class _HotText(_Text):
 
 
 class _Whole(JITCodeLibrary):
-    """The library of a function that Python calls: its machine code, and that of its callees."""
+    """The machine code of a function that Python calls, and of all functions that it calls."""
 
     _linking_libraries: list[Any]
     _optimize_functions = _Text._optimize_functions
@@ -101,7 +101,7 @@ def _link(library: Any, module: Any) -> None:
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToText(NativeLowering):
-    """Numba's lowering pass, changed to produce a `_Text`, without an address or wrappers."""
+    """Numba's lowering pass, changed to produce a `_Text`, which Python cannot call."""
 
     _name = "flashsim_lower_to_text"
     library = _Text
@@ -171,9 +171,9 @@ class HotPart(Part):
 
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
-    """Make compiled callers use the function that `choose` returns for the arguments' types.
+    """Make compiled code call the function that `choose` returns for the types of the arguments.
 
-    Callers name `definition`, and the chosen function replaces it.
+    The source code calls `definition`, and the compiler replaces it by the chosen function.
     """
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)

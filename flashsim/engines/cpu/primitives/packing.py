@@ -15,13 +15,16 @@ SIDE = 16
 
 @part
 def panels_of(cpu, n):
-    """Return the number of panels that n lanes need."""
+    """Return the number of panels that n lanes fill, counting a partly filled last panel."""
     return (n + cpu.width - 1) // cpu.width
 
 
 @part
 def filled(n, value, dtype):
-    """Return an array of n equal numbers; compiles three times as fast as `np.full`."""
+    """Return an array of n equal numbers.
+
+    The function compiles three times as fast as `np.full`.
+    """
     array = panel_array(n, dtype)
     fill(array, array.dtype.type(value))
     return array
@@ -36,7 +39,10 @@ def fill(X, value):
 
 @part
 def room_for(n, dtype, rounding):
-    """Allocate memory for n 16-bit numbers converted to floats; none if inputs are floats."""
+    """Allocate memory for n 16-bit numbers that are converted to floats.
+
+    If the inputs are floats, the function returns an empty array.
+    """
     return panel_array(0 if rounding is None else n, dtype)
 
 
@@ -55,7 +61,7 @@ def widened(cpu, room, X, x0, n, rounding):
 
 @part
 def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
-    """Transpose n rows of X into panels; 16-bit numbers are converted to floats first."""
+    """Transpose n rows of X into panels, after converting any 16-bit numbers to floats."""
     from_x, start = widened(cpu, room, X, x0, n * d, rounding)
     pack(cpu, panels, from_x, start, n, d, factors)
 
@@ -77,7 +83,7 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part(fastmath={"reassoc"})
 def look(counter, X, x0, n):
-    """Set an element of `counter` if any of n results is NaN or infinite.
+    """Set a flag, which is an element of `counter`, if any of n results is NaN or infinite.
 
     To find such a result, the function multiplies each result by 0: the product is NaN if the
     result is NaN or infinite.
