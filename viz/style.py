@@ -128,7 +128,7 @@ def _described(doc: str) -> str:
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Whether Matplotlib can set a text's $...$ as math; if not, dollar signs are plain text."""
+    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain text."""
     if "$" not in text:
         return True
     try:

@@ -216,7 +216,7 @@ class RanksFilm(Frames):
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Return the number of tiles that a rank has computed after a fraction of a step."""
+        """Return how many of a step's tiles a rank has computed after a fraction of that step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 
@@ -235,7 +235,10 @@ class RanksFilm(Frames):
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Draw K and V; in the second half of every step but the last they move to a new rank."""
+        """Draw the K and V of each rank at the moment of a frame.
+
+        In the second half of every step except the last, K and V move to the next rank.
+        """
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0

@@ -134,7 +134,7 @@ def _message(groups: Mapping[str, Trace | Traffic]) -> str:
 
 
 def _place(tensor: str) -> tuple[int, str]:
-    """Return the sort key of a tensor; tensors of your own algorithm come last."""
+    """Return the sort key of a tensor; tensors of a user's own algorithm come last."""
     return CODES.get(tensor, len(CODES)), tensor
 
 
