@@ -204,7 +204,7 @@ _AGREED = (
 
 
 def _asked(plan: Group, q: Tensor) -> dict[str, int]:
-    """Return, as integers, the values that must be equal on all ranks."""
+    """Return a dict of the values that must be equal on all ranks, each as an integer."""
     p = plan.problem
     values = (
         *(p.batch, p.heads, p.kv_heads, q.shape[2], p.head_dim, p.head_dim_v),
@@ -383,15 +383,24 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: send some rows of all heads, get all rows of some heads."""
+        """Exchange tensors in this rank's team: each rank gets all rows of some of the heads.
+
+        Before the exchange, each rank has some of the rows of all heads.
+        """
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: send all rows of some heads, get some rows of all heads."""
+        """Exchange tensors in this rank's team: each rank gets some of the rows of all heads.
+
+        Before the exchange, each rank has all rows of some of the heads.
+        """
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
-        """Send the n-th piece along `split` to the team's n-th rank; join pieces along `join`."""
+        """Cut a tensor along `split`, and send the n-th piece to the team's n-th rank.
+
+        The pieces that this rank receives are joined along `join`.
+        """
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
             return [ops.readable(x) for x in tensors.values()]

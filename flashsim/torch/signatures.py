@@ -32,7 +32,10 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader and the name of the function `func`; None if `func` is not attention."""
+    """Return the reader of an attention function's calls, and the function's name.
+
+    The result is None if `func` is not an attention function.
+    """
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:
@@ -99,7 +102,7 @@ def device_of(x: Tensor) -> str:
 
 
 def mapped(tensors: Iterable[Tensor]) -> int:
-    """Return how many calls one call under torch.vmap is: the product of the mapped lengths."""
+    """Return how many calls one call under torch.vmap stands for: the product of mapped lengths."""
     functorch: Any = torch._C._functorch
     axes: dict[int, int] = {}
     for x in tensors:
@@ -134,7 +137,10 @@ def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """Return the values of a call's offsets; None, with a note, if they cannot be read."""
+    """Return the values of a call's offsets, or None if they cannot be read.
+
+    In that case a note is added.
+    """
     if x is None:
         return None
     if not has_values(x):
