@@ -155,7 +155,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Return a call's traced functions, and their captured arrays as operands."""
+    """Return two dicts: a call's traced functions, and the arrays that these functions capture."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -184,7 +184,9 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an eager call's cache key; () for tracers, other arrays and unhashable values.
+    """Return an eager call's cache key, or () if the call cannot be cached.
+
+    A call with tracers, with arrays of another library or with unhashable values is not cached.
 
     The key holds types as well as values, because True and 1 are equal.
     """
@@ -242,7 +244,10 @@ def _spread(x: Any, axes: frozenset[Any]) -> Any:
 
 
 def _known(offsets: Any) -> Any:
-    """Return the offsets of sequences as a tuple of integers; unchanged if None or traced."""
+    """Return the offsets of sequences as a tuple of integers.
+
+    If the offsets are None or traced, they are returned unchanged.
+    """
     if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
     return tuple(np.asarray(offsets).tolist())

@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def unpacked_names(told: str) -> tuple[str, ...]:
-    """Return the names in a loop body's line ``m, l, acc = carry``; () if it has no such line."""
+    """Return the names in a loop body's line ``m, l, acc = carry``, or () if it has none."""
     found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
     if found is None:
         return ()

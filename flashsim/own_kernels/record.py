@@ -167,7 +167,7 @@ class KernelRecord:
 
     @property
     def bytes_asked(self) -> np.ndarray:
-        """The bytes that each access requests, int64 (accesses,)."""
+        """The number of bytes that each access requests, int64 (accesses,)."""
         sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 

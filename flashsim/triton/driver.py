@@ -48,7 +48,10 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN as the time; `fn` is not called, so that its launches are not counted."""
+    """Return NaN as the time of `fn`.
+
+    The function does not call `fn`, so that the launches in `fn` are not counted.
+    """
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -156,7 +159,7 @@ def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
 
 
 def _torch_asks(torch: Any) -> bool:
-    """Whether the function that called ours was called by torch, whose compiler has to know."""
+    """Return whether torch itself called the replaced function and so needs the true value."""
     return sys._getframe(2).f_code.co_filename.startswith(str(Path(torch.__file__).parent))
 
 
