@@ -234,7 +234,9 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return V, and whether V is the first `head_dim_v` columns of k (if so, `v` must be None).
+    """Return V, and whether V consists of the first `head_dim_v` columns of k.
+
+    If it does, `v` must be None.
 
     The function removes `head_dim_v` from `options`.
     """

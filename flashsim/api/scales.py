@@ -45,7 +45,7 @@ def _number(value: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise the `OptionError` that says: FP8 inputs need scales, or "unscaled"."""
+    """Raise an `OptionError` that says that FP8 inputs need `scales`, which may be "unscaled"."""
     raise OptionError(
         f"q, k and v are {dtype}, and FP8 elements need scales: pass scales=(q_scale, k_scale, "
         "v_scale), which flashsim.quantize returns in x.options (run(x.q, x.k, x.v, "
@@ -65,7 +65,9 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the value of `Problem.scales` for scales of these shapes; `ndim` is q's axes.
+    """Return the value of `Problem.scales` for scales of these shapes.
+
+    The number `ndim` is the number of q's axes.
 
     Raises
     ------

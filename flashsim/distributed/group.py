@@ -222,7 +222,11 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has at a ring step: `OWN`, `BEFORE` or `AFTER`."""
+        """Return whose keys a rank has at a ring step.
+
+        The result is `OWN` for its own keys, `BEFORE` for those of an earlier member of the ring,
+        and `AFTER` for those of a later member.
+        """
         member = rank // self.ulysses
         if step == 0:
             return OWN
@@ -236,7 +240,7 @@ class Group:
 
     @cached_property
     def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
-        """The block of scores for each value of `relation`; None if it is fully masked."""
+        """The block of scores for each value of `relation`, or None for a fully masked block."""
         n = self.rows_a_member
         everything = slice(0, n)
         if not self.problem.causal:
@@ -263,7 +267,7 @@ class Group:
         return Block(q, k, part)
 
     def block(self, rank: int, step: int) -> Block | None:
-        """Return a rank's block of scores in a ring step; None if it is fully masked."""
+        """Return a rank's block of scores in a ring step, or None if the block is fully masked."""
         return self.blocks[self.relation(rank, step)]
 
     @cached_property
@@ -300,7 +304,11 @@ class Group:
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """Return the names of the steps in order: head exchanges, ring steps, gradient return."""
+        """Return the names of a pass's steps, in order.
+
+        The steps are exchanges of heads, steps of the ring, and the return of gradients to their
+        owners.
+        """
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:
