@@ -65,11 +65,11 @@ class Gradients(_Pass):
     ----------
     dq, dk, dv : array
     dbias : array or None
-        Shaped like the bias; None without a bias.
+        Shaped like the bias, or None if there is no bias.
     captured : dict
         The requested gradients of the score function's captured arrays, by name.
     dsinks : array (heads,) or None
-        In the accumulator's type; None without sinks.
+        In the accumulator's type, or None if there are no sinks.
     kernel : str
         The kernel that ran.
     tiling : Tiling
@@ -201,7 +201,7 @@ class Result(_Pass):
 
 
 def _cell(ran: Result | Gradients) -> str:
-    """Return the HTML of a pass for a notebook: the arrays' shapes, then the traffic."""
+    """Return HTML that shows a pass in a notebook: the shapes of its arrays, then its traffic."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
@@ -338,7 +338,7 @@ def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace 
 
 
 def provenance(kernel: str, gpu: str = "") -> dict[str, str]:
-    """Return what a trace stores about its origin: versions, kernel and device."""
+    """Return a dict with a trace's origin: versions of packages, the kernel and the device."""
     return {
         "flashsim": __version__,
         "numpy": np.__version__,

@@ -19,7 +19,9 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return the three scales, with plain numbers converted to float32 arrays; None for "unscaled".
+    """Return the three scales, with plain numbers converted to float32 arrays.
+
+    The result is None if `scales` is "unscaled".
 
     Raises
     ------
@@ -111,7 +113,7 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """Return q's, k's and v's scales: (), (batch, heads) or (batch, heads, blocks).
+    """Return the scales of q, k and v, each (), (batch, heads) or (batch, heads, blocks).
 
     `values` says whether the scales' numbers are checked: the arrays (of any library) are then read
     on the CPU.

@@ -125,7 +125,10 @@ def seconds(point: SweepPoint) -> float:
 
 
 def measure(point: SweepPoint) -> Row:
-    """Return a point's row: its parameters, its figures, and "ok" or the error."""
+    """Count or run a point, and return its row: its parameters, its figures and its status.
+
+    The status is "ok" or the error.
+    """
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
         problem = point.problem()

@@ -120,7 +120,7 @@ class Ranks:
         self.now += 1
 
     def gather(self, name: str, rows_of: Callable[[int], np.ndarray], *, heads: bool) -> np.ndarray:
-        """Return the whole array, assembled from every rank's rows (and, in a team, heads)."""
+        """Return one array of the whole sequence, assembled from all ranks' rows and heads."""
         p, team = self.group.problem, self.group.ulysses
         first = self.ranks[0][name]
         each = first.shape[1]

@@ -246,7 +246,7 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """One line of text with the sizes of the problem and the tiles, which determine the bytes."""
+        """One line of text with the sizes of problem and tiles, which determine the bytes."""
         p, t = self.task.problem, self.task.tiling
         heads = f"{p.heads} query heads, {p.kv_heads} KV heads, " if p.heads > 1 else ""
         return (

@@ -74,7 +74,7 @@ def unread(trace: Trace) -> list[str]:
 
 
 def times(n: float) -> str:
-    """Return a count in words: "once" or "N times"."""
+    """Return a count of repetitions as text: "once" or "N times"."""
     return "once" if n == 1 else f"{number(n)} times"
 
 

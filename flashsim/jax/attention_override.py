@@ -99,7 +99,7 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the term that is added to the scores: the bias, and -inf for masked keys.
+    """Return the array that is added to the scores: the bias, and -inf for masked keys.
 
     Both the mask and the sequence lengths can mask keys.
     """

@@ -135,7 +135,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run a call; `flashsim.torch.attention` decides alike."""
+    """Return whether the decode kernels run a call; `flashsim.torch` decides in the same way."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)

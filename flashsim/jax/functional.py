@@ -286,7 +286,7 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q).
+    """Compute attention; return out, (batch, heads, n_q, head_dim_v), and lse, (batch, heads, n_q).
 
     If the LSE is not returned to the user (`gives_lse` is False), its gradient is zero, and the
     backward pass ignores it.
@@ -329,7 +329,7 @@ def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of all float inputs; for integer inputs they are None."""
+    """Return the gradients of all inputs; the gradient of an integer input is None."""
     graph = dict(question.functions).get("score_mod")
     captured = () if graph is None else graph.arrays
     score = [f"score_mod {n}" for n, spec in enumerate(captured) if spec.kind == FLOAT]

@@ -101,8 +101,8 @@ def record_kernels(
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
     """Run `function(*args)`; return its kernels' record, the tensors by code, and the result.
 
-    `watched` is (launch, program, callback): for that program of that launch, each access is passed
-    to the callback.
+    The argument `watched` is a tuple (launch, program, callback). Each access of that program in
+    that launch is passed to the callback.
     """
     if not callable(function):
         raise OptionError(

@@ -154,7 +154,7 @@ def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.
 
 
 def is_slice(index: Any) -> bool:
-    """Return whether an index entry is a Pallas slice, with a start, a size and a stride."""
+    """Return whether one entry of an index is a Pallas slice, with a start, a size and a stride."""
     return hasattr(index, "start") and hasattr(index, "size") and hasattr(index, "stride")
 
 

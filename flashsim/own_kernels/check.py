@@ -242,7 +242,10 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: TIMES plain attention's error in this type, plus one rounding."""
+    """Return the largest error that a result may have.
+
+    It is TIMES the error of plain attention in this type, plus one rounding error.
+    """
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)

@@ -155,7 +155,10 @@ def rows_of(
 
 
 def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
-    """Yield the reasons for excess bytes: masked tiles, repeated loads, rows of the next head."""
+    """Yield the reasons why a kernel moves excess bytes.
+
+    Possible reasons are masked tiles, repeated loads, and rows of the next head.
+    """
     a = g.record.accesses
     masked = masked_visits(g)
     for code, tensor in enumerate(g.record.tensors):

@@ -362,7 +362,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether `values` differ between two accesses of the same program."""
+    """Return whether any two accesses of the same program have different `values`."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

@@ -108,7 +108,7 @@ class _OnCpu:
         self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and the LSE."""
+        """Run the forward pass, and return out and the LSE."""
         job = self._job.given(_numbers(q), _numbers(k), _numbers(v))
         outcome, give = self._run(job), self._host.give
         if unseen := outcome.unseen("out"):

@@ -230,7 +230,7 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: in flash-attn-4, this plans the tile scheduler; flashsim needs no plan."""
+    """Return None, because flashsim needs no plan for a tile scheduler; flash-attn-4 does."""
     return
 
 

@@ -181,7 +181,7 @@ def mask(
     local_size: int | None = None,
     **rest: Any,
 ) -> Band | Tensor:
-    """Return the mask for a call from transformers: a `Band` if possible, else a tensor.
+    """Return the mask for a call from transformers, as a `Band` if possible and else as a tensor.
 
     Parameters
     ----------
@@ -315,7 +315,7 @@ def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Ten
 
 
 def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
-    """Return the `Band` of a transformers mask function, or None if its mask is not a band."""
+    """Return the `Band` that describes a transformers mask function, or None if no `Band` does."""
     if mask_function is masking_utils.causal_mask_function:
         return Band(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:

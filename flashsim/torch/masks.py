@@ -23,7 +23,7 @@ class Pattern:
     causal, window, bias, mask, sinks
         As in `Problem`.
     note : str
-        What the count does not reproduce exactly; "" if nothing.
+        A text that says what the count does not reproduce exactly, or "" if it reproduces all.
     known : bool
         False if the mask's values cannot be read, as on the meta device.
     """

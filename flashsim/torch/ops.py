@@ -214,7 +214,7 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `forward`, also differentiable under torch.func's transforms."""
+    """Return the results of `forward`, with gradients also under torch.func's transforms."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)

@@ -253,7 +253,7 @@ class _Part:
     deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE for the rows (and heads) that this rank computes."""
+        """Run the forward pass, and return out and LSE for the rows (and heads) of this rank."""
         plan, ring = self.plan, self.plan.ring
         keys = parcel(K=k, V=v)
         out = lse = None
@@ -276,7 +276,7 @@ class _Part:
         return out.to(q.dtype), lse
 
     def attention(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE of one block of scores."""
+        """Compute attention in one block of scores, and return its out and LSE."""
         ran = execution.run(
             *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
             causal=block.problem.causal,
@@ -287,7 +287,7 @@ class _Part:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's rows.
+        """Run the backward pass, and return the gradients of this rank's rows.
 
         dK and dV of other members' keys are sent after these keys' K and V until they reach the
         rank that owns the keys. At first dK and dV are one block's gradients, in the type in which
@@ -359,7 +359,7 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Return whether sums over blocks are kept in float32.
+        """Return whether sums of gradients over several blocks of scores are kept in float32.
 
         With only two blocks, no float32 sum is stored, because the two are added and rounded in one
         step.

@@ -324,7 +324,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """Return the label of a measured time: the device, then "kernels" or "operators"."""
+    """Return the label of a measured time: the name of the device, and "kernels" or "operators"."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 

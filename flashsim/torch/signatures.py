@@ -115,7 +115,10 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the mask pattern of torch's arguments: a mask, or `is_causal` (top-left aligned)."""
+    """Return the mask pattern that torch's arguments describe.
+
+    The arguments are a mask, or the flag `is_causal`, whose mask is aligned at the top left.
+    """
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -126,7 +129,7 @@ def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
 
 
 def _window(left: int | None, right: int | None, causal: bool) -> tuple[int, int] | None:
-    """Return the window of a FlashAttention call; None if it is unlimited."""
+    """Return the sliding window of a FlashAttention call, or None if the call has no limits."""
     left, right = (-1 if side is None else int(side) for side in (left, right))
     return None if left < 0 and (right < 0 or causal) else (left, 0 if causal else right)
 
@@ -279,7 +282,7 @@ def _flex(a: Arguments) -> AttentionCall:
 
 
 def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
-    """Return the pattern of flex_attention's mask: a function, the last entry of `block_mask`."""
+    """Return the pattern of flex_attention's mask, which is the last entry of `block_mask`."""
     mask, blocks = block_mask[-1], block_mask[2]
     if mask is flex.noop_mask:
         return Pattern()

@@ -62,9 +62,9 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
     """Replace Triton's driver by a `Driver` inside the ``with`` block, and restore it at the end.
 
-    With `available`, `torch.cuda.is_available` returns True, because users' tests skip without a
-    GPU. The ``with`` statement yields a function to call after any import that may have loaded
-    torch or ``triton.testing``: it replaces the functions of those modules too.
+    If `available` is true, `torch.cuda.is_available` returns True, because users' tests are skipped
+    if there is no GPU. The ``with`` statement yields a function, which replaces functions of torch
+    and ``triton.testing`` too. Call it after any import that may have loaded these modules.
     """
     at = installed()
     driver = at.triton.runtime.driver

@@ -256,7 +256,7 @@ class Interpreter:
         self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
-        """Return the line of the user's kernel that is running, as (file, number)."""
+        """Return the line of the user's kernel that is running now, as (file, line number)."""
         frame = reader_frame(self.at.folder)
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 

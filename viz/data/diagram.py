@@ -172,7 +172,9 @@ MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
-    """Return int64 (T_r, T_c): the thread block that works on each tile, or -1 if none does.
+    """Return the number of the thread block that works on each score tile, int64 (T_r, T_c).
+
+    The number is -1 for a tile that no thread block works on.
 
     If the keys are split, several thread blocks work on one row tile, each on its own split of the
     keys. The blocks are numbered row tile by row tile.

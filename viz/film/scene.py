@@ -74,7 +74,7 @@ class Mosaic:
         self._pixels = pixels
 
     def draw(self, canvas: np.ndarray) -> None:
-        """Copy the tiles into a canvas, uint8 (height, width, 4)."""
+        """Copy the pixels of the tiles into a canvas of RGBA pixels, uint8 (height, width, 4)."""
         canvas[(*self._where, slice(3))] = self._pixels
 
 
