@@ -116,7 +116,7 @@ def check_key_order(key_order: str) -> Any:
 
 
 def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
-    """Return `trace`; raise if it is not a trace mode or the backend cannot record it."""
+    """Return `trace` unchanged; raise if it is no trace mode, or the backend cannot record it."""
     timeline = isinstance(trace, str) and trace == "timeline"
     if not timeline and not isinstance(trace, (bool, np.bool_)):
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")

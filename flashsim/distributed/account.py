@@ -222,6 +222,6 @@ def zeros(group: Group, direction: str) -> np.ndarray:
 
 
 def fields(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Account`, leaving out tensors that no rank sends."""
+    """Return the fields of an `Account` as a dict, without the tensors that no rank sends."""
     sent = {name: x for name, x in counts.pop("sent").items() if x.any()}
     return {"sent": sent, **counts}

@@ -35,7 +35,7 @@ class Rank:
         self.arrays[to] = self.arrays.pop(name)
 
     def drop(self, *names: str) -> None:
-        """Remove arrays."""
+        """Remove the arrays of these names from the rank's memory."""
         for name in names:
             del self.arrays[name]
 

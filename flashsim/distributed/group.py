@@ -166,7 +166,7 @@ class Group:
 
     @property
     def ring(self) -> int:
-        """Number of members in the ring."""
+        """The number of members in the ring; each member is a team of ranks."""
         return self.ranks // self.ulysses
 
     @property
@@ -176,12 +176,12 @@ class Group:
 
     @property
     def rows_a_rank(self) -> int:
-        """Number of rows of q, k, v and out that each rank has at the start and at the end."""
+        """The number of rows of q, k, v and out that each rank has at the start and at the end."""
         return self.problem.n_q // self.ranks
 
     @property
     def rows_a_member(self) -> int:
-        """Number of rows that each rank computes: all rows of the rank's team."""
+        """The number of query rows that each rank computes: all rows of the rank's team."""
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
@@ -203,7 +203,10 @@ class Group:
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks of a team: those that exchange heads with a rank, including itself."""
+        """Return the ranks of the team that `rank` belongs to, including `rank`.
+
+        The ranks of a team exchange heads with each other.
+        """
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 

@@ -156,7 +156,7 @@ class KernelExercise:
 
     @property
     def sizes(self) -> str:
-        """One line with the problems for which a solution is called."""
+        """One line of text that lists the problems for which a solution is called."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property

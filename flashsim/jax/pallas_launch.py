@@ -313,7 +313,10 @@ def on_tpu(
 def operands_of(
     params: dict[str, Any], names: Sequence[str], inputs: Sequence[Any], equation: Any
 ) -> list[BlockOperand]:
-    """Return the operands of a call: inputs, then outputs; an aliased output is its input."""
+    """Return the operands of a `pallas_call`: first its inputs, then its outputs.
+
+    An output that is aliased to an input is the same operand as that input.
+    """
     mapping = params["grid_mapping"]
     aliases = {output: given for given, output in params["input_output_aliases"]}
     operands: list[BlockOperand] = []
@@ -469,7 +472,10 @@ def space_of(mapping: Any) -> str:
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """Return the names of the kernel's parameters without `_ref`; unknown names become numbers."""
+    """Return the names of the kernel's parameters, without the ending `_ref`.
+
+    A parameter whose name is unknown is named by its number.
+    """
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))

@@ -119,7 +119,7 @@ class XlaArray:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 

@@ -17,7 +17,7 @@ UNCOALESCED = 2.0
 
 @dataclass(frozen=True)
 class KernelFinding:
-    """One warning.
+    """One warning about a kernel, with its source line and program.
 
     Attributes
     ----------

@@ -57,12 +57,12 @@ class KernelTensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements together, without gaps between elements."""
+        """The number of bytes of all elements together, without gaps between elements."""
         return self.size * self.itemsize
 
     @cached_property
@@ -74,7 +74,7 @@ class KernelTensor:
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether the elements are contiguous in memory, in the order of their indices."""
+        """Whether the tensor's elements are contiguous in memory, in the order of their indices."""
         step = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n != 1 and stride != step:

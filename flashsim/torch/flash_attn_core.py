@@ -37,7 +37,9 @@ def varlen(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of packed sequences; return out (tokens, heads, d) and LSE (heads, tokens).
+    """Compute attention of packed sequences.
+
+    The results are out, (tokens, heads, d), and the LSE, (heads, tokens).
 
     `used_q` and `used_k` are the numbers of rows of each sequence that are in use.
     """
@@ -86,7 +88,9 @@ def with_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append, and attend; return out (batch, n_q, heads, d), LSE (batch, heads, n_q).
+    """Rotate the new rows, append keys and values to the cache, and compute attention over it.
+
+    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q).
 
     Rows are rotated by the positions in `at`, or by `lengths` if `at` is not passed.
     """
@@ -175,7 +179,9 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append and attend like `with_cache`, for packed queries (tokens, heads, d) and keys.
+    """Rotate, append and compute attention as `with_cache` does, but for packed queries and keys.
+
+    Packed arrays are (tokens, heads, d).
 
     Cache lengths are read on the host. The argument `splits` has no effect.
     """
@@ -584,7 +590,7 @@ def no_dropout(p: float) -> None:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Pack a batch into one sequence: (batch, heads, n, d) to (1, heads, batch * n, d)."""
+    """Return a batch, (batch, heads, n, d), as one sequence, (1, heads, batch * n, d)."""
     return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
 
 

@@ -356,7 +356,9 @@ def attend(
     position_bias: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a transformers layer's attention: (batch, heads, n, d) in, (batch, n, heads, d) out.
+    """Compute the attention of a layer of transformers.
+
+    The inputs are (batch, heads, n, d); the output is (batch, n, heads, d).
 
     Raises
     ------
@@ -504,7 +506,7 @@ def _decoded(
 def _without_padding(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention without padding tokens, packed as sequences of different lengths."""
+    """Compute attention after removing padding; the remaining tokens are packed sequences."""
     batch, heads, n_q, _ = query.shape
     q, rows, cu_q = _packed(query, band.queries)
     k, _, cu_k = _packed(key, band.keys)

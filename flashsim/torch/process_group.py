@@ -238,6 +238,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """Format a number that ranks compared, for an error message."""
+    """Return the text of a number that ranks compared, for an error message."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

@@ -162,7 +162,10 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """List the transfers of a step; if the list is too long, its last line counts the rest."""
+        """List the transfers of a step.
+
+        If the list is too long, its last line says how many transfers are not shown.
+        """
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)
