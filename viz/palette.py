@@ -115,7 +115,7 @@ def _luminance(color: str) -> float:
 
 
 def ink(color: str, look: Theme) -> str:
-    """Return the colour for a series' name: its own colour if readable, else the text colour."""
+    """Return the colour of a series' name: the series' colour if readable, else the text colour."""
     return color if contrast(color, look.background) >= 4.5 else look.text
 
 
@@ -151,7 +151,7 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """Return the colour of any tensor; those that your own algorithm adds have the colour `OWN`.
+    """Return the colour of any tensor; a tensor that a user's algorithm adds has the colour `OWN`.
 
     Intermediate results of arithmetic, which have no name, are grey.
     """
@@ -167,10 +167,13 @@ def is_gradient(tensor: str) -> bool:
 
 
 def rgb(shade: str) -> np.ndarray:
-    """Return red, green and blue of a ``#rrggbb``, float64 (3,) from 0 to 255."""
+    """Return the red, green and blue values of a ``#rrggbb`` colour, float64 (3,) from 0 to 255."""
     return np.array([int(shade[n : n + 2], 16) for n in (1, 3, 5)], float)
 
 
 def mix(first: str, other: str, share: float) -> np.ndarray:
-    """Mix two colours, with `share` (0 to 1) of the second; return it in the format of `rgb`."""
+    """Return a mixture of two colours, in the format of `rgb`.
+
+    The number `share`, from 0 to 1, is the second colour's share of the mixture.
+    """
     return rgb(first) + (rgb(other) - rgb(first)) * share

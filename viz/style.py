@@ -65,7 +65,7 @@ def rc(theme: Theme) -> Any:
 
 
 def theme_of(ax: Axes) -> Theme:
-    """Return the theme that fits an Axes' background: the dark theme on a dark background."""
+    """Return the theme for an Axes: "dark" if its background is dark, else "light"."""
     return palette.theme("light" if _is_light(ax.get_facecolor()) else "dark")
 
 
@@ -128,7 +128,7 @@ def _described(doc: str) -> str:
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Whether Matplotlib can set a text's $...$ as math; if not, dollar signs are plain text."""
+    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain text."""
     if "$" not in text:
         return True
     try:
@@ -139,7 +139,7 @@ def _is_math(text: str) -> bool:
 
 
 def _cell(ax: Axes) -> bytes:
-    """Return an Axes' figure as PNG, which a notebook shows instead of ``<Axes: ...>``."""
+    """Return the figure of an Axes as PNG; a notebook shows it instead of ``<Axes: ...>``."""
     buffer = io.BytesIO()
     figure = ax.figure.canvas.figure  # the whole figure, also for an Axes of a subfigure
     figure.savefig(buffer, format="png")

@@ -67,7 +67,7 @@ ANY = NUMPY._replace(library="")
 
 
 def take(host: Host, **arrays: Any) -> list[Any]:
-    """Convert arrays, all from one library, to NumPy's; None stays None.
+    """Convert arrays, which must all be from one library, to NumPy arrays; None stays None.
 
     Raises
     ------

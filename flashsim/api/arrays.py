@@ -34,7 +34,7 @@ def only_dlpack(x: Any) -> bool:
 
 
 def last_axes(name: str) -> str:
-    """Return, for an error text, the last axes that the argument `name` must have."""
+    """Return a text, for error messages, with the last axes that the argument `name` must have."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
@@ -125,7 +125,7 @@ def check_finite(name: str, array: Any) -> None:
 
 
 def _not_finite(array: Any) -> int:
-    """Return the number of values that are NaN or infinite."""
+    """Return how many of an array's values are NaN or infinite."""
     if isinstance(array, np.ndarray) and dtype_name(array) == "bfloat16":
         # As integers, infinity and NaN are the largest bits of either sign. Comparing the bits
         # takes a fifth of the time of widening.

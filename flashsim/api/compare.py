@@ -208,7 +208,7 @@ def compare(
 
 
 def _plain(backend: str, options: Mapping[str, Any]) -> bool:
-    """Return whether only the problem's sizes decide which tiles are possible."""
+    """Return whether the possible tile sizes depend only on the sizes of the problem."""
     deciding = (*inputs.DECODING, "scales", "block_mask")
     return backend in dispatch.ON_CPU and all(options.get(name) is None for name in deciding)
 
@@ -216,7 +216,7 @@ def _plain(backend: str, options: Mapping[str, Any]) -> bool:
 def _common(
     q: Any, k: Any, v: Any, algorithms: Sequence[str], directions: Sequence[str], device: Any
 ) -> Tiling | None:
-    """Return one tiling for all algorithms; None for arrays that `run` will refuse."""
+    """Return a tiling that fits all algorithms, or None if `run` will refuse the arrays."""
     try:
         sides = (q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1])
         n_q, n_kv, head_dim, head_dim_v = map(int, sides)

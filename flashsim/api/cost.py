@@ -34,7 +34,7 @@ class Estimate:
 
 
 def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
-    """Return the cost of simulating these passes and keeping their results.
+    """Return the estimated time and memory of simulating these passes and keeping their results.
 
     Raises
     ------

@@ -116,7 +116,7 @@ def check_key_order(key_order: str) -> Any:
 
 
 def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
-    """Return `trace`; raise if it is not a trace mode or the backend cannot record it."""
+    """Return `trace` unchanged; raise if it is no trace mode, or the backend cannot record it."""
     timeline = isinstance(trace, str) and trace == "timeline"
     if not timeline and not isinstance(trace, (bool, np.bool_)):
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
@@ -234,7 +234,9 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return V, and whether V is the first `head_dim_v` columns of k (if so, `v` must be None).
+    """Return V, and whether V consists of the first `head_dim_v` columns of k.
+
+    If it does, `v` must be None.
 
     The function removes `head_dim_v` from `options`.
     """

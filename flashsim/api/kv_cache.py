@@ -107,7 +107,9 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return how many keys of each entry are in use; takes the arguments of `live_problem`.
+    """Return how many keys of each batch entry are in use.
+
+    The arguments are those of `live_problem`.
 
     Raises
     ------

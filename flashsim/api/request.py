@@ -63,7 +63,7 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """Return the same job on other arrays, which have the checked arrays' shapes and types.
+        """Return the job that was checked, on other arrays of the same shapes and types.
 
         The job keeps its memo (cached values that do not depend on the arrays' content) if the
         checks saw every value that it may depend on.
@@ -135,7 +135,7 @@ _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
 def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Checked, Job]:
-    """Return the checked call and its job on these arrays; reuse the check of an equal call."""
+    """Return a call's `Checked` and its job on these arrays; an equal call is not checked again."""
     if request.backend == "numpy":
         request = request._replace(backend="simulator")
     host = array_libraries.ANY
@@ -166,7 +166,7 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 def _key(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
-    """Return a call's cache key for arrays like these; None if such a call is checked each time.
+    """Return a call's cache key for arrays like these, or None if it is to be checked each time.
 
     True and 1 are equal in Python, so the key holds types as well as values.
     """

@@ -65,11 +65,11 @@ class Gradients(_Pass):
     ----------
     dq, dk, dv : array
     dbias : array or None
-        Shaped like the bias; None without a bias.
+        Shaped like the bias, or None if there is no bias.
     captured : dict
         The requested gradients of the score function's captured arrays, by name.
     dsinks : array (heads,) or None
-        In the accumulator's type; None without sinks.
+        In the accumulator's type, or None if there are no sinks.
     kernel : str
         The kernel that ran.
     tiling : Tiling
@@ -201,7 +201,7 @@ class Result(_Pass):
 
 
 def _cell(ran: Result | Gradients) -> str:
-    """Return the HTML of a pass for a notebook: the arrays' shapes, then the traffic."""
+    """Return HTML that shows a pass in a notebook: the shapes of its arrays, then its traffic."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
@@ -298,7 +298,10 @@ def _captured(
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
-    """Return a cache key of all values that a GPU backward pass checks; None: check again."""
+    """Return a cache key of all values that a GPU backward pass checks.
+
+    The result is None if the pass has to be checked each time.
+    """
     arrays = (dout,) if dlse is None else (dout, dlse)
     if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in arrays):
         return None
@@ -312,7 +315,7 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 
 def made(kind: Any, **fields: Any) -> Any:
-    """Make an object of a frozen dataclass from all fields, 2 us faster than `__init__` does."""
+    """Make an object of a frozen dataclass with these fields, 2 us faster than `__init__` does."""
     instance = object.__new__(kind)
     instance.__dict__.update(fields)
     return instance
@@ -335,7 +338,7 @@ def recorded(job: Job, outcome: Outcome, direction: str, backend: str) -> Trace 
 
 
 def provenance(kernel: str, gpu: str = "") -> dict[str, str]:
-    """Return what a trace stores about its origin: versions, kernel and device."""
+    """Return a dict with a trace's origin: versions of packages, the kernel and the device."""
     return {
         "flashsim": __version__,
         "numpy": np.__version__,

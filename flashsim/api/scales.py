@@ -19,7 +19,9 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return the three scales, with plain numbers converted to float32 arrays; None for "unscaled".
+    """Return the three scales, with plain numbers converted to float32 arrays.
+
+    The result is None if `scales` is "unscaled".
 
     Raises
     ------
@@ -45,7 +47,7 @@ def _number(value: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise the `OptionError` that says: FP8 inputs need scales, or "unscaled"."""
+    """Raise an `OptionError` that says that FP8 inputs need `scales`, which may be "unscaled"."""
     raise OptionError(
         f"q, k and v are {dtype}, and FP8 elements need scales: pass scales=(q_scale, k_scale, "
         "v_scale), which flashsim.quantize returns in x.options (run(x.q, x.k, x.v, "
@@ -65,7 +67,9 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the value of `Problem.scales` for scales of these shapes; `ndim` is q's axes.
+    """Return the value of `Problem.scales` for scales of these shapes.
+
+    The number `ndim` is the number of q's axes.
 
     Raises
     ------
@@ -109,7 +113,7 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """Return q's, k's and v's scales: (), (batch, heads) or (batch, heads, blocks).
+    """Return the scales of q, k and v, each (), (batch, heads) or (batch, heads, blocks).
 
     `values` says whether the scales' numbers are checked: the arrays (of any library) are then read
     on the CPU.

@@ -187,7 +187,10 @@ def _problem(
     more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """Return the problem, 4-D copies of the inputs by the papers' names, `ndim` and the `Host`."""
+    """Return four results: the problem, 4-D copies of the inputs, `ndim` and the `Host`.
+
+    The copies are a dict by the names in the papers.
+    """
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)

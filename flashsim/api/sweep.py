@@ -65,7 +65,7 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """Return a short table: the parameters that vary, and the figures.
+        """Return a short table with the parameters that vary between points, and the figures.
 
         The methods and attributes `csv`, `json`, `rows` and `dataframe` have every column, and the
         full text of each status.

@@ -111,7 +111,10 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """Return how many seconds `measure` will take; 0 for a closed form or an impossible point."""
+    """Return an estimate of how many seconds `measure` will take.
+
+    The estimate is 0 if a closed form is used or the point is impossible.
+    """
     if point.method == "count":
         return 0.0
     try:
@@ -122,7 +125,10 @@ def seconds(point: SweepPoint) -> float:
 
 
 def measure(point: SweepPoint) -> Row:
-    """Return a point's row: its parameters, its figures, and "ok" or the error."""
+    """Count or run a point, and return its row: its parameters, its figures and its status.
+
+    The status is "ok" or the error.
+    """
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
         problem = point.problem()
@@ -148,7 +154,10 @@ def _count(point: SweepPoint, problem: Problem, tiling: Tiling) -> Traffic:
 
 
 def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
-    """Return the cost of simulating a point, including the forward pass before a backward pass."""
+    """Return the estimated time and memory of simulating a point.
+
+    If the point is a backward pass, the forward pass before it is included.
+    """
     passes = [_count(point, problem, tiling)]
     if point.direction == "backward":
         forward = replace(point, direction="forward")
@@ -231,7 +240,10 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Check one value alone, by a `Problem` with the most permissive dtype."""
+    """Check the value of one field by making a `Problem` with it, and return the value.
+
+    The `Problem` has the dtype that allows the most values.
+    """
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 

@@ -85,7 +85,10 @@ class WatchedArray:
         )
 
     def _element(self, index: Any) -> tuple[tuple[int, ...], int] | None:
-        """Return the element that an index selects, and its offset in memory; None for a slice."""
+        """Return the element that an index selects, and its offset in memory.
+
+        The result is None if the index selects a slice.
+        """
         one = index if isinstance(index, tuple) else (index,)
         if len(one) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in one):
             return None
@@ -196,7 +199,10 @@ class BlockWatch:
 def merged(
     block: tuple[int, int, int], threads: dict[int, list[ThreadAccess]], itemsizes: list[int]
 ) -> list[BlockAccess]:
-    """Return a block's accesses in program order, merged per source line between barriers."""
+    """Return a thread block's accesses in program order.
+
+    All accesses from one source line between two barriers are merged into one `BlockAccess`.
+    """
     offsets: dict[tuple[int, str, int, tuple[str, int]], list[int]] = {}
     places: dict[tuple[int, str, int, tuple[str, int]], int] = {}
     requests: dict[tuple[Any, ...], set[int]] = {}
@@ -317,7 +323,7 @@ def refuse_merged_arrays(kernel: Any) -> None:
 
 
 def held(arg: Any, number: int) -> np.ndarray | None:
-    """Return the array behind an argument; None for a number."""
+    """Return the NumPy array that a kernel's argument holds, or None if it is a number."""
     arg = getattr(arg, "value", arg) if type(arg).__name__ in ("In", "Out", "InOut") else arg
     if type(arg).__name__ in ("FakeCUDAArray", "FakeWithinKernelCUDAArray"):
         arg = getattr(arg, "_item", arg)._ary

@@ -135,7 +135,7 @@ class Account(report.Tabled):
         return self.group.rows_a_member * longest * flop_rate / bandwidth
 
     def destination(self, rank: int, step: int) -> tuple[int, ...]:
-        """Return the ranks that a rank sends to at a step; an empty tuple if it sends nothing."""
+        """Return the ranks that a rank sends to at a step, or () if it sends nothing."""
         rank = checks.place("rank", rank, self.group.ranks)
         step = checks.place("step", step, len(self.steps))
         if not self.out_bytes[rank, step]:
@@ -198,7 +198,7 @@ class Account(report.Tabled):
 
 
 def _scores(account: Account, rank: int, step: int) -> str:
-    """Return the text that describes the block of scores that a rank computes at a step."""
+    """Return a text that describes the block of scores that a rank computes at a step."""
     group = account.group
     block_of = group.block if account.direction == "forward" else group.gradient_block
     block = block_of(rank, step)
@@ -217,11 +217,11 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return an array of zeros to count one quantity per rank and step."""
+    """Return an array of zeros, (ranks, steps), in which a quantity can be counted."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 
 def fields(counts: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of an `Account`, leaving out tensors that no rank sends."""
+    """Return the fields of an `Account` as a dict, without the tensors that no rank sends."""
     sent = {name: x for name, x in counts.pop("sent").items() if x.any()}
     return {"sent": sent, **counts}

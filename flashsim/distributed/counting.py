@@ -96,7 +96,9 @@ def visits(local: Traffic) -> int:
 
 
 class MemberSizes:
-    """Sizes in bytes of `n` rows of a ring member's tensors, for the heads that a rank computes.
+    """Sizes of a ring member's tensors.
+
+    Each method returns the bytes of `n` rows, for the heads that one rank computes.
 
     `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
     accumulators have the input type: they merge only once, directly into the result.
@@ -201,7 +203,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Return the HBM bytes that move to merge each step's out and LSE with earlier results."""
+    """Return the HBM bytes that are moved to merge each step's out and LSE with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:
@@ -250,16 +252,21 @@ def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """Return each rank's `nbytes(block)` for the first block after its own; 0 without such a block.
+    """Return, for each rank, `nbytes` of the first block that the rank computes after its own.
 
-    With `before`, the block is that of the rank's predecessor in the ring.
+    The number is 0 if the rank has no such block.
+
+    If `before` is true, the block is that of the previous rank in the ring.
     """
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """Return every rank's `nbytes(block)` at each ring step after the first; 0 without a block."""
+    """Return, for each rank and each ring step after the first, `nbytes` of the rank's block.
+
+    The number is 0 if the rank computes no block at that step.
+    """
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 
@@ -319,7 +326,10 @@ def _peak_backward(group: Group) -> np.ndarray:
 
 
 def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """Return the peak bytes over ring steps from 1 on, with K and V of a step and the next step."""
+    """Return the most bytes that each rank holds in any ring step from step 1 on.
+
+    At each step except the last, a rank holds the K and V of that step and of the next one.
+    """
     held[:, :-1] += 2 * visitor
     held[:, -1] += visitor
     return held.max(axis=1)

@@ -35,7 +35,7 @@ class Rank:
         self.arrays[to] = self.arrays.pop(name)
 
     def drop(self, *names: str) -> None:
-        """Remove arrays."""
+        """Remove the arrays of these names from the rank's memory."""
         for name in names:
             del self.arrays[name]
 
@@ -72,7 +72,7 @@ class Ranks:
         self.made["hbm"][here] += trace.bytes()
 
     def touch(self, number: int, *arrays: np.ndarray) -> None:
-        """Add the bytes that a rank loads or stores to combine results to its counts."""
+        """Add to a rank's counts the bytes that it loads or stores in order to combine results."""
         self.made["merge"][number, self.now] += sum(x.nbytes for x in arrays)
 
     def add(self, number: int, total: np.ndarray, part: np.ndarray) -> None:
@@ -88,7 +88,10 @@ class Ranks:
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Send each rank's array `source`, if any, to the next rank in the ring, as `target`."""
+        """Send each rank's array `source` to the next rank in the ring, which names it `target`.
+
+        Ranks that have no such array send nothing.
+        """
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes
@@ -117,7 +120,7 @@ class Ranks:
         self.now += 1
 
     def gather(self, name: str, rows_of: Callable[[int], np.ndarray], *, heads: bool) -> np.ndarray:
-        """Return the whole array, assembled from every rank's rows (and, in a team, heads)."""
+        """Return one array of the whole sequence, assembled from all ranks' rows and heads."""
         p, team = self.group.problem, self.group.ulysses
         first = self.ranks[0][name]
         each = first.shape[1]

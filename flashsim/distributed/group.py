@@ -166,7 +166,7 @@ class Group:
 
     @property
     def ring(self) -> int:
-        """Number of members in the ring."""
+        """The number of members in the ring; each member is a team of ranks."""
         return self.ranks // self.ulysses
 
     @property
@@ -176,12 +176,12 @@ class Group:
 
     @property
     def rows_a_rank(self) -> int:
-        """Number of rows of q, k, v and out that each rank has at the start and at the end."""
+        """The number of rows of q, k, v and out that each rank has at the start and at the end."""
         return self.problem.n_q // self.ranks
 
     @property
     def rows_a_member(self) -> int:
-        """Number of rows that each rank computes: all rows of the rank's team."""
+        """The number of query rows that each rank computes: all rows of the rank's team."""
         return self.problem.n_q // self.ring
 
     def member_rows(self, member: int) -> np.ndarray:
@@ -203,7 +203,10 @@ class Group:
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks of a team: those that exchange heads with a rank, including itself."""
+        """Return the ranks of the team that `rank` belongs to, including `rank`.
+
+        The ranks of a team exchange heads with each other.
+        """
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
@@ -222,7 +225,11 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has at a ring step: `OWN`, `BEFORE` or `AFTER`."""
+        """Return whose keys a rank has at a ring step.
+
+        The result is `OWN` for its own keys, `BEFORE` for those of an earlier member of the ring,
+        and `AFTER` for those of a later member.
+        """
         member = rank // self.ulysses
         if step == 0:
             return OWN
@@ -236,7 +243,7 @@ class Group:
 
     @cached_property
     def blocks(self) -> tuple[Block | None, Block | None, Block | None]:
-        """The block of scores for each value of `relation`; None if it is fully masked."""
+        """The block of scores for each value of `relation`, or None for a fully masked block."""
         n = self.rows_a_member
         everything = slice(0, n)
         if not self.problem.causal:
@@ -263,7 +270,7 @@ class Group:
         return Block(q, k, part)
 
     def block(self, rank: int, step: int) -> Block | None:
-        """Return a rank's block of scores in a ring step; None if it is fully masked."""
+        """Return a rank's block of scores in a ring step, or None if the block is fully masked."""
         return self.blocks[self.relation(rank, step)]
 
     @cached_property
@@ -300,7 +307,11 @@ class Group:
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """Return the names of the steps in order: head exchanges, ring steps, gradient return."""
+        """Return the names of a pass's steps, in order.
+
+        The steps are exchanges of heads, steps of the ring, and the return of gradients to their
+        owners.
+        """
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:

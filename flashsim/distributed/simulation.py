@@ -333,7 +333,7 @@ class _SpreadRun(Ranks):
     # -- transfers between ranks ----------------------------------------------------------------
 
     def _visiting(self, rank: Rank, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the K and V that a rank has at a step: the rank's own or another member's."""
+        """Return the K and V that a rank has at a step: its own or another ring member's."""
         return (rank["k"], rank["v"]) if step == 0 else (rank["visiting_k"], rank["visiting_v"])
 
     def _pass_keys(self, step: int) -> None:

@@ -23,7 +23,10 @@ KERNEL_ROUNDS = 3
 
 
 def check(one: Exercise | KernelExercise) -> Table:
-    """Return a table with one row per check; the column `right` says whether the check passed."""
+    """Check an exercise, and return a table with one row per check.
+
+    The column `right` says whether the check passed.
+    """
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
@@ -63,7 +66,9 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Return the fewest points that the reference gets, and why points are lost ("" if none are).
+    """Return two results: the fewest points that the reference gets, and why it loses points.
+
+    The reason is "" if the reference loses no points.
 
     The points are None if the reference does not run on the exercise's machine.
     """
@@ -78,7 +83,7 @@ def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | No
 
 
 def _told(one: Exercise, mistake: str) -> tuple[bool, None, str]:
-    """Return whether the result of a known mistake is graded as wrong, with its explanation."""
+    """Return a row of `check`: whether a known mistake is graded as wrong and explained."""
     seen = []
     for kind in KINDS:
         arrays = one.task.arrays(kind)

@@ -246,7 +246,7 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """One line with the sizes that determine the bytes: the problem's and the tiles'."""
+        """One line of text with the sizes of problem and tiles, which determine the bytes."""
         p, t = self.task.problem, self.task.tiling
         heads = f"{p.heads} query heads, {p.kv_heads} KV heads, " if p.heads > 1 else ""
         return (
@@ -294,14 +294,17 @@ def gapped(marked: str) -> str:
 
 
 def headed(name: str, about: str, skeleton: str) -> str:
-    """Return the text of a file to complete; its first line names the exercise."""
+    """Return the text of a file that a student completes; its first line names the exercise."""
     comment = textwrap.indent(about, "# ", lambda line: True)
     lines = "\n".join(line.rstrip() for line in comment.splitlines())
     return f"# flashsim exercise: {name}\n#\n{lines}\n\n{skeleton.strip()}\n"
 
 
 def _imports(function: Callable[..., None]) -> list[str]:
-    """Return the import lines that the function needs: NumPy's, and those of its module."""
+    """Return the import lines that a function needs.
+
+    These are the import of NumPy, and those imports of the function's module that it uses.
+    """
     found, used = ["import numpy as np"], global_names(function.__code__)
     for node in ast.parse("".join(inspect.findsource(function)[0])).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -108,7 +108,10 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return two source texts: of the file or cell, and of the function in it; "" if unknown."""
+    """Return two source texts: of the file or cell that defines a function, and of the function.
+
+    Both are "" if the source is unknown.
+    """
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -123,7 +126,7 @@ class _Judge:
         self.source, self.until = source.splitlines(), until
 
     def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-        """Return the marks, their figures, and a trace of the transfers for one draw of inputs."""
+        """Return three results: the marks, their figures, and a trace for one draw of inputs."""
         task, each = self.task, RESULTS // len(KINDS)
         draws = [
             (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
@@ -192,7 +195,7 @@ class _Judge:
         return ""
 
     def _overflow(self, trace: Trace) -> str:
-        """Return why the solution needs too much on-chip memory, or "" if it fits."""
+        """Return a text that says how on-chip memory is exceeded, or "" if the solution fits."""
         if trace.peak_sram() <= self.task.sram_bytes:
             return ""
         try:

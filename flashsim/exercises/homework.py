@@ -53,7 +53,10 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def exercises_of(roots: Sequence[Path]) -> list[KernelExercise]:
-    """Return the exercises whose file is in at least one of the homework folders; else all."""
+    """Return the exercises whose file is in at least one homework folder.
+
+    If no folder has the file of any exercise, all exercises are returned.
+    """
     every = [one for one in _bundled() if one.path]
     return [one for one in every if any((root / one.path).is_file() for root in roots)] or every
 
@@ -99,7 +102,7 @@ def grade_homework(
 
 
 def _missing(root: Path, one: KernelExercise) -> str:
-    """Return a text: a file is missing, where it was expected, and which files were found."""
+    """Return a text that names the missing file, its right path, and the files that were found."""
     there = sorted(
         plain(str(Path(place, name).relative_to(root)), 200)
         for place, _, names in os.walk(root)

@@ -27,7 +27,7 @@ class KernelCase(NamedTuple):
 
     @property
     def title(self) -> str:
-        """The graded call's problem and kind of inputs, in words."""
+        """A text that describes the graded call: its problem and its kind of inputs."""
         return f"{in_words(self.task.problem)}, {self.kind} inputs"
 
 
@@ -108,7 +108,10 @@ class KernelExercise:
 
     @property
     def cases(self) -> list[KernelCase]:
-        """The graded calls: every task with normal inputs, and the first also with rising scores.
+        """The graded calls.
+
+        Every task is called with normally distributed inputs; the first task is also called with
+        rising scores.
 
         A backward pass is not called with rising scores, because it has no running maximum that
         rising scores could test.
@@ -153,7 +156,7 @@ class KernelExercise:
 
     @property
     def sizes(self) -> str:
-        """One line with the problems for which a solution is called."""
+        """One line of text that lists the problems for which a solution is called."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property

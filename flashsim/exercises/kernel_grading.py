@@ -178,7 +178,7 @@ def _short(case: KernelCase) -> str:
 
 
 def _unread(exercise: KernelExercise, one: _Run) -> str:
-    """Return a complaint if the kernels never access an input or an output, else ""."""
+    """Return a text that names an input or output that no kernel uses, or "" if all are used."""
     traced = one.traced
     a, stored = traced.record.accesses, [traced.tensors[code] for code in traced.record.stored]
     for name in exercise.outputs:

@@ -155,7 +155,10 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Return a function that runs a torch.autograd.Function's pass, and the pass's inputs."""
+    """Return two results: a function that runs the graded pass, and the inputs of that pass.
+
+    The graded pass is the forward or the backward pass of a torch.autograd.Function.
+    """
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -185,7 +188,10 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """Append to `outside` each torch computation outside of kernels, with its line."""
+    """In the ``with`` block, add each torch computation outside of kernels to the list `outside`.
+
+    Each item of the list also names the source line of the computation.
+    """
     if library != "torch":
         yield
         return
@@ -260,7 +266,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Do what a `KernelOrder` asks; return any failure's description, and the record as bytes."""
+    """Carry out a `KernelOrder`; return the description of any failure, and the record as bytes."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:

@@ -87,7 +87,7 @@ class Lesson:
         slips: Mapping[float, str],
         choices: Sequence[str],
     ) -> tuple[()] | tuple[str, str]:
-        """Return a wrong answer's kind of mistake and an explanation; () for a right answer."""
+        """Return the kind and the explanation of an answer's mistake, or () if it is right."""
         if said is ...:
             wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
             return "open", f"no answer yet; replace ... with {wanted}"

@@ -28,7 +28,7 @@ class Mark:
 
     @property
     def full(self) -> bool:
-        """Whether the item gets all its points; for an item without points, whether it passes."""
+        """Whether the item gets all its points, or if it has no points, whether it passes."""
         return self.points == self.most if self.most else not self.kind
 
 
@@ -54,7 +54,10 @@ def bytes_mark(most: int, moved: int, budget: int, *, right: bool, more: Iterabl
 def beside(
     mine: Mapping[tuple[str, str], int], theirs: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[str, str, int, int], ...]:
-    """Return tuples (op, tensor, bytes, the reference's bytes), for `Marks.moved`."""
+    """Return the bytes that a solution and the reference move, in the form of `Marks.moved`.
+
+    Each item is a tuple (op, tensor, bytes, the reference's bytes).
+    """
     keys = dict.fromkeys([*theirs, *mine])
     return tuple((*key, mine.get(key, 0), theirs.get(key, 0)) for key in keys)
 

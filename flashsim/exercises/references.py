@@ -23,7 +23,10 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 
 
 def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
-    """Return a budget: tensors in `once` move once, those in `per_row_tile` once per row tile.
+    """Return a function that computes a task's byte budget.
+
+    The budget lets each tensor in `once` move once, and each tensor in `per_row_tile` once per row
+    tile.
 
     `per_row_tile` has names of one letter. A tensor may be named twice.
     """
@@ -37,7 +40,10 @@ def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
 
 
 def stage_bytes(stage: str) -> Callable[[Task], int]:
-    """Return a budget: the bytes of a stage of FlashAttention-2's backward pass, by closed form."""
+    """Return a function that computes a task's byte budget from a closed form.
+
+    The budget is the bytes of one stage of FlashAttention-2's backward pass.
+    """
 
     def budget(task: Task) -> int:
         counted = count(task.problem, direction="backward", tiling=task.tiling)
@@ -78,7 +84,7 @@ def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """For each output of a forward pass, return the sum of its terms' absolute values.
+    """Return, for each output of a forward pass, the sum of the absolute values of its terms.
 
     Rounding errors are proportional to these sums: a mean of rows of V may be small although its
     terms are large.
@@ -92,7 +98,7 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """For each of `gradients`, return the sum of its terms' absolute values.
+    """Return, for each result of `gradients`, the sum of the absolute values of its terms.
 
     Rounding errors are proportional to these sums: dS is a difference of two nearly equal numbers
     where a row has one large P.
@@ -117,7 +123,10 @@ def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def with_problem(truth: Truth, **changes: Any) -> Truth:
-    """Return `truth` for a problem with changed fields: ``scale=1.0`` omits the scale."""
+    """Return a function that computes `truth` for a problem in which some fields are replaced.
+
+    For example, ``scale=1.0`` gives the results of a solution that omits the scale.
+    """
     return lambda arrays, p, dtype: truth(arrays, replace(p, **changes), dtype)
 
 
@@ -165,7 +174,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
 
 
 def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
-    """Return a function that computes a wrong L: `of` of each row's maximum and right L."""
+    """Return a function that computes a wrong L: it applies `of` to each row's maximum and L."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}
@@ -174,7 +183,10 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Return a function for gradients with a wrong scale, or with delta times a wrong factor."""
+    """Return a function that computes wrong gradients.
+
+    The scale is wrong, or delta is multiplied by the factor `delta`.
+    """
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))
@@ -214,7 +226,10 @@ BACKWARD_SLIPS: dict[str, Truth] = {
 
 
 def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
-    """Return known mistakes in the loop over keys with these tile sizes, by their explanations."""
+    """Return a dict of known mistakes in the loop over keys, for these tile sizes.
+
+    Each explanation maps to a function that computes the mistake's wrong results.
+    """
     words = "O was divided by l in every iteration"
     found = {
         f"{words}; divide once, after the last iteration": tiled(block_q, block_k, divisions=1),
@@ -231,7 +246,10 @@ def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
 
 
 def softmax_slips(block_q: int, *, stable: bool) -> dict[str, Truth]:
-    """Return known mistakes in a softmax of complete rows, in tiles of `block_q` rows."""
+    """Return a dict of known mistakes in a softmax of complete rows, in tiles of `block_q` rows.
+
+    Each explanation maps to a function that computes the mistake's wrong results.
+    """
 
     def of(top: int, total: int) -> Truth:
         def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:

@@ -34,7 +34,8 @@ class Limits:
 class Ended(NamedTuple):
     """A process that ended: its exit status, its result (stdout) and the text it printed (stderr).
 
-    `why` names the limit that ended the process: "time", "result" or "printed"; "" if none did.
+    `why` names the limit that ended the process: "time", "result" or "printed". It is "" if no
+    limit did.
     """
 
     status: int

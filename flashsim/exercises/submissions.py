@@ -139,13 +139,13 @@ def missing(path: Path, exercise: str) -> Marks:
 
 
 def exercise_of(text: str) -> str | None:
-    """Return the exercise that a file's text names; None if it names none."""
+    """Return the name of the exercise that a file's text states, or None if it states no name."""
     found = re.search(r"^# flashsim exercise: *(\S+)", text, re.M)
     return found[1] if found else None
 
 
 def missing_walls() -> list[str]:
-    """Return the actions of a graded file's code that this system cannot prevent."""
+    """Return a list of the things that this system cannot stop a graded file's code from doing."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]

@@ -30,7 +30,7 @@ _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 
 def transfers(trace: Trace) -> dict[tuple[str, str], int]:
-    """Return the bytes moved by operation and tensor, summed over all stages."""
+    """Return a dict of the bytes moved for each (operation, tensor), summed over all stages."""
     found = by_operation(trace.transfers)
     order = lambda key: (OPS.index(key[0]), CODES.get(key[1], len(CODES)), key[1])  # noqa: E731
     return {key: found[key] for key in sorted(found, key=order)}
@@ -74,12 +74,15 @@ def unread(trace: Trace) -> list[str]:
 
 
 def times(n: float) -> str:
-    """Return a count in words: "once" or "N times"."""
+    """Return a count of repetitions as text: "once" or "N times"."""
     return "once" if n == 1 else f"{number(n)} times"
 
 
 def of_number(said: float, right: float, why: str = "") -> str:
-    """Return the reply to a wrong number: the reason if known, else "too large" or "too small"."""
+    """Return the reply to a wrong number, with the reason if it is known.
+
+    If no reason is known, the reply says that the number is too large or too small.
+    """
     why = why or f"it is too {'large' if said > right else 'small'}"
     return f"{said:,} is wrong: {why}"
 
@@ -135,14 +138,14 @@ def untouched(text: str, skeleton: str) -> bool:
 
 
 def todo(text: str, skeleton: str) -> str:
-    """Return a sentence about the skeleton's first TODO that is still in a text, or ""."""
+    """Return a text that names the first line that still has its TODO, or "" if there is none."""
     left = {line.strip() for line in skeleton.splitlines() if "# TODO" in line}
     lines = enumerate(text.splitlines(), 1)
     return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
 
 
 def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
-    """Return the marks; the first wrong mark also names a TODO that is still in the text."""
+    """Return the marks, after adding to the first wrong mark a TODO that is still in the text."""
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
     if first is None or not (left := todo(text, skeleton)):
         return marks

@@ -99,7 +99,7 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the term that is added to the scores: the bias, and -inf for masked keys.
+    """Return the array that is added to the scores: the bias, and -inf for masked keys.
 
     Both the mask and the sequence lengths can mask keys.
     """
@@ -140,7 +140,7 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
 
 
 def _sides(window: Any) -> tuple[int | None, int | None]:
-    """Return how many keys a query sees to the left and to the right; None means no limit."""
+    """Return how many keys a query sees to its left and to its right; None means no limit."""
     sides = tuple(window) if isinstance(window, (tuple, list)) else (window, window)
     if window is not None and not (len(sides) == 2 and all(map(checks.is_int, sides))):
         raise DTypeError(
@@ -152,7 +152,7 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return the number of rows that see any key, the number of keys seen by any, and the window.
+    """Return three results: how many queries see a key, how many keys are seen, and the window.
 
     `jax.nn` aligns the `t` queries and `s` keys at the top left. flashsim's engines align at the
     bottom right, and the returned window is for that alignment.

@@ -59,7 +59,10 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions; take captured arrays from `arrays`."""
+    """Replace the graphs in `question` by traced functions, in place.
+
+    The arrays that the functions capture are removed from `arrays`.
+    """
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -110,7 +113,10 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Check a forward pass on a GPU; return its launch and the positions of q, k, v; or None."""
+    """Check a forward pass on a GPU, and return its prepared launch and the positions of q, k, v.
+
+    The result is None if the pass cannot be launched directly.
+    """
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -129,7 +135,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run a call; `flashsim.torch.attention` decides alike."""
+    """Return whether the decode kernels run a call; `flashsim.torch` decides in the same way."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)
@@ -186,7 +192,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return a result with its mapped axes unfolded from the batch.
+    """Return a result with the mapped axes as separate axes again, no longer part of the batch.
 
     If a batch shares a bias, the bias's gradients are summed over the batch.
     """

@@ -155,7 +155,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Return a call's traced functions, and their captured arrays as operands."""
+    """Return two dicts: a call's traced functions, and the arrays that these functions capture."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -184,7 +184,9 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an eager call's cache key; () for tracers, other arrays and unhashable values.
+    """Return an eager call's cache key, or () if the call cannot be cached.
+
+    A call with tracers, with arrays of another library or with unhashable values is not cached.
 
     The key holds types as well as values, because True and 1 are equal.
     """
@@ -242,7 +244,10 @@ def _spread(x: Any, axes: frozenset[Any]) -> Any:
 
 
 def _known(offsets: Any) -> Any:
-    """Return the offsets of sequences as a tuple of integers; unchanged if None or traced."""
+    """Return the offsets of sequences as a tuple of integers.
+
+    If the offsets are None or traced, they are returned unchanged.
+    """
     if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
     return tuple(np.asarray(offsets).tolist())
@@ -281,7 +286,7 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Return out (batch, heads, n_q, head_dim_v) and lse (batch, heads, n_q).
+    """Compute attention; return out, (batch, heads, n_q, head_dim_v), and lse, (batch, heads, n_q).
 
     If the LSE is not returned to the user (`gives_lse` is False), its gradient is zero, and the
     backward pass ignores it.
@@ -324,7 +329,7 @@ def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(question: Asked, operands: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients of all float inputs; for integer inputs they are None."""
+    """Return the gradients of all inputs; the gradient of an integer input is None."""
     graph = dict(question.functions).get("score_mod")
     captured = () if graph is None else graph.arrays
     score = [f"score_mod {n}" for n, spec in enumerate(captured) if spec.kind == FLOAT]

@@ -410,7 +410,7 @@ ATOMICS: dict[str, np.ufunc | None] = {
 
 
 def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
-    """Return the results of a primitive; it is compiled if JAX cannot compute it eagerly."""
+    """Return the results of a primitive, which is compiled if JAX cannot compute it eagerly."""
     try:
         return primitive.bind(*inputs, **params)
     except NotImplementedError:
@@ -466,12 +466,12 @@ def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], li
 
 
 def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return a mask broadcast to the shape of an access's lanes; None stays None."""
+    """Return a mask broadcast to the shape of an access's lanes, or None if there is no mask."""
     return None if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
 
 
 def scratch(aval: Any, name: str) -> Ref | None:
-    """Return an on-chip buffer for a scratch argument of a kernel; None for a semaphore."""
+    """Return an on-chip buffer for a kernel's scratch argument, or None if it is a semaphore."""
     inner = getattr(aval, "inner_aval", aval)
     try:
         dtype = np.dtype(inner.dtype)
@@ -481,7 +481,7 @@ def scratch(aval: Any, name: str) -> Ref | None:
 
 
 def dot_flops(equation: Any) -> int:
-    """Return the FLOPs of a `dot_general`: two per multiply-add."""
+    """Return the number of FLOPs of a `dot_general`; each multiply-add counts as two."""
     (contracted, _), _ = equation.params["dimension_numbers"]
     shape = equation.invars[0].aval.shape
     depth = int(np.prod([shape[d] for d in contracted], dtype=np.int64))

@@ -23,7 +23,9 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return, by name, the shapes and bytes of the values that are held at the peak of memory.
+    """Return a dict of the values that a kernel holds when they take the most memory.
+
+    For each name, the dict has the shape of the values and their bytes.
 
     Each name consists of the number of equal values and their type, such as "2 float32". Values of
     another shape with the same number and type get the name "2 float32 b".
@@ -43,7 +45,7 @@ def _size(kind: Kind) -> int:
 
 
 def _kind(variable: Any) -> Kind | None:
-    """Return the kind of an intermediate array; None for scalars and refs."""
+    """Return the type and shape of an intermediate array, or None if it is a scalar or a ref."""
     aval = variable.aval
     if hasattr(aval, "inner_aval") or not getattr(aval, "shape", ()):
         return None

@@ -11,7 +11,7 @@ from typing import Any
 
 @functools.cache
 def unpacked_names(told: str) -> tuple[str, ...]:
-    """Return the names in a loop body's line ``m, l, acc = carry``; () if it has no such line."""
+    """Return the names in a loop body's line ``m, l, acc = carry``, or () if it has none."""
     found = re.fullmatch(r"\S+ at (.*):(\d+)", told)
     if found is None:
         return ()
@@ -32,7 +32,11 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 
 
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
-    """Return names for a loop's carried values: the user's, JAX's ("carry[0]"), or "carry 0"."""
+    """Return a name for each value that a loop carries.
+
+    The name is the user's if it can be found. Otherwise it is JAX's name, such as "carry[0]", or if
+    there is none, "carry 0".
+    """
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]
     names = [str(name) for name in known] + [""] * (count - len(known))

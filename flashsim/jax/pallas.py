@@ -99,10 +99,10 @@ def record_kernels(
     model: str | None,
     watched: tuple[int, tuple[int, ...], Look] | None = None,
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
-    """Run `function(*args)`; return its kernels' record, their tensors by code, and the result.
+    """Run `function(*args)`; return its kernels' record, the tensors by code, and the result.
 
-    `watched` is (launch, program, callback): for that program of that launch, each access is passed
-    to the callback.
+    The argument `watched` is a tuple (launch, program, callback). Each access of that program in
+    that launch is passed to the callback.
     """
     if not callable(function):
         raise OptionError(
@@ -352,7 +352,7 @@ class PallasNotes:
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-    """Return the element offsets of active lanes, and how many lanes are masked or outside."""
+    """Return three results: the active lanes' element offsets, how many are masked, and outside."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
     for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):

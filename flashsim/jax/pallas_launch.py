@@ -260,7 +260,7 @@ def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
 
 
 def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return how many leading grid axes suffice to determine the blocks of all outputs."""
+    """Return the leading axes of a grid whose indices already decide the blocks of all outputs."""
     blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
     steps = list(itertools.product(*map(range, here.grid)))
     for leading in range(len(here.grid)):
@@ -275,7 +275,7 @@ def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> t
 
 
 def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield the programs of a grid; the first axis in `axes` runs fastest."""
+    """Yield each program's index in a grid, in order; the first axis in `axes` runs fastest."""
     for slow_first in itertools.product(*(range(grid[d]) for d in reversed(axes))):
         index = [0] * len(grid)
         for d, i in zip(reversed(axes), slow_first, strict=True):
@@ -286,7 +286,9 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the bytes of VMEM by name: every buffer of each block, and scratch buffers.
+    """Return a dict of the shape and the bytes of each buffer in VMEM, by name.
+
+    The dict has the buffers of each block, and the scratch buffers.
 
     One buffer per input is left out of these bytes, because the trace contains it as a loaded tile.
     """
@@ -311,7 +313,10 @@ def on_tpu(
 def operands_of(
     params: dict[str, Any], names: Sequence[str], inputs: Sequence[Any], equation: Any
 ) -> list[BlockOperand]:
-    """Return the operands of a call: inputs, then outputs; an aliased output is its input."""
+    """Return the operands of a `pallas_call`: first its inputs, then its outputs.
+
+    An output that is aliased to an input is the same operand as that input.
+    """
     mapping = params["grid_mapping"]
     aliases = {output: given for given, output in params["input_output_aliases"]}
     operands: list[BlockOperand] = []
@@ -362,7 +367,7 @@ def held(value: Any) -> np.ndarray:
 
 
 def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
-    """Return for each dimension a block's length, whether it is squeezed, and its padding."""
+    """Return three tuples with an item per dimension of a block: length, if squeezed, padding."""
     lengths, squeezed, before = [], [], []
     for dimension in mapping.block_shape:
         kind = type(dimension).__name__
@@ -411,7 +416,10 @@ def everything(ref: Ref) -> Lanes:
 
 
 def inner(ref: Ref) -> Lanes:
-    """Return the lanes of a ref inside its array, which are those that a TPU's pipeline copies."""
+    """Return the lanes (elements) of a ref that lie inside its array.
+
+    These are the elements that a TPU's pipeline copies.
+    """
     start, shape = [], []
     for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
         low, high = max(first, 0), min(first + length, size)
@@ -464,7 +472,10 @@ def space_of(mapping: Any) -> str:
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """Return the names of the kernel's parameters without `_ref`; unknown names become numbers."""
+    """Return the names of the kernel's parameters, without the ending `_ref`.
+
+    A parameter whose name is unknown is named by its number.
+    """
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))
@@ -482,7 +493,7 @@ def kernel_name(jaxpr: Any) -> str:
 
 
 def spec_line(mapping: Any, equation: Any) -> SourceLine:
-    """Return the source line of an operand's index map; without one, the line of the call."""
+    """Return the source line of an operand's index map, or of the call if the map has no line."""
     told = getattr(mapping.index_map_jaxpr.jaxpr.debug_info, "func_src_info", None) or ""
     found = re.fullmatch(r"(.*) at (.*):(\d+)", told)
     if found is None or "/jax/_src/" in found[2].replace("\\", "/"):
@@ -491,7 +502,7 @@ def spec_line(mapping: Any, equation: Any) -> SourceLine:
 
 
 def bytes_of(aval: Any) -> int:
-    """Return the bytes of a scratch buffer; 0 for a semaphore."""
+    """Return the number of bytes of a scratch buffer, or 0 if the argument is a semaphore."""
     inner_aval = getattr(aval, "inner_aval", aval)
     try:
         return int(np.prod(inner_aval.shape, dtype=np.int64)) * np.dtype(inner_aval.dtype).itemsize

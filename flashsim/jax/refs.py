@@ -93,7 +93,10 @@ class Lanes:
         return kept
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
-        """Return the lanes' values; `poison` where `kept` is False or a lane is outside."""
+        """Return the lanes' values.
+
+        The value is `poison` in a lane that is outside or for which `kept` is False.
+        """
         if self.index is not None:
             value = np.array(self.ref.array[self.index])
             if kept is not None and not kept.all():
@@ -114,7 +117,7 @@ class Lanes:
         self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Combine `value` with the lanes' elements, where several lanes may share an element."""
+        """Combine `value` with the lanes' elements in place; lanes may share an element."""
         self.ref.written = True
         kept = self.inside if kept is None else self.inside & kept
         operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])
@@ -133,7 +136,10 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return coordinate arrays of a box of lanes; their shape has only the dimensions `dims`."""
+    """Return the coordinates of a box of lanes (elements), as an array per dimension.
+
+    The shape of these arrays has only the dimensions in `dims`.
+    """
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
@@ -148,7 +154,7 @@ def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.
 
 
 def is_slice(index: Any) -> bool:
-    """Return whether an index entry is a Pallas slice, with a start, a size and a stride."""
+    """Return whether one entry of an index is a Pallas slice, with a start, a size and a stride."""
     return hasattr(index, "start") and hasattr(index, "size") and hasattr(index, "stride")
 
 
@@ -183,7 +189,7 @@ def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
 
 
 def plain(transform: Any) -> bool:
-    """Return whether a transform is an indexer of slices and single integers."""
+    """Return whether a transform is an index that has only slices and single integers."""
     return hasattr(transform, "indices") and all(
         is_slice(index) or np.ndim(index) == 0 for index in transform.indices
     )
@@ -192,7 +198,10 @@ def plain(transform: Any) -> bool:
 def sliced(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return a box of lanes after indexing by slices and integers, as `axes` and `dims`."""
+    """Return the box of lanes that remains after indexing by slices and integers.
+
+    The box is described by `axes` and `dims`, as in `Lanes`.
+    """
     axes, left = list(axes), []
     for d, index in zip(dims, indices, strict=True):
         first, _, step = axes[d]
@@ -218,7 +227,10 @@ def length_of(index: Any) -> int:
 def gathered(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[np.ndarray, ...]:
-    """Return a box's coordinates after indexing by slices and integer arrays, as in NumPy."""
+    """Return the coordinates of lanes after a box is indexed as in NumPy.
+
+    The index has slices and arrays of integers.
+    """
     steps = [
         np.arange(length_of(i), dtype=np.int64) * int(i.stride) + int(i.start)
         if is_slice(i)

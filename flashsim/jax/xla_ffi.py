@@ -119,7 +119,7 @@ class XlaArray:
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """The size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -250,7 +250,7 @@ class Layout:
         return _pointers(address, n)
 
     def addresses(self) -> list[int] | None:
-        """Return the addresses of arguments and results; None if the call is another one."""
+        """Return the addresses of arguments and results, or None if the call has changed."""
         for view, content in self._same:
             if view.tobytes() != content:
                 return None
@@ -285,7 +285,7 @@ _MOST = 1024
 
 @cache
 def _asking(address: int) -> Any:
-    """Return, as a Python callable, XLA's function at an address, which returns a stream."""
+    """Return a Python function that calls XLA's function at an address to get a CUDA stream."""
     return _STREAM(address)
 
 

@@ -32,7 +32,10 @@ _CLEAN = {
 def answer(
     traced: KernelTrace, files: Sequence[str] = (), note: str = "", most: int = LINES
 ) -> str:
-    """Return the report's text: results, bytes, bounds, races, memory, and the model's limits.
+    """Return the text of the report on a user's kernel.
+
+    The report covers results, bytes, accesses out of bounds, races, memory, and the limits of the
+    model.
 
     Parameters
     ----------

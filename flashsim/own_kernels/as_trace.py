@@ -106,7 +106,10 @@ def _one_group(p: Problem, heads: int) -> Problem:
 
 
 def _workspace(geometry: Geometry) -> int:
-    """Return the bytes of tensors that are stored and loaded, as results between launches."""
+    """Return the bytes of all tensors that the kernels both store and load.
+
+    Such tensors pass results from one launch to the next.
+    """
     a, total = geometry.record.accesses, 0
     for t in geometry.record.tensors:
         ops = np.unique(a["op"][a["tensor"] == t.code])
@@ -118,7 +121,11 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return a launch's events, the FLOPs and `per`, or None if the launch's heads differ."""
+    """Return three results for a launch: the events of one head, their FLOPs, and `per`.
+
+    The text `per` says whether the events are per head or per group of heads. The result is None if
+    the heads of the launch have different events.
+    """
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
     # A program that works on several query heads works on a whole group.
@@ -140,7 +147,10 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return an array (accesses, facts); heads whose facts are equal have the same events."""
+    """Return an array, (accesses, facts), by which the accesses of two heads can be compared.
+
+    Heads for which all facts are equal have the same events in the trace.
+    """
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -153,7 +163,7 @@ def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> 
 
 
 def _begins(cut: Visits) -> np.ndarray:
-    """Return for each access whether a visit (tile pair) or a program begins with it."""
+    """Return a boolean for each access: whether a visit (tile pair) or a program begins with it."""
     return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
 
 
@@ -225,7 +235,7 @@ def _events(
 
 
 class _Work:
-    """One launch's FLOPs, which `upto` hands out in order for each program."""
+    """The FLOPs of one launch; `upto` returns a program's FLOPs in the order of execution."""
 
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
@@ -235,7 +245,10 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return a program's FLOPs since the previous call, up to an access (None: to the end)."""
+        """Return the FLOPs of a program between the previous call of this method and an access.
+
+        If `access` is None, the FLOPs up to the program's end are returned.
+        """
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

@@ -178,7 +178,7 @@ def check(g: Geometry, values: Sequence[np.ndarray], reference: Reference | None
 
 
 def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
-    """Return a vector per head without the elements past the last query."""
+    """Return L or delta without elements after the last query; return other arrays unchanged."""
     padded = name in ("L", "delta") and x.ndim == 2 and x.shape[1] > p.n_q
     return x[:, : p.n_q] if padded else x
 
@@ -242,7 +242,10 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: TIMES plain attention's error in this type, plus one rounding."""
+    """Return the largest error that a result may have.
+
+    It is TIMES the error of plain attention in this type, plus one rounding error.
+    """
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -277,7 +280,7 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that would give all these outputs, or ""."""
+    """Return the first known mistake that explains all these wrong outputs, or "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
@@ -296,7 +299,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return the kernel's mistake in the choice of the rows to which it stores results, or ""."""
+    """Return the kernel's mistake in choosing the rows that it stores to, or "" if none."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:

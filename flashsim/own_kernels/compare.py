@@ -56,12 +56,15 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """The excess bytes: beyond `expected`, or beyond `compulsory` if `expected` is None."""
+        """The excess bytes: the bytes moved minus `expected`.
+
+        If `expected` is None, they are the bytes moved minus `compulsory`.
+        """
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property
     def why(self) -> str:
-        """The reasons for the excess bytes, in words; "" if there is no excess."""
+        """The reasons for the excess bytes, in words, or "" if there are no excess bytes."""
         if self.more <= 0:
             return ""
         return "; ".join(reason.text for reason in self.reasons)
@@ -152,7 +155,10 @@ def rows_of(
 
 
 def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
-    """Yield the reasons for excess bytes: masked tiles, repeated loads, rows of the next head."""
+    """Yield the reasons why a kernel moves excess bytes.
+
+    Possible reasons are masked tiles, repeated loads, and rows of the next head.
+    """
     a = g.record.accesses
     masked = masked_visits(g)
     for code, tensor in enumerate(g.record.tensors):
@@ -201,7 +207,10 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Return numbers for accesses: a program's accesses to the same tile have the same number."""
+    """Return a number for each access, which says what tile is accessed by what program.
+
+    Two accesses have the same number if the same program accesses the same tile.
+    """
     columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
     columns.append(g.record.accesses["launch"][accesses])
     order = np.lexsort(columns)
@@ -249,7 +258,7 @@ def said(lines: tuple[int, ...]) -> str:
 
 
 def masked_visits(g: Geometry) -> np.ndarray:
-    """Return for each access whether it belongs to a visit whose scores are all masked."""
+    """Return a boolean for each access: whether all scores of its visit (tile pair) are masked."""
     found = np.zeros(len(g.record.accesses), bool)
     p = g.problem
     if not (p.causal or p.window is not None):

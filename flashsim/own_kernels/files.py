@@ -48,7 +48,7 @@ def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def _told(path: Path, error: Exception) -> str:
-    """Return the file, the line and its text, and the error in words."""
+    """Return a text that names an error in a file: the file, the line, its code and the message."""
     words = " ".join(str(error).split())[:_WORDS]
     said = f"{type(error).__name__}: {words}" if words else type(error).__name__
     if isinstance(error, SyntaxError):

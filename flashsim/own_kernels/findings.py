@@ -17,7 +17,7 @@ UNCOALESCED = 2.0
 
 @dataclass(frozen=True)
 class KernelFinding:
-    """One warning.
+    """One warning about a kernel, with its source line and program.
 
     Attributes
     ----------
@@ -49,7 +49,10 @@ def findings_of(g: Geometry) -> list[KernelFinding]:
 
 
 def _groups(g: Geometry, chosen: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Yield a tuple (line, operation, tensor code, accesses) per group of `chosen` accesses."""
+    """Yield the `chosen` accesses in groups that share a source line, an operation and a tensor.
+
+    Each item is a tuple (line, operation, tensor code, accesses).
+    """
     for line, op, code, at in g.record.by_line(chosen):
         yield g.record.lines[line][1], op, code, at
 

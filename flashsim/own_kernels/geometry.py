@@ -211,11 +211,11 @@ class Geometry:
     # -- the problem ----------------------------------------------------------------------------
 
     def code(self, label: str) -> int | None:
-        """Return the code of the tensor with that name, or None."""
+        """Return the code of the tensor that has this name, or None if there is no such tensor."""
         return self.labels.index(label) if label in self.labels else None
 
     def constant(self, names: tuple[str, ...]) -> object:
-        """Return the first launch argument that has one of these names; None if there is none."""
+        """Return the value of the first launch argument that has one of these names, or None."""
         for launch in self.record.launches:
             for name, value in launch.constants.items():
                 if name.lower() in names:
@@ -229,7 +229,7 @@ class Geometry:
         return float(given) if isinstance(given, (int, float)) else None
 
     def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
-        """Return the offsets of packed sequences that a kernel loads; none without them.
+        """Return the offsets of packed sequences that a kernel loads, or {} if it loads no offsets.
 
         The offsets are integers that begin with 0 and end with the number of queries or keys.
         """
@@ -300,7 +300,10 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`: preferably one named in `first`."""
+        """Return the code of a tensor that is tiled along `axis`.
+
+        Tensors whose names are in `first` are preferred.
+        """
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -314,7 +317,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """The tile sizes (queries, keys) of each launch."""
+        """A pair for each launch: the rows of its query tiles, and the rows of its key tiles."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -359,7 +362,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether `values` differ between two accesses of the same program."""
+    """Return whether any two accesses of the same program have different `values`."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

@@ -136,18 +136,18 @@ class KernelTrace:
 
     @property
     def n_events(self) -> int:
-        """Number of accesses made by all programs."""
+        """The number of accesses that all programs make together."""
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Return the bytes that any such kernel must move: its inputs and outputs, each once.
+        """Return the bytes that any such kernel must move: each input and each output once.
 
         A tensor that the kernel stores before it loads it, such as partial results, is not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
     def compulsory_of(self, tensor: str) -> tuple[int, int]:
-        """Return how many bytes of a tensor must be read, and how many must be written."""
+        """Return how many bytes of a tensor such a kernel must read, and how many it must write."""
         a, code = self.record.accesses, self.tensors.index(tensor)
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
         if not len(ops):
@@ -201,7 +201,10 @@ class KernelTrace:
 
     @cached_property
     def byte_rows(self) -> list[ByteRow]:
-        """Bytes by operation and tensor, beside the needed bytes, with reasons for the excess."""
+        """Rows that compare the bytes moved with the bytes needed, for each operation and tensor.
+
+        Each row also gives the reasons for excess bytes.
+        """
         return rows_of(self.geometry, self.expected, self.compulsory_of)
 
     @cached_property

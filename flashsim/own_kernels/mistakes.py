@@ -21,7 +21,10 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Way:
-    """How to compute attention: the default values are right, and each other value is a mistake.
+    """Settings for computing attention, each of which can put in a known mistake on purpose.
+
+    The default value of each attribute is right. Any other value puts one mistake into the
+    computation.
 
     Attributes
     ----------
@@ -79,7 +82,10 @@ class Way:
 
 
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
-    """Return O (heads, n_q, d_v) and L (heads, n_q); rows that see no key are NaN."""
+    """Compute attention in the way that `Way` describes, and return O and L by name.
+
+    O is (heads, n_q, d_v), and L is (heads, n_q). Rows that see no key are NaN.
+    """
     heads = p.batch * p.heads
     out = np.zeros((heads, p.n_q, p.head_dim_v))
     lse = np.zeros((heads, p.n_q))
@@ -122,7 +128,7 @@ def _one(
     way: Way,
     block: int,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Compute O and L of one head with FlashAttention-2's running m, l and O."""
+    """Compute O and L of one head as FlashAttention-2 does, by updating m, l and O at each tile."""
     s = np.where(keep, q @ k.T * (p.scale * way.factor), -np.inf)
     if way.axis == 0:
         e = np.exp(s - s.max(axis=0, keepdims=True))
@@ -170,7 +176,10 @@ def _one(
 
 @dataclass(frozen=True)
 class Back:
-    """How to compute gradients: the default values are right, and any other value is a mistake.
+    """Settings for computing gradients, each of which can put in a known mistake on purpose.
+
+    The default value of each attribute is right. Any other value puts one mistake into the
+    computation.
 
     Attributes
     ----------
@@ -240,7 +249,9 @@ Made = Callable[[], dict[str, np.ndarray]]
 def known(
     p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
 ) -> Iterator[tuple[str, Made]]:
-    """Yield each known mistake as its description and a function that computes its wrong results.
+    """Yield a pair for each known mistake: its description, and a function.
+
+    The function computes the wrong results that a kernel with this mistake gives.
 
     The argument `scale` is the kernel's softmax scale, if it differs from the problem's scale.
     """

@@ -64,7 +64,7 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
 
 
 def identifier(label: str, taken: Iterable[str] = ()) -> str:
-    """Return a tensor's name for a trace: a unique identifier of about 20 characters."""
+    """Return the name that a tensor has in a trace: a unique identifier of about 20 characters."""
     if label in TENSORS[1:]:
         return label
     word = re.sub(r"\W", "_", label)[:20] or "_"

@@ -75,7 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return a launch's requests to L2, one per piece, in the order of issue."""
+    """Return the requests of a launch to L2, in order; each is for one piece of a tensor."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -107,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first piece of a tensor that each access touches, and the number of pieces."""
+    """Return two arrays: the first piece of a tensor that each access touches, and how many."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
@@ -132,7 +132,7 @@ def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, n
 
 
 def roofline_of(traced: Any, device: Device) -> Roofline:
-    """Return a kernel's roofline: its matrix FLOPs per requested, DRAM and compulsory byte."""
+    """Return a kernel's roofline, with its matrix FLOPs per requested, DRAM and compulsory byte."""
     trace = traced.trace
     sizes = {
         "requested": traced.bytes(),

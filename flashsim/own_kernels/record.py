@@ -48,7 +48,7 @@ WORK = np.dtype(
 
 @dataclass(eq=False)
 class Launch:
-    """One launch of a user's kernel.
+    """One launch of a user's kernel: the kernel, its grid and its arguments.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """Number of programs."""
+        """The number of programs in the launch's grid."""
         return int(np.prod(self.grid, dtype=np.int64))
 
     def place(self, program: int) -> tuple[int, ...]:
@@ -167,7 +167,7 @@ class KernelRecord:
 
     @property
     def bytes_asked(self) -> np.ndarray:
-        """The bytes that each access requests, int64 (accesses,)."""
+        """The number of bytes that each access requests, int64 (accesses,)."""
         sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
@@ -190,7 +190,7 @@ class KernelRecord:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory that the arrays of this record take."""
+        """The number of bytes of memory that the arrays of this record take."""
         return self.accesses.nbytes + self.work.nbytes
 
 

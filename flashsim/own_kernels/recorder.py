@@ -263,7 +263,10 @@ class Recorder:
 
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
-        """Return the row-major numbers of the first and last element of a bounding box."""
+        """Return the numbers of the first and the last element of an access's bounding box.
+
+        Elements are numbered in row-major order.
+        """
         if its.contiguous and _is_run(unique):
             first, last = int(unique[0]), int(unique[-1])
             width = its.shape[-1] if its.shape else 1
@@ -286,7 +289,7 @@ class Recorder:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return the elements' indices, as a slice if the elements are contiguous."""
+        """Return the indices of elements, as a slice if they are contiguous, else an array."""
         if _is_run(unique) and its.itemsize == self._units[its.buffer]:
             first = its.start // its.itemsize + int(unique[0])
             return slice(first, first + len(unique))
@@ -376,7 +379,10 @@ def _distinct(offsets: np.ndarray) -> np.ndarray:
 
 
 def _sectors(its: KernelTensor, unique: np.ndarray) -> int:
-    """Return how many 32-byte sectors hold the elements, if the allocation starts at a sector."""
+    """Return how many 32-byte sectors of memory hold these elements.
+
+    The allocation is assumed to start at the start of a sector.
+    """
     at = its.start + unique * its.itemsize  # ascending, so the sectors are ascending too
     if _is_run(unique):
         end = int(at[-1]) + its.itemsize - 1

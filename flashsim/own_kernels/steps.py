@@ -54,7 +54,10 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note a load of keys first .. last - 1; check the `variables` after earlier tiles."""
+        """Note that the program loads keys first to last - 1.
+
+        Before that, check the program's `variables`, which result from the earlier key tiles.
+        """
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:
@@ -99,7 +102,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find the variables that hold m, l and the accumulator, by their values after a tile."""
+        """Find out from their values which variables hold m, l and the accumulator."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(
@@ -137,7 +140,7 @@ class Follower:
 def followed(
     g: Geometry, values: tuple[np.ndarray, ...], verdict: Verdict, again: Again
 ) -> Verdict:
-    """Return the verdict; if a forward pass stored a wrong O or L, add the first wrong step."""
+    """Return the verdict; add the first wrong step if a forward pass stored a wrong O or L."""
     p = g.problem
     usual = {"Q", "K", "V"} <= set(g.labels) and verdict.tensor in ("O", "L") and verdict.program
     if not usual or p.n_q == 1:

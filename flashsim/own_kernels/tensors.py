@@ -57,24 +57,24 @@ class KernelTensor:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all elements together, without gaps between elements."""
+        """The number of bytes of all elements together, without gaps between elements."""
         return self.size * self.itemsize
 
     @cached_property
     def span(self) -> int:
-        """Number of elements from the first to the last, counting gaps."""
+        """Distance in elements from the first to the last element, both and all gaps included."""
         if not self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether the elements are contiguous in memory, in the order of their indices."""
+        """Whether the tensor's elements are contiguous in memory, in the order of their indices."""
         step = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n != 1 and stride != step:
@@ -84,12 +84,14 @@ class KernelTensor:
 
     @cached_property
     def _axes(self) -> list[int]:
-        """Axes whose index changes an offset, from the largest stride to the smallest."""
+        """The axes whose index changes an offset, from the largest stride to the smallest."""
         moving = [a for a, n in enumerate(self.shape) if n > 1 and self.strides[a] > 0]
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the indices of the elements at `offsets`, one array per axis, and which exist.
+        """Return the indices of the elements at `offsets`, and a mask of the elements that exist.
+
+        The indices are one array per axis.
 
         An offset is a number of elements from the tensor's first element. At an offset past the
         end, or in a gap between rows, no element exists.

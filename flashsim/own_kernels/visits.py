@@ -97,7 +97,10 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return, for each access, the first value >= 0 in the access's program, or a default."""
+    """Return, for each access, the first value in its program that is at least 0.
+
+    If the program has no such value, the result is the program's default.
+    """
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]
@@ -107,7 +110,7 @@ def _first(
 def _head(
     g: Geometry, mine: np.ndarray, axis: np.ndarray, starts: np.ndarray, which: np.ndarray
 ) -> np.ndarray:
-    """Return the query head that each access belongs to."""
+    """Return the number of the query head that each access belongs to."""
     p = g.problem
     heads = p.batch * p.heads
     tensor = g.record.accesses["tensor"][mine]

@@ -42,7 +42,7 @@ class Extents(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionCall:
-    """One attention call.
+    """One attention call of a model: its sizes, types, options and, if measured, its times.
 
     Attributes
     ----------
@@ -109,13 +109,16 @@ class AttentionCall:
 
     @property
     def place(self) -> str | None:
-        """Return "cpu" or "cuda", where the call ran; None if its tensors have no values."""
+        """Return "cpu" or "cuda" for where the call ran, or None if its tensors have no values."""
         kind = self.device.partition(":")[0]
         return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 
     @property
     def note(self) -> str:
-        """Return which part of the call a count does not include, and why; "" if none."""
+        """Return a text that says which part of the call a count does not include, and why.
+
+        The text is empty if a count includes the whole call.
+        """
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -183,10 +186,10 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Return copies of q, k and v as (batch, heads, n, head_dim).
+    """Return copies of a call's tensors q, k and v, each as (batch, heads, n, head_dim).
 
-    The result is None if the tensors have no values, take more than `limit` bytes, or do not fit
-    these shapes.
+    The function returns None if the tensors have no values, take more than `limit` bytes, or cannot
+    be brought into this shape.
     """
     s = sizes
     wanted = (
@@ -214,7 +217,7 @@ def _numpy(x: Tensor) -> np.ndarray:
 
 
 def only(calls: list[AttentionCall], name: str) -> AttentionCall:
-    """Return the only recorded call of that name.
+    """Return the recorded call that has this name; raise if several calls have it.
 
     Raises
     ------

@@ -12,13 +12,19 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """The gradients of the rows `rows`, from one block of scores or as float32 sums over blocks."""
+    """The gradients of the rows that the slice `rows` selects.
+
+    They come from one block of scores, or are float32 sums over several blocks.
+    """
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return these gradients as float32 sums over all rows, ready to add other blocks."""
+        """Return float32 sums for all rows that hold these gradients, and zeros in all other rows.
+
+        The gradients of other blocks of scores can then be added to the sums.
+        """
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -28,12 +34,12 @@ class Share:
         return Share(parts, slice(0, x.shape[2]))
 
     def add(self, other: Share) -> None:
-        """Add the gradients of another block to this sum."""
+        """Add the gradients of another block of scores to these gradients, in place."""
         for name, x in other.parts.items():
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Add these gradients to those of a ring member's own block, and round the sum once.
+        """Return the sum of these gradients and those of a ring member's own block, rounded once.
 
         The gradients of the member's own block are passed in parts, each with some of the heads.
         """
@@ -52,7 +58,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge the result `part` for other keys into `out` and the LSE, in place and in float32.
+    """Merge attention over further keys, `part`, into `out` and the LSE, in place and in float32.
 
     The merge is one kernel on a GPU, and several torch operators on the CPU. See `flashsim.merge`.
     """

@@ -67,7 +67,7 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
 def _noting(
     run: Callable[..., Any], around: _Around, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return `run`, which adds its options to `around` while it runs."""
+    """Return a function that calls `run`, and while it runs keeps its options in `around`."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _noting(
 
 
 def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
-    """Return a compiled module, which adds its options to `around` while it runs."""
+    """Add hooks to a compiled module that keep its options in `around` while it runs; return it."""
 
     def enter(*_: Any) -> None:
         around.options.append(options)
@@ -95,7 +95,10 @@ def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
 
 
 def _on_its_own(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled function that runs compiled: without observers, which would forbid it."""
+    """Return a function that calls `run` in its compiled form.
+
+    Observers of torch would forbid compiled code, so they are turned off during the call.
+    """
 
     def running(*args: Any, **kwargs: Any) -> Any:
         with (

@@ -91,7 +91,7 @@ def decode(
 
 
 def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
-    """Return a tensor of integers, one per sequence, in the form that the decode kernel reads."""
+    """Return a tensor with one integer per sequence, in the form that the decode kernel reads."""
     if given is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool):
@@ -172,7 +172,7 @@ def _problem(
     entries: Tensor | None,
     asked: _Question,
 ) -> Problem:
-    """Check shapes and types; return the `Problem` of a cache in which every row is live.
+    """Check shapes and types, and return a `Problem` as if all keys of the cache were in use.
 
     Raises
     ------
@@ -290,7 +290,7 @@ def _packed(
     entries: Tensor | None,
     *asked: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Decode on any engine: copy all live keys into one array, as packed sequences."""
+    """Decode on any engine, after copying the live keys of all sequences into one packed array."""
     question = _Question(*asked)
     problem = _problem(q, k, v, table, starts, entries, question)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]

@@ -108,7 +108,7 @@ class _OnCpu:
         self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and the LSE."""
+        """Run the forward pass, and return out and the LSE."""
         job = self._job.given(_numbers(q), _numbers(k), _numbers(v))
         outcome, give = self._run(job), self._host.give
         if unseen := outcome.unseen("out"):
@@ -142,13 +142,16 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about(n: int) -> int:
-    """Return the number of keys, rounded up so that caches of similar length share a `Ready`."""
+    """Return `n`, a number of keys, rounded up so that caches of similar length share a `Ready`."""
     step = max(128, 1 << max(n.bit_length() - 5, 0))
     return -(-n // step) * step
 
 
 def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
-    """Return a function that runs the decode kernel on such tensors, with caches of any length."""
+    """Return a function that runs the decode kernel on tensors like these.
+
+    The KV cache of those tensors may have any length.
+    """
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
     if q.shape[2] == 1:  # one query sees all keys, since its own is the last
@@ -162,7 +165,7 @@ _MOST = 1024
 
 
 def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Return the checked call for tensors like these; a new call is checked first.
+    """Return the cached `Ready` for tensors like these; if there is none, check the call first.
 
     Raises
     ------
@@ -208,7 +211,9 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return the cached call for these arguments of `attention`, and the key for caching a new one.
+    """Return two results: the cached `Ready` for a call of `attention`, and its key in the cache.
+
+    The `Ready` is None if no such call is cached.
 
     The key is empty for a call that must not go straight to an engine.
     """
@@ -287,7 +292,7 @@ _LIBRARY.define(
 
 
 def words(causal: bool, left: int, right: int, algorithm: str, deterministic: Any, by: str) -> str:
-    """Return a call's options, except softcap and scale, as the text that the operators take."""
+    """Return a call's options, except softcap and scale, as the text that torch operators take."""
     return f"{causal} {left} {right} {algorithm} {deterministic} {by}"
 
 
@@ -296,7 +301,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def spoken(softcap: float, scale: float | None, text: str) -> Question:
-    """Return a call's options from an operator's arguments; the inverse of `words`."""
+    """Return a call's options from an operator's arguments: the reverse of what `words` does."""
     heard = _SPOKEN.get(text)
     if heard is None:
         causal, left, right, algorithm, deterministic, by = text.split(" ")

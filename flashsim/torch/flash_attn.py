@@ -68,7 +68,7 @@ def flash_attn_func(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-        With `return_attn_probs` also the LSE, (batch, heads, n_q) in float32, and None.
+        If `return_attn_probs` is true, also the LSE, (batch, heads, n_q) in float32, and None.
 
     Raises
     ------
@@ -162,7 +162,7 @@ def flash_attn_varlen_func(
     Returns
     -------
     Tensor, (tokens, heads, head_dim_v)
-        With `return_attn_probs` also the LSE, (heads, tokens) in float32, and None.
+        If `return_attn_probs` is true, also the LSE, (heads, tokens) in float32, and None.
     """
     core.no_dropout(dropout_p)
     out, lse = core.varlen(
@@ -277,7 +277,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-        With `return_softmax_lse` also the LSE, (batch, heads, n_q) in float32.
+        If `return_softmax_lse` is true, also the LSE, (batch, heads, n_q) in float32.
     """
     out, lse = core.with_cache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
@@ -313,7 +313,8 @@ def flash_attn_combine(
     Returns
     -------
     (Tensor, Tensor)
-        The output, (batch, n, heads, d) or (tokens, heads, d), and the LSE without `splits`.
+        The output, (batch, n, heads, d) or (tokens, heads, d), and the LSE, whose shape is that of
+        `lse_partial` without the axis of splits.
     """
     if out_partial.ndim not in (4, 5) or out_partial.shape[:-1] != lse_partial.shape:
         raise ShapeError(

@@ -37,7 +37,9 @@ def varlen(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of packed sequences; return out (tokens, heads, d) and LSE (heads, tokens).
+    """Compute attention of packed sequences.
+
+    The results are out, (tokens, heads, d), and the LSE, (heads, tokens).
 
     `used_q` and `used_k` are the numbers of rows of each sequence that are in use.
     """
@@ -86,9 +88,11 @@ def with_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append, and attend; return out (batch, n_q, heads, d), LSE (batch, heads, n_q).
+    """Rotate the new rows, append keys and values to the cache, and compute attention over it.
 
-    `at` has the positions by which rows are rotated; without it, these are `lengths`.
+    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q).
+
+    Rows are rotated by the positions in `at`, or by `lengths` if `at` is not passed.
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -175,7 +179,9 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append and attend like `with_cache`, for packed queries (tokens, heads, d) and keys.
+    """Rotate, append and compute attention as `with_cache` does, but for packed queries and keys.
+
+    Packed arrays are (tokens, heads, d).
 
     Cache lengths are read on the host. The argument `splits` has no effect.
     """
@@ -326,7 +332,9 @@ def attend(
 
 
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
-    """Cut sequences at multiples of `chunk` positions; pieces without queries or keys are kept.
+    """Cut each sequence into pieces at the positions that are multiples of `chunk`.
+
+    Pieces that have no queries or no keys are kept.
 
     Query i of a sequence has the same position as key ``i + n_k - n_q``. In every piece, as in an
     uncut sequence, the last query has the position of the last key, so masks do not change.
@@ -453,7 +461,7 @@ def _functions_of(
     start: int,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with ALiBi and a signed window if all diagonals start at key `start`."""
+    """Compute attention with ALiBi and a signed window; all diagonals must start at key `start`."""
     starts = torch.tensor([start], dtype=torch.int32, device=q.device)
     mask = None
     if tuple(window) != (None, None):
@@ -471,7 +479,7 @@ def _functions_of(
 
 
 def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
-    """Return ALiBi as a score function of (heads,) or (batch, heads) slopes.
+    """Return a score function that computes ALiBi with these slopes, (heads,) or (batch, heads).
 
     The diagonal's first key is an element of the array `starts`, not a number in the function. So
     one compilation serves every cache length.
@@ -485,7 +493,10 @@ def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
 
 
 def _falling(slopes: Tensor) -> Callable[..., Any]:
-    """Return ALiBi under a causal mask, for a diagonal that starts at key 0."""
+    """Return a score function that computes ALiBi under a causal mask.
+
+    The diagonal of the mask must start at key 0.
+    """
 
     def falling(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return score - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * (i - j)
@@ -494,7 +505,10 @@ def _falling(slopes: Tensor) -> Callable[..., Any]:
 
 
 def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
-    """Return a window as a mask function; its sides may be negative, and None means no limit."""
+    """Return a mask function that keeps the scores inside a sliding window.
+
+    A side of the window may be negative; None means that this side has no limit.
+    """
     left, right = window
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -509,7 +523,10 @@ def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
 def _kept_rows(
     of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the rows of packed sequences that are in use (None if all are), and their offsets."""
+    """Return the indices of the rows in use, and the offsets of the sequences among those rows.
+
+    The indices are None if all rows of the packed sequences are in use.
+    """
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
@@ -531,7 +548,7 @@ def _used(name: str, given: Tensor | None, of: tuple[int, ...]) -> list[int] | N
 
 
 def _from_pages(x: Tensor, table: Tensor, of: tuple[int, ...]) -> Tensor:
-    """Copy sequences from pages (pages, page_size, heads, d) into one (tokens, heads, d)."""
+    """Copy sequences out of pages, (pages, page_size, heads, d), into one (tokens, heads, d)."""
     parts = []
     for b, (start, stop) in enumerate(_pairs(of)):
         n = stop - start
@@ -573,7 +590,7 @@ def no_dropout(p: float) -> None:
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Pack a batch into one sequence: (batch, heads, n, d) to (1, heads, batch * n, d)."""
+    """Return a batch, (batch, heads, n, d), as one sequence, (1, heads, batch * n, d)."""
     return x.transpose(0, 1).reshape(1, x.shape[1], -1, x.shape[3])
 
 

@@ -230,12 +230,15 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: in flash-attn-4, this plans the tile scheduler; flashsim needs no plan."""
+    """Return None, because flashsim needs no plan for a tile scheduler; flash-attn-4 does."""
     return
 
 
 def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-    """Return packed rows and their offsets, for packed or padded sequences."""
+    """Return the rows of all sequences, packed into one array, and the offset of each sequence.
+
+    The sequences may be packed already, or padded to one length.
+    """
     if cu_seqlens is not None:
         return x, cu_seqlens
     if x.ndim != 4:
@@ -247,7 +250,7 @@ def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, An
 
 
 def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor | None) -> Any:
-    """Return the offsets of sequences in pages, from their lengths."""
+    """Return the offsets that sequences would have if their pages were packed into one array."""
     if cu_seqlens is not None:
         raise OptionError(
             "page_table= cannot be combined with cu_seqlens_k=; pass the lengths as seqused_k="
@@ -257,7 +260,7 @@ def _of_pages(k: Tensor, table: Tensor, cu_seqlens: Tensor | None, used: Tensor 
 
 
 def _resolved(window: Window, causal: bool) -> Window:
-    """Return the limits that apply beside the causal mask."""
+    """Return the left and right limits of the window that apply in addition to the causal mask."""
     left, right = window
     right = 0 if causal else right
     if left is not None and right is not None and left + right < 0:

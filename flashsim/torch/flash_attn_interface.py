@@ -46,7 +46,7 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of (batch, n, heads, head_dim) tensors, with a gradient.
+    """Compute attention of (batch, n, heads, head_dim) tensors, with a gradient.
 
     Parameters
     ----------
@@ -103,7 +103,7 @@ def flash_attn_qkvpacked_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """`flash_attn_func` of q, k and v in one tensor, (batch, n, 3, heads, head_dim).
+    """Call `flash_attn_func` with q, k and v in one tensor, (batch, n, 3, heads, head_dim).
 
     If `num_heads_q` is passed, the tensor is (batch, n, num_heads_q + 2 heads_k, head_dim).
     """
@@ -148,7 +148,7 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of packed sequences, (tokens, heads, head_dim), with a gradient.
+    """Compute attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
     Sequence offsets and lengths are read on the host. `flash_attn_func` explains the other
     arguments.
@@ -163,7 +163,7 @@ def flash_attn_varlen_func(
     Returns
     -------
     Tensor, (tokens, heads, head_dim_v)
-        With `return_attn_probs` also the LSE, (heads, tokens).
+        If `return_attn_probs` is true, also the LSE, (heads, tokens).
     """
     out, lse = core.varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k, qv),
@@ -210,7 +210,7 @@ def flash_attn_with_kvcache(
     sm_margin: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:
-    """Attention of a few queries over a KV cache, to which new keys may be appended in place.
+    """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
     The docstrings of `flash_attn_func` and of `flashsim.torch.flash_attn.flash_attn_with_kvcache`
     explain the arguments that are not listed here. With `cu_seqlens_q`, `qv`, `attention_chunk` or
@@ -229,7 +229,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     Tensor, like q with head_dim_v columns
-        With `return_softmax_lse` also the LSE, (batch, heads, n_q) or (heads, tokens).
+        If `return_softmax_lse` is true, also the LSE, (batch, heads, n_q) or (heads, tokens).
     """
     given = k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx
     options: dict[str, Any] = {

@@ -98,7 +98,7 @@ def uncompiled(
     sinks: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse: `flex_attention` of arguments that were checked."""
+    """Compute `flex_attention` of arguments that were checked, and return out and lse."""
     mask = None if block_mask is None else _mask(block_mask, query, key)
     return with_functions(query, key, value, score_mod, mask, sinks, scale, backend)
 
@@ -115,7 +115,9 @@ def with_functions(
     deterministic: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return out and lse of checked 4-D tensors; `more` holds further keywords of `flashsim.run`.
+    """Compute attention of checked 4-D tensors with a score and a mask function; return out, lse.
+
+    The dict `more` holds further keywords of `flashsim.run`.
 
     Each captured tensor of `score_mod` with ``requires_grad`` gets a gradient.
     """
@@ -228,7 +230,10 @@ def _of_blocks(block_mask: Any) -> Callable[..., Any]:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return which blocks are listed, and which as full: booleans (batch, heads, rows, columns)."""
+    """Return two boolean tensors: which blocks a `BlockMask` lists, and which it lists as full.
+
+    Both have the shape (batch, heads, block rows, block columns).
+    """
     listed = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is None:
         return listed, torch.zeros_like(listed)
@@ -237,7 +242,9 @@ def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return which blocks are listed, as booleans: the first `counts` indices of each row.
+    """Return a boolean for each block that says whether the block is listed.
+
+    In each row of blocks, the first `counts` entries of `indices` are the listed columns.
 
     The function also works with fake tensors.
     """

@@ -51,7 +51,10 @@ def forward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run` with functions as text; `wanted`: indices of arrays needing gradients."""
+    """Run `flashsim.run` with score and mask functions that are passed as text.
+
+    The list `wanted` has the indices of the captured arrays that need a gradient.
+    """
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     return passes.forward(q, k, v, sinks)
 
@@ -82,7 +85,10 @@ def backward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Run `flashsim.backward`; dsinks has no elements without sinks."""
+    """Run `flashsim.backward`, and return the gradients.
+
+    If the call has no sinks, dsinks is a tensor without elements.
+    """
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured
@@ -231,7 +237,10 @@ compiled = _Compiled()
 
 
 def _function(subgraph: Any, captured: Sequence[Any], of_score: bool) -> Callable[..., Any]:
-    """Return a function that computes a subgraph, for `trace_score` and `trace_mask`."""
+    """Return a Python function that computes a subgraph of Dynamo.
+
+    The functions `trace_score` and `trace_mask` can trace the result.
+    """
     body = _Body(subgraph)
     numbers = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     arrays = tuple(numbers.get(type(x), lambda same: same)(x) for x in captured)
@@ -274,7 +283,10 @@ class _Body:
 
 
 def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Call a function of a subgraph, or index x[i, j], which Dynamo writes in its own form."""
+    """Call the function of one node of a subgraph, and return its result.
+
+    If the node is an index such as x[i, j], which Dynamo writes in its own form, x is indexed.
+    """
     indexed = len(args) == 2 and isinstance(args[1], (tuple, list))
     if indexed and isinstance(args[0], (Captured, Symbol)) and "index" in _name(target).lower():
         return args[0][tuple(args[1])]

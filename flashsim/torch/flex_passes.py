@@ -38,7 +38,7 @@ class FlexPasses(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return out and the LSE."""
+        """Run the forward pass, and return out and the LSE."""
         result = execution.run(*map(ops.readable, (q, k, v)), **self._keywords(sinks))
         return result.out, result.lse
 
@@ -49,7 +49,7 @@ class FlexPasses(NamedTuple):
         inputs: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Return dQ, dK, dV, the gradient of the sinks, and those of the `wanted` arrays.
+        """Run the backward pass; return dQ, dK, dV, and gradients of the sinks and `wanted` arrays.
 
         Parameters
         ----------
@@ -57,7 +57,7 @@ class FlexPasses(NamedTuple):
         results : (out, LSE)
         inputs : (q, k, v)
         sinks : Tensor, optional
-            Without sinks, their gradient is None.
+            If there are no sinks, their gradient is None.
         """
         dout, dlse = gradients
         found = execution.backward(

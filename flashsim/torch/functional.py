@@ -231,7 +231,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False) -> Tensor:
-        """Return the output, (batch, n_q, d)."""
+        """Run the forward pass, and return the output, (batch, n_q, d)."""
         q, k, v = taken(q=q, k=k, v=v)
         if not q.ndim == k.ndim == v.ndim == 3:
             raise ShapeError(
@@ -249,7 +249,7 @@ class FlashAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dout: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v."""
+        """Run the backward pass, and return the gradients of q, k and v."""
         q, k, v, out, lse = ctx.saved_tensors
         gradients = ops.backward(
             *(x.unsqueeze(1) for x in (*dout, out, lse)),

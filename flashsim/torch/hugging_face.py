@@ -112,7 +112,7 @@ class Band:
 
     @property
     def plain(self) -> bool:
-        """Whether the band has neither padding nor limits per sequence."""
+        """Whether the band has no padding, and no limits that differ between sequences."""
         return self.keys is self.queries is self.starts is self.stops is None
 
     def contiguous(self) -> Band:
@@ -181,7 +181,7 @@ def mask(
     local_size: int | None = None,
     **rest: Any,
 ) -> Band | Tensor:
-    """Return the mask for a call from transformers: a `Band` if possible, else a tensor.
+    """Return the mask for a call from transformers, as a `Band` if possible and else as a tensor.
 
     Parameters
     ----------
@@ -251,7 +251,7 @@ def _live(
     batch: int,
     device: Any,
 ) -> Band | None:
-    """Return the `Band` for a few queries of a static cache, or None.
+    """Return the `Band` for a few queries of a static cache, or None if padding prevents it.
 
     The returned `Band` has the same attributes for every token, so torch never recompiles the
     code, even when the cache is full. The result is None if padding lies between tokens or a query
@@ -299,12 +299,15 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
 
 
 def _has_gaps(keys: Tensor) -> bool:
-    """Return whether there is padding between tokens."""
+    """Return whether any sequence has padding between two of its tokens."""
     return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
 
 
 def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
-    """Return booleans (batch, n_kv): which keys are not padding."""
+    """Return booleans, (batch, n_kv), that are True for keys that are not padding.
+
+    The result is None if there is no attention mask.
+    """
     if attention_mask is None:
         return None
     padded: Any = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
@@ -312,7 +315,7 @@ def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Ten
 
 
 def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
-    """Return the `Band` of a transformers mask function, or None if its mask is not a band."""
+    """Return the `Band` that describes a transformers mask function, or None if no `Band` does."""
     if mask_function is masking_utils.causal_mask_function:
         return Band(causal=True)
     if mask_function is masking_utils.bidirectional_mask_function:
@@ -353,7 +356,9 @@ def attend(
     position_bias: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a transformers layer's attention: (batch, heads, n, d) in, (batch, n, heads, d) out.
+    """Compute the attention of a layer of transformers.
+
+    The inputs are (batch, heads, n, d); the output is (batch, n, heads, d).
 
     Raises
     ------
@@ -473,7 +478,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 def _between(band: Band, n_kv: int) -> Tensor:
-    """Return booleans (batch, n_kv): whether each key lies between a `Band`'s starts and stops."""
+    """Return booleans, (batch, n_kv): True for keys between a `Band`'s starts and stops."""
     assert band.starts is not None
     assert band.stops is not None
     at = torch.arange(n_kv, device=band.starts.device)
@@ -501,7 +506,7 @@ def _decoded(
 def _without_padding(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention without padding tokens, packed as sequences of different lengths."""
+    """Compute attention after removing padding; the remaining tokens are packed sequences."""
     batch, heads, n_q, _ = query.shape
     q, rows, cu_q = _packed(query, band.queries)
     k, _, cu_k = _packed(key, band.keys)
@@ -517,7 +522,10 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Return unpadded tokens, packed (1, heads, tokens, d), their row indices, and offsets."""
+    """Return three results: the tokens that are not padding, their row indices, and the offsets.
+
+    The tokens of all sequences are packed, (1, heads, tokens, d).
+    """
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)

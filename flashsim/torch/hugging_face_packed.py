@@ -14,7 +14,9 @@ from flashsim.torch.functional import attention
 def attend(
     query: Tensor, key: Tensor, value: Tensor, offsets: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention of packed sequences: (1, heads, tokens, d) in, (1, tokens, heads, d) out.
+    """Compute attention of packed sequences.
+
+    The inputs are (1, heads, tokens, d); the output is (1, tokens, heads, d).
 
     A step of continuous batching in which each sequence has one token does not wait for the GPU.
     All other calls read the sequences' offsets on the host.

@@ -23,7 +23,7 @@ class Pattern:
     causal, window, bias, mask, sinks
         As in `Problem`.
     note : str
-        What the count does not reproduce exactly; "" if nothing.
+        A text that says what the count does not reproduce exactly, or "" if it reproduces all.
     known : bool
         False if the mask's values cannot be read, as on the meta device.
     """
@@ -98,13 +98,19 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
 
 
 def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
-    """Return how many matrices a bias adds, per batch and per head, as in `Problem.bias`."""
+    """Return how many bias matrices there are along the batch and along the heads: two numbers.
+
+    These are the values of `Problem.bias`.
+    """
     lead = (1, 1, *x.shape)[-4:-2]
     return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
-    """Return the pattern of a boolean mask, True for kept scores: (any, n_q or 1, n_kv or 1)."""
+    """Return the pattern of a boolean mask that is True for kept scores.
+
+    The mask has the shape (any, n_q or 1, n_kv or 1).
+    """
     if bool(kept.all()):
         return Pattern()
     kept = kept.expand(-1, n_q, n_kv)

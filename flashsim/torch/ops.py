@@ -76,7 +76,10 @@ def backward(
     deterministic: bool | None,
     **question: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `flashsim.backward`; dbias and dsinks are empty tensors without a bias or sinks."""
+    """Run `flashsim.backward`, and return dq, dk, dv, dbias and dsinks.
+
+    If the call has no bias or no sinks, dbias or dsinks is an empty tensor.
+    """
     asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
     asked |= {"dlse": None if dlse is None else readable(dlse), "deterministic": deterministic}
     gradients = execution.backward(*map(readable, (q, k, v, out, lse, dout)), **asked)
@@ -86,7 +89,7 @@ def backward(
 
 
 def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> dict[str, Any]:
-    """Return the keywords of `flashsim.run` for the operator's other tensors."""
+    """Return the keywords of `flashsim.run` for the operator's tensors other than q, k and v."""
     return {
         **{"cu_seqlens_q": of_q, "cu_seqlens_k": of_k},
         "bias": None if bias is None else readable(bias),
@@ -211,7 +214,7 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `forward`, also differentiable under torch.func's transforms."""
+    """Return the results of `forward`, with gradients also under torch.func's transforms."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
@@ -344,13 +347,19 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Reshape a tensor, mapped over `dim` or (None) shared by all, to (size * batch, ...)."""
+    """Reshape a tensor that is mapped over axis `dim` to (size * batch, ...).
+
+    If `dim` is None, all mapped entries share the tensor, and it is repeated.
+    """
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Fold a bias (1 or batch, ...) like `_fold`, to one bias per entry of the larger batch."""
+    """Reshape a mapped bias like `_fold`, so that each entry of the larger batch has its own bias.
+
+    The bias itself has the shape (1 or batch, ...).
+    """
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 

@@ -45,7 +45,7 @@ Parcel = dict[str, Tensor]
 
 
 def parcel(**tensors: Tensor) -> Parcel:
-    """Return tensors as a parcel (one message to send); only non-contiguous tensors are copied."""
+    """Return tensors as a parcel, which is one message; non-contiguous tensors are copied."""
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
@@ -155,7 +155,7 @@ class Inquiry:
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:
-        """Raise on every rank if arguments differ between ranks or any rank has an error.
+        """Raise an error on every rank if arguments differ between ranks, or any rank has an error.
 
         Raises
         ------
@@ -238,6 +238,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """Format a number that ranks compared, for an error message."""
+    """Return the text of a number that ranks compared, for an error message."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

@@ -204,7 +204,7 @@ _AGREED = (
 
 
 def _asked(plan: Group, q: Tensor) -> dict[str, int]:
-    """Return, as integers, the values that must be equal on all ranks."""
+    """Return a dict of the values that must be equal on all ranks, each as an integer."""
     p = plan.problem
     values = (
         *(p.batch, p.heads, p.kv_heads, q.shape[2], p.head_dim, p.head_dim_v),
@@ -253,7 +253,7 @@ class _Part:
     deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE for the rows (and heads) that this rank computes."""
+        """Run the forward pass, and return out and LSE for the rows (and heads) of this rank."""
         plan, ring = self.plan, self.plan.ring
         keys = parcel(K=k, V=v)
         out = lse = None
@@ -276,7 +276,7 @@ class _Part:
         return out.to(q.dtype), lse
 
     def attention(self, block: Block, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out and LSE of one block of scores."""
+        """Compute attention in one block of scores, and return its out and LSE."""
         ran = execution.run(
             *(q[:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
             causal=block.problem.causal,
@@ -287,7 +287,7 @@ class _Part:
     def backward(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of this rank's rows.
+        """Run the backward pass, and return the gradients of this rank's rows.
 
         dK and dV of other members' keys are sent after these keys' K and V until they reach the
         rank that owns the keys. At first dK and dV are one block's gradients, in the type in which
@@ -359,7 +359,7 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Return whether sums over blocks are kept in float32.
+        """Return whether sums of gradients over several blocks of scores are kept in float32.
 
         With only two blocks, no float32 sum is stored, because the two are added and rounded in one
         step.
@@ -383,15 +383,24 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: send some rows of all heads, get all rows of some heads."""
+        """Exchange tensors in this rank's team: each rank gets all rows of some of the heads.
+
+        Before the exchange, each rank has some of the rows of all heads.
+        """
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange in this rank's team: send all rows of some heads, get some rows of all heads."""
+        """Exchange tensors in this rank's team: each rank gets some of the rows of all heads.
+
+        Before the exchange, each rank has all rows of some of the heads.
+        """
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
-        """Send the n-th piece along `split` to the team's n-th rank; join pieces along `join`."""
+        """Cut a tensor along `split`, and send the n-th piece to the team's n-th rank.
+
+        The pieces that this rank receives are joined along `join`.
+        """
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
             return [ops.readable(x) for x in tensors.values()]

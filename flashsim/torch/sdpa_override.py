@@ -132,8 +132,8 @@ def _masked_question(
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
     """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
 
-    With `narrow`, a mask that was broadcast over the batch or the heads becomes one bias that all
-    share.
+    If `narrow` is true, a mask that was broadcast over the batch or the heads becomes one bias that
+    all of them share.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
@@ -505,7 +505,10 @@ _MASKED_ON_CUDA = {
 
 
 def _masked_on_cuda() -> dict[str, Any]:
-    """Return the replacements, which run torch's own kernel for a call without a mask."""
+    """Return the functions that replace torch's operators on CUDA, by name.
+
+    If a call has no mask, they run torch's own kernel.
+    """
     kernel = torch.library.get_kernel
     return {
         name: _if_masked(function, at, kernel(f"aten::{name}", "CUDA"))

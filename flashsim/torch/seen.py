@@ -165,7 +165,7 @@ class Seen:
         return f"; measured ms: what was run here ({', '.join(places)})" if places else ""
 
     def distinct(self) -> list[list[AttentionCall]]:
-        """Return the calls in groups that compute the same thing."""
+        """Return the calls in groups, each of calls with the same function, sizes and options."""
         groups: dict[Any, list[AttentionCall]] = {}
         for call in self.calls:
             same = (call.api, call.sizes, call.dtype, call.device, call.pattern, call.note)
@@ -324,7 +324,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """Return the label of a measured time: the device, then "kernels" or "operators"."""
+    """Return the label of a measured time: the name of the device, and "kernels" or "operators"."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -364,7 +364,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """Return what bounds a pass, its time in milliseconds, and the source of that time."""
+    """Return three results: what limits a pass, its time in ms, and where that time comes from."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no number for this type
@@ -388,7 +388,10 @@ def _scores(problem: Problem, algorithm: str, direction: str) -> int:
 
 
 def _totals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return one total row per pass and algorithm; a cell is empty if a row lacks that figure."""
+    """Return a row of totals for each pass and algorithm.
+
+    A total is left empty if the figure of any call is unknown.
+    """
     totals = []
     for direction, algorithm in dict.fromkeys(
         (r["pass"], r["algorithm"]) for r in records if "requested B" in r

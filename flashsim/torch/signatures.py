@@ -32,7 +32,10 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader and the name of the function `func`; None if `func` is not attention."""
+    """Return the reader of an attention function's calls, and the function's name.
+
+    The result is None if `func` is not an attention function.
+    """
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:
@@ -99,7 +102,7 @@ def device_of(x: Tensor) -> str:
 
 
 def mapped(tensors: Iterable[Tensor]) -> int:
-    """Return how many calls one call under torch.vmap is: the product of the mapped lengths."""
+    """Return how many calls one call under torch.vmap stands for: the product of mapped lengths."""
     functorch: Any = torch._C._functorch
     axes: dict[int, int] = {}
     for x in tensors:
@@ -112,7 +115,10 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the mask pattern of torch's arguments: a mask, or `is_causal` (top-left aligned)."""
+    """Return the mask pattern that torch's arguments describe.
+
+    The arguments are a mask, or the flag `is_causal`, whose mask is aligned at the top left.
+    """
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -123,7 +129,7 @@ def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
 
 
 def _window(left: int | None, right: int | None, causal: bool) -> tuple[int, int] | None:
-    """Return the window of a FlashAttention call; None if it is unlimited."""
+    """Return the sliding window of a FlashAttention call, or None if the call has no limits."""
     left, right = (-1 if side is None else int(side) for side in (left, right))
     return None if left < 0 and (right < 0 or causal) else (left, 0 if causal else right)
 
@@ -134,7 +140,10 @@ def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """Return the values of a call's offsets; None, with a note, if they cannot be read."""
+    """Return the values of a call's offsets, or None if they cannot be read.
+
+    In that case a note is added.
+    """
     if x is None:
         return None
     if not has_values(x):
@@ -273,7 +282,7 @@ def _flex(a: Arguments) -> AttentionCall:
 
 
 def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
-    """Return the pattern of flex_attention's mask: a function, the last entry of `block_mask`."""
+    """Return the pattern of flex_attention's mask, which is the last entry of `block_mask`."""
     mask, blocks = block_mask[-1], block_mask[2]
     if mask is flex.noop_mask:
         return Pattern()

@@ -113,7 +113,10 @@ def _in_range(
 
 
 def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
-    """Yield the kernels launched in a profiler event, or its operators, with microseconds."""
+    """Yield the name and the time of each kernel that was launched during a profiler event.
+
+    Times are in microseconds. On a CPU, operators are yielded instead of kernels.
+    """
     for inner in event.cpu_children:
         if on_gpu:
             yield from (

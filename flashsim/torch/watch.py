@@ -227,7 +227,7 @@ class _Names:
             pass
 
     def current(self) -> str:
-        """Return the name of the innermost running module with a name; "" outside of any."""
+        """Return the name of the innermost running module that has a name, or "" if none has."""
         for module in reversed(self.stack):
             if module in self.known:
                 name = self.known[module]
@@ -389,7 +389,10 @@ class _Recorder:
 
 
 def _memory(x: Tensor) -> int:
-    """Return a key for the storage that a tensor is a view of; meta tensors have no address."""
+    """Return a number that identifies the storage that a tensor is a view of.
+
+    The number is not a memory address, because meta tensors have none.
+    """
     return x.untyped_storage()._cdata
 
 

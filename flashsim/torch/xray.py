@@ -24,7 +24,10 @@ from flashsim.torch.watch import in_ranges
 
 
 def described(call: AttentionCall) -> dict[str, Any]:
-    """Return a call as JSON; "problem" is None if it cannot be counted, and "note" says why."""
+    """Return a call as a dict for JSON.
+
+    If the call cannot be counted, "problem" is None and "note" gives the reason.
+    """
     about: dict[str, Any] = {"name": call.name, "api": call.api, "note": call.note}
     try:
         values = {field.name: getattr(call.problem, field.name) for field in fields(Problem)}

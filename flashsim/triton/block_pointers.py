@@ -42,7 +42,10 @@ class BlockPointer:
     type = dtype
 
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
-        """Return handles of the block's pointers and of its mask, False out of checked bounds."""
+        """Return two handles: the pointers of the block's elements, and the block's mask.
+
+        The mask is False for elements out of bounds, along the axes whose bounds are checked.
+        """
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)

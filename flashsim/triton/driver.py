@@ -48,7 +48,10 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN as the time; `fn` is not called, so that its launches are not counted."""
+    """Return NaN as the time of `fn`.
+
+    The function does not call `fn`, so that the launches in `fn` are not counted.
+    """
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -59,9 +62,9 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
     """Replace Triton's driver by a `Driver` inside the ``with`` block, and restore it at the end.
 
-    With `available`, `torch.cuda.is_available` returns True, because users' tests skip without a
-    GPU. The ``with`` statement yields a function to call after any import that may have loaded
-    torch or ``triton.testing``: it replaces the functions of those modules too.
+    If `available` is true, `torch.cuda.is_available` returns True, because users' tests are skipped
+    if there is no GPU. The ``with`` statement yields a function, which replaces functions of torch
+    and ``triton.testing`` too. Call it after any import that may have loaded these modules.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -156,7 +159,7 @@ def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
 
 
 def _torch_asks(torch: Any) -> bool:
-    """Whether the function that called ours was called by torch, whose compiler has to know."""
+    """Return whether torch itself called the replaced function and so needs the true value."""
     return sys._getframe(2).f_code.co_filename.startswith(str(Path(torch.__file__).parent))
 
 

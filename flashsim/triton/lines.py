@@ -17,7 +17,7 @@ _OTHERS = (_OURS, str(Path(np.__file__).parent), "<frozen", "<__array_function__
 
 
 def reader_frame(folder: str) -> FrameType | None:
-    """Return the innermost frame of the user's code, not Triton's (in `folder`) or flashsim's."""
+    """Return the innermost frame whose code is neither Triton's (in `folder`) nor flashsim's."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
         frame = frame.f_back
@@ -25,7 +25,7 @@ def reader_frame(folder: str) -> FrameType | None:
 
 
 def in_library(folder: str) -> bool:
-    """Whether a function of Triton's own library is running, such as `tl.sigmoid`."""
+    """Return whether a function of Triton's own library is running, such as `tl.sigmoid`."""
     library = str(Path(folder) / "language" / "standard.py")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
@@ -36,7 +36,7 @@ def in_library(folder: str) -> bool:
 
 
 def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
-    """Return the file, number and text of the user's innermost line in an error's traceback."""
+    """Return the file, number and text of the innermost line of user code in a traceback."""
     found = None
     seen: set[int] = set()
     link: BaseException | None = error

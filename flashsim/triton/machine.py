@@ -256,7 +256,7 @@ class Interpreter:
         self._put(ops, "check_tensor", checking(ops.check_tensor))
 
     def line(self) -> tuple[str, int]:
-        """Return the line of the user's kernel that is running, as (file, number)."""
+        """Return the line of the user's kernel that is running now, as (file, line number)."""
         frame = reader_frame(self.at.folder)
         return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
 
@@ -306,7 +306,7 @@ class Interpreter:
             self.recorder.work("matmul", flops, line=self.line())
 
     def work(self, kind: str, size: int) -> None:
-        """Record FLOPs for an operation on a tile of `size` elements: one per element."""
+        """Record the FLOPs of an operation on a tile of `size` elements: one FLOP per element."""
         if not self.memory.silent and size > 1:
             self.recorder.work(kind, size, line=self.line())
 
@@ -480,11 +480,15 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return tensors' arrays by code: the user's own, or the kernel's copies of JAX arrays."""
+        """Return the arrays of these tensors, by code.
+
+        For a JAX array, this is the copy that the kernel writes to; otherwise it is the user's
+        array.
+        """
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
-        """Return a tensor's current values."""
+        """Return the current values of the tensor with this code, as a NumPy array."""
         tensor = self.recorder.tensors[code]
         pointer = next(p for p in self.arguments.pointers if p.code == code)
         return values(pointer, tensor.shape, tensor.strides)

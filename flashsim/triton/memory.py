@@ -93,7 +93,10 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, which a tensor of pointers can hold; raise for unknown ones."""
+        """Translate real addresses, which a tensor of pointers can hold, to simulated addresses.
+
+        The method raises an error for an address that belongs to no argument.
+        """
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
@@ -154,7 +157,10 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find other tensors in the same allocation with elements outside of this tensor."""
+        """Find the tensors that contain those accessed elements that lie outside of this tensor.
+
+        Only tensors in the same allocation are searched.
+        """
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:

@@ -49,7 +49,10 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def widen(handle: Any) -> np.ndarray:
-    """Return a handle's numbers: float32 for 16-bit and 8-bit floats, else the handle's data."""
+    """Return the numbers that a handle holds.
+
+    Floats of 16 and 8 bits are widened to float32; other numbers are returned unchanged.
+    """
     if not is_narrow(handle.dtype):
         half = handle.data.dtype == np.float16
         return handle.data.astype(np.float32) if half else handle.data

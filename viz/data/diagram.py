@@ -22,7 +22,7 @@ SYMBOLS = {"delta": "δ", "dBias": "dB", "bias": "B", "O_part": "O′", "L_part"
 
 
 def key_side(trace: Trace) -> frozenset[str]:
-    """Return the names of the tensors that have one row per key, without accumulators."""
+    """Return the names of the tensors that have one row per key, except accumulators."""
     return _cut_along(trace, COL)
 
 
@@ -36,7 +36,9 @@ def _cut_along(trace: Trace, side: int) -> frozenset[str]:
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
-    """Return the tensors of a trace by the side of the grid: left, right, top, bottom, grid.
+    """Return a dict that says where each tensor of a trace is drawn relative to the score grid.
+
+    The keys are "left", "right", "top", "bottom" and "grid"; the values are tensor names.
 
     An accumulator (dQ_acc) is listed under the name of the tensor that it accumulates (dQ).
     """
@@ -65,7 +67,10 @@ _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
-    """Return uint8 (T_r, T_c): whether a tile is empty, full or partly masked (at which corner).
+    """Return a code for each score tile, uint8 (T_r, T_c), that says how the mask cuts the tile.
+
+    The code of a tile that is not computed is SKIPPED. The code of a tile that the mask does not
+    change is WHOLE.
 
     A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do).
     The tile is CUT_LOW if the mask removes the lower left corner (as a sliding window does), and
@@ -110,12 +115,17 @@ def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
 
 
 def first_touch(walk: Steps) -> dict[str, np.ndarray]:
-    """Return the step at which each tile of each tensor is first moved; `len(walk)` means never.
+    """Return the number of the step at which each tile of a tensor first moves.
+
+    To move means to be transferred between HBM and SRAM.
+
+    The number of a tile that is never moved is `len(walk)`.
 
     Returns
     -------
     dict of ndarray of int64
-        By tensor: (T_r,), (T_c,), or for matrices (T_r, T_c).
+        An array of step numbers for each tensor name. Its shape is (T_r,) if the tensor has one row
+        per query, (T_c,) if it has one row per key, and (T_r, T_c) if it is a matrix of scores.
     """
     t_r, t_c = one_grid(walk.trace)
     events = walk.events
@@ -162,10 +172,12 @@ MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
-    """Return int64 (T_r, T_c): the thread block that works on each tile, or -1 if none does.
+    """Return the number of the thread block that works on each score tile, int64 (T_r, T_c).
 
-    A row tile's keys are split over several thread blocks, one split each. The blocks are numbered
-    row tile by row tile.
+    The number is -1 for a tile that no thread block works on.
+
+    If the keys are split, several thread blocks work on one row tile, each on its own split of the
+    keys. The blocks are numbered row tile by row tile.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
     ptr, col, _ = schedule.row_csr
@@ -179,7 +191,7 @@ def part_numbers(schedule: Schedule) -> np.ndarray:
 
 
 def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return (i, j) of each tile whose left neighbour is computed by another thread block."""
+    """Return the (i, j) of each score tile whose left neighbour another thread block computes."""
     if not (schedule.part_counts > 1).any():
         return []
     blocks = part_numbers(schedule)
@@ -188,7 +200,7 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def page_edges(schedule: Schedule) -> list[float]:
-    """Return where KV-cache pages begin inside a sequence, in column tiles from the left.
+    """Return the positions at which KV-cache pages begin, in column tiles from the left edge.
 
     The list is empty if the KV cache has no pages, or so many pages that a picture cannot show them
     apart.

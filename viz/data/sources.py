@@ -24,12 +24,12 @@ HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
-    """Return an algorithm's name for pictures; your own algorithm is named after its function."""
+    """Return an algorithm's name for pictures. A user's own algorithm has its function's name."""
     return NAMES.get(algorithm, algorithm)
 
 
 def direction(trace: Trace) -> str:
-    """Return "forward" or "backward", with the form of the backward if there are several."""
+    """Return "forward" or "backward"; the form is added if a backward pass has several forms."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 
@@ -58,7 +58,7 @@ def one_trace(data: Any) -> Trace:
 
 
 def made_by(how: str, data: Any, has: str) -> Any:
-    """Return `data`, which must be the result of the function named `how`.
+    """Return `data` unchanged; raise an error unless the function named `how` returned it.
 
     The object is recognised by the attribute `has`, because the object's class belongs to a higher
     layer, which this module may not import.
@@ -69,7 +69,7 @@ def made_by(how: str, data: Any, has: str) -> Any:
 
 
 def all_made_by(how: str, data: Any, has: str) -> list[Any]:
-    """Return one or more results of the function named `how` as a list, which is not empty."""
+    """Return a non-empty list of results, all returned by the function named `how`; else raise."""
     results = list(data) if isinstance(data, (list, tuple)) else [data]
     if not results:
         raise OptionError(f"nothing to draw: pass one or more results of {how}, got none")
@@ -95,7 +95,7 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 
 
 def writable(what: str, text: Any) -> str:
-    """Return a label or title as a string that a file can hold.
+    """Return a label or title as a string, after checking that it can be written to a file.
 
     Raises
     ------
@@ -162,7 +162,10 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label per source: the algorithm, then settings that differ, or a number."""
+    """Return a label for each source: its algorithm, and the settings that differ between sources.
+
+    If two labels are still equal, a number is added.
+    """
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -192,7 +195,7 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 
 
 def places(algorithms: Iterable[str]) -> list[int]:
-    """Return, per series, the index of a colour, line dash and marker.
+    """Return, for each series of a plot, the index of its colour, line dash and marker.
 
     An algorithm has the same index in every figure. If an algorithm occurs twice, the series are
     numbered instead.
@@ -239,7 +242,10 @@ def window(sides: tuple[int, int]) -> str:
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """Return the phrases of `about` that all sources share; `name` puts the algorithm first."""
+    """Return the phrases of `about` that all sources share.
+
+    If `name` is true, the algorithm is the first phrase.
+    """
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]

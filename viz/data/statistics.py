@@ -51,7 +51,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """Return a dict by row tile: this object's own statistics, and those in `others`."""
+        """Return a dict of row tile to statistics, for this object and all objects in `others`."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
@@ -120,7 +120,10 @@ def row_statistics(
 def _followed(
     walk: Steps[Trace], queries: np.ndarray, keys: np.ndarray, tile: int, head: int, row: int | None
 ) -> RowStatistics:
-    """Follow `row` of a row tile; by default, the row whose maximum changes most often."""
+    """Return the statistics of one row of a row tile.
+
+    If `row` is None, the row whose maximum changes most often is followed.
+    """
     schedule, p = walk.trace.schedule, walk.trace.problem
     start, stop = schedule.rows[tile, :2]
     steps = np.flatnonzero((walk.visit >= 0) & (walk.i == tile))

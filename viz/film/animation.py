@@ -263,7 +263,7 @@ class Film(Frames):
 
 
 def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
-    """Return int (n_frames, n_walks): the step that each trace shows in each frame."""
+    """Return the step number that each trace shows in each frame, int (n_frames, n_walks)."""
     longest = max(len(walk) for walk in walks)
     n = min(longest, max_frames)
     times = np.unique(np.linspace(0, longest - 1, n).round().astype(np.int64))
@@ -280,7 +280,9 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """Return the palette of a film, uint8 (n, 3): flat colours, and the shades at edges of text.
+    """Return all colours of a film as an array, uint8 (n, 3).
+
+    The array has the flat colours, and the shades at the edges of text.
 
     The palette is computed, not sampled from a few frames: sampling would miss the colour of a
     tensor that moves only once. The palette has at most 255 colours, so that a GIF has one index
@@ -295,7 +297,7 @@ def _colors(film: Film) -> np.ndarray:
 
 
 def _indexed(film: Film, colors: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield each frame as indices into `colors`, uint8 (height, width)."""
+    """Yield each frame as an array of indices into `colors`, uint8 (height, width)."""
     shared = Image.new("P", (1, 1))
     shared.putpalette(colors.tobytes())
     for pixels in film.frames():
@@ -310,7 +312,10 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`, which shrinks the GIF to a third."""
+    """Yield each frame, with every pixel that equals the previous frame's pixel set to `same`.
+
+    This shrinks a GIF to a third of its size.
+    """
     before = next(frames)
     yield before
     for frame in frames:

@@ -68,7 +68,11 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """Return the row tile to show at each step: the step's own, or else the previous one."""
+        """Return the row tile to show at each step.
+
+        This is the row tile that the step works on. If the statistics hold no row of that tile, it
+        is the row tile that was shown before.
+        """
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
@@ -132,7 +136,7 @@ class Counters:
 
 
 def _fit(text: Text, ax: Axes) -> None:
-    """Shrink a text until it fits the width of its Axes."""
+    """Make a text smaller until it fits the width of its Axes."""
     room = ax.get_window_extent().width
     while (wide := text.get_window_extent().width) > room:  # letters do not shrink in proportion
         text.set_fontsize(float(text.get_fontsize()) * 0.99 * room / wide)
@@ -158,7 +162,10 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """List the transfers of a step; if the list is too long, its last line counts the rest."""
+        """List the transfers of a step.
+
+        If the list is too long, its last line says how many transfers are not shown.
+        """
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)

@@ -76,7 +76,7 @@ def animate_ranks(
 
 
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
-    """Return which tiles are computed in the block of scores of one rank and one ring step.
+    """Return a mask of the tiles that a rank computes in its block of scores at one ring step.
 
     The block has the query rows of one rank and the keys that this rank holds, and is cut into
     `cells` x `cells` tiles.
@@ -123,7 +123,7 @@ class RanksFilm(Frames):
         self._build()
 
     def _message(self) -> str:
-        """Return the title: the share of time for which ranks wait for the busiest rank."""
+        """Return the title, which gives the share of time that ranks wait for the busiest rank."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
@@ -216,7 +216,7 @@ class RanksFilm(Frames):
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Return the number of tiles that a rank has computed after a fraction of a step."""
+        """Return how many tiles the rank has computed after a fraction of a step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 
@@ -235,7 +235,10 @@ class RanksFilm(Frames):
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Draw K and V; in the second half of every step but the last they move to a new rank."""
+        """Draw the K and V of each rank at the moment of a frame.
+
+        In the second half of every step except the last, K and V move to the next rank.
+        """
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0

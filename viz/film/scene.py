@@ -74,12 +74,12 @@ class Mosaic:
         self._pixels = pixels
 
     def draw(self, canvas: np.ndarray) -> None:
-        """Copy the tiles into a canvas, uint8 (height, width, 4)."""
+        """Copy the pixels of the tiles into a canvas of RGBA pixels, uint8 (height, width, 4)."""
         canvas[(*self._where, slice(3))] = self._pixels
 
 
 def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
-    """Return the index of each pixel at which a new tile begins, except the first tile."""
+    """Return the index of the pixel at which each tile begins, for all tiles except the first."""
     return np.flatnonzero(np.diff(tile)) + 1 if wanted else np.zeros(0, int)
 
 
@@ -195,7 +195,7 @@ class Scene:
         return patch
 
     def _build_edges(self) -> None:
-        """Draw lines between splits of the keys, and between KV-cache pages on K and V."""
+        """Draw lines between splits of the keys, and lines on K and V between KV-cache pages."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         schedule, dx, dy = self.walk.trace.schedule, w / t_c, h / t_r
@@ -215,7 +215,10 @@ class Scene:
             self.artists.append(edges)
 
     def _build_sram(self, ax: Axes) -> None:
-        """Draw a bar of what SRAM holds, `full` bytes long, and the buffers' names below it."""
+        """Draw a bar that shows the contents of SRAM; its full length stands for `full` bytes.
+
+        The names of the buffers are written below the bar.
+        """
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
@@ -310,7 +313,10 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box of score tile (i, j); i = -1: all of column j; j = -1: all of row i."""
+        """Return the box in which score tile (i, j) is drawn.
+
+        If i is -1, the box covers all of column j. If j is -1, the box covers all of row i.
+        """
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:

@@ -99,13 +99,19 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule of any stage: all stages share one, whose sums are names."""
+        """Return the schedule that all stages share.
+
+        Its sums over visits (tile pairs) are names, not numbers.
+        """
         walk: Schedule = self.walk
         return walk
 
 
 def payload() -> dict[str, Any]:
-    """Return all data of the page, ready for JSON; each polynomial is an index into one list."""
+    """Return all data of the page, ready for JSON.
+
+    All polynomials are in one list, and the other data refer to them by their index.
+    """
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -145,7 +151,10 @@ def payload() -> dict[str, Any]:
 
 
 def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
-    """Return all passes by name: "flash2 forward", or "... packed" if heads are packed."""
+    """Return a dict with the data of every pass, by names such as "flash2 forward".
+
+    If query heads that share a KV head are packed into one tile, the name ends in "packed".
+    """
     passes = {}
     for algorithm in plans.ALGORITHMS:
         for direction in plans.DIRECTIONS:
@@ -213,7 +222,10 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Return whether outer-loop iterations read earlier ones' stores, and so must run in order."""
+    """Return whether the outer loop's iterations must run in order.
+
+    They must if an iteration reads what an earlier iteration stored.
+    """
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

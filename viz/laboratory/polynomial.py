@@ -27,7 +27,7 @@ class Polynomial:
 
     @classmethod
     def named(cls, name: str) -> Polynomial:
-        """Return the polynomial that consists of this name alone."""
+        """Return the polynomial whose only term is this name, with the coefficient 1."""
         return cls({(name,): 1})
 
     @classmethod
@@ -58,7 +58,10 @@ class Polynomial:
         return self * -1 + other
 
     def __floordiv__(self, other: Operand) -> Polynomial:
-        """Return the quotient by a single term, which must divide every term without remainder."""
+        """Return this polynomial divided by a polynomial that has only one term.
+
+        That term must divide every term of this polynomial without remainder.
+        """
         ((divisor, n),) = Polynomial.of(other).terms.items()
         return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
 

@@ -23,10 +23,11 @@ class Prefix(NamedTuple):
     prefix: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return a row tile's number of rows, then both ranges of key tiles that it visits.
+        """Return a row tile's number of rows, and the two ranges of key tiles that it visits.
 
-        The tuple is (rows, number of first key tiles, start and stop of the second range, and the
-        same three numbers for tiles that need no mask).
+        The tuple has seven numbers. The first is the number of rows. The next three are the number
+        of key tiles in the first range, and the start and stop of the second range. The last three
+        are the same numbers, but count only key tiles of which the mask removes no score.
         """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
@@ -56,10 +57,11 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return a row tile's number of rows, then both ranges of key tiles that it visits.
+        """Return a row tile's number of rows, and the two ranges of key tiles that it visits.
 
-        The tuple is (rows, number of first key tiles, start and stop of the second range, and the
-        same three numbers for tiles that need no mask).
+        The tuple has seven numbers. The first is the number of rows. The next three are the number
+        of key tiles in the first range, and the start and stop of the second range. The last three
+        are the same numbers, but count only key tiles of which the mask removes no score.
         """
         start = tile * self.block
         stop = min(start + self.block, self.rows)

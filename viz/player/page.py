@@ -217,7 +217,7 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    """Return the row statistics that the player can show, by row tile, and the first one's tile."""
+    """Return a dict of each row tile's statistics ("rows"), and the tile shown first ("tile")."""
     return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
@@ -237,7 +237,10 @@ def _column(values: np.ndarray) -> dict[str, str]:
 
 
 def embedded_json(value: Any) -> str:
-    """Encode a value as JSON for a script element; no string in it can end or open an element."""
+    """Encode a value as JSON for a script element.
+
+    The text is escaped, so that no string in it can end or open an HTML element.
+    """
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -250,7 +253,9 @@ def assembled(
     title: str,
     program: str = "",
 ) -> str:
-    """Return one HTML file with a package's ``name.html``, style, scripts, and `data` as JSON.
+    """Return the text of one HTML file that holds a page's template, style, scripts and data.
+
+    The template is the package's ``name.html``; `data` is stored as JSON.
 
     `program` is JavaScript that precedes the scripts.
     """

@@ -23,9 +23,10 @@ def l2_curve(
 ) -> None:
     """Draw the bytes read from DRAM against the size of L2.
 
-    The curve of DRAM bytes falls in steps. Left of the first step L2 has no hits, and all requested
-    bytes come from DRAM. Each step down marks an L2 size from which on one more reuse of a tensor
-    hits L2. Right of the last step DRAM serves only the first read of each byte.
+    The DRAM bytes fall in steps as L2 grows. If L2 is smaller than at the first step of the curve,
+    no request hits L2, and all requested bytes come from DRAM. Each step marks the smallest L2 size
+    at which one more reuse of a tensor hits L2. If L2 is larger than at the last step, only the
+    first read of each byte comes from DRAM.
 
     Parameters
     ----------

@@ -158,7 +158,7 @@ def _phases(
 def _number(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
-    """Write the inner tile's number on the longest phase of each visit, if the number fits."""
+    """Write the inner tile's number on the longest phase of each visit (tile pair), if it fits."""
     low, high = ax.get_xlim()
     room = 0.3 * (high - low) / _SLIDE_INCHES  # of two digits
     outputs = spans["phase"] == PHASES.index("output")
@@ -203,6 +203,6 @@ def _blocks(
 
 
 def _bars(x: np.ndarray, top: np.ndarray, height: float) -> np.ndarray:
-    """Return the four corners of each bar, (n, 4, 2)."""
+    """Return the (x, y) of the four corners of each of n bars, (n, 4, 2)."""
     x0, x1, y1 = x[:, 0], x[:, 1], top + height
     return np.stack([np.stack(c, -1) for c in ((x0, top), (x1, top), (x1, y1), (x0, y1))], 1)

@@ -1,4 +1,4 @@
-"""A plot of the error that each rounding point (such as "P") causes if it alone is lowered."""
+"""A plot of the error that each rounding point (such as "P") causes if only it is less precise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _RESULTS = ("out", "dq", "dk", "dv")
 def precision(
     data: Any, *, kind: str | None = None, n: int | None = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the errors of out, dq, dk and dv, with one rounding point at a time lowered.
+    """Draw the errors of out, dq, dk and dv if one rounding point at a time is less precise.
 
     The rounding points are on the x axis; at the first position nothing is lowered. The error is on
     the logarithmic y axis. Infinite errors are drawn at the upper edge.

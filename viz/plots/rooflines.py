@@ -160,7 +160,10 @@ def _plate(theme: Theme) -> dict[str, Any]:
 
 
 def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
-    """Return the title: compute or HBM limits the algorithms, if L2 is perfect in each kernel."""
+    """Return the title, which says whether compute or HBM limits the algorithms.
+
+    The title assumes that L2 is perfect within each kernel.
+    """
     free = [label for label in labels if label not in bound]
     if len(labels) > 1 and 1 in (len(bound), len(free)):
         (single,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
@@ -190,7 +193,9 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return each row's entry of `values`, by its label or else its algorithm, or None.
+    """Return the entry of `values` for each row, or None for a row that has no entry.
+
+    An entry is looked up by the row's label, and if that is missing, by the row's algorithm.
 
     The function raises an error if `values` has a name that belongs to no row.
     """
@@ -213,7 +218,7 @@ def _once(row: dict[str, Any]) -> int:
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a label per point of a sweep: its algorithm, and the columns that differ."""
+    """Return a label for each point of a sweep: its algorithm, and the columns that differ."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
     words["kv_heads"] = "{} KV heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]

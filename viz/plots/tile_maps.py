@@ -200,7 +200,7 @@ def mask(
 
 
 def _skipped(theme: Theme) -> dict[str, Any]:
-    """Return the look of tiles that are not computed."""
+    """Return the colours and hatching of tiles that are not computed."""
     return {"facecolor": theme.panel, "edgecolor": theme.grid, "hatch": HATCH, "lw": 0}
 
 
@@ -232,7 +232,10 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return float (T_r, T_c): a quantity per tile of a stage, such as bytes; NaN if skipped."""
+    """Return a number for each score tile of a stage, such as its bytes, as float (T_r, T_c).
+
+    The number of a skipped tile is NaN.
+    """
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

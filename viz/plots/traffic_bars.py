@@ -120,7 +120,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
-    """Return the title: which of the drawn algorithms moves the fewest bytes."""
+    """Return the title, which says which of the drawn algorithms moves the fewest bytes."""
     moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}
@@ -134,7 +134,7 @@ def _message(groups: Mapping[str, Trace | Traffic]) -> str:
 
 
 def _place(tensor: str) -> tuple[int, str]:
-    """Return the sort key of a tensor; tensors of your own algorithm come last."""
+    """Return the sort key of a tensor; tensors of a user's own algorithm come last."""
     return CODES.get(tensor, len(CODES)), tensor
 
 
