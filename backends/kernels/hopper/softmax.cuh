@@ -110,9 +110,9 @@ struct Softmax {
 };
 
 // The softmax of scores between -bound and bound. It needs no running maximum and never rescales O.
-// A row's m is its maximum in the first tile where the mask keeps a key of it, limited to bound - 60
-// and 60 - bound, so every exponential lies between e^-60 and e^60. Within these limits, P of a row's
-// only key is exactly 1; up to a bound of 30 they limit nothing.
+// A row's m is its maximum in the first tile where the mask keeps a key of it. Limits of bound - 60
+// and 60 - bound keep every exponential between e^-60 and e^60. Within these limits, P of a row's
+// only key is exactly 1. Up to a bound of 30 they limit nothing.
 struct BoundedSoftmax {
     float m[2] = {NEG_INF, NEG_INF}, l[2] = {0.0f, 0.0f};
     const float bound;  // a natural logarithm
