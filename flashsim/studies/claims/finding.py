@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """The result of a claim's check: the figures as text, whether the claim is right, and why."""
+    """The result of checking a claim: the computed figures, whether the claim is right, and why."""
 
     found: str
     right: bool

@@ -37,7 +37,8 @@ class Rung:
     result : {"P", "softmax V", "Q K^T V", "attention"}
         The quantity that the rung computes, which selects the float64 result to compare with.
     page : callable or None
-        The function that runs the rung on a `Bench`; None for flashsim's own algorithms.
+        The function that runs the rung on a `Bench`, or None if the rung is one of flashsim's own
+        algorithms.
     scores : (int, int, int)
         How often each element of S is loaded, each element of P is stored, and each element of P is
         loaded. The closed form of a rung with a `page` is computed from these; `traffic` has the
@@ -52,13 +53,13 @@ class Rung:
 
     @property
     def matrices(self) -> int:
-        """The names of the whole score matrices that the rung keeps in HBM: S, P."""
+        """The number of full matrices (S, P) that the rung keeps in HBM: 0, 1 or 2."""
         if self.page is None:
             return 2 * (self.name == "standard")
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """Return the bytes that the rung moves, in closed form: ``{(op, tensor): bytes}``."""
+        """Compute the bytes that the rung moves by closed-form formulas: ``{(op, tensor): bytes}``."""
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
             return by_operation(counted.transfers)
@@ -137,7 +138,10 @@ class Step:
         return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes moved, in total or of one operation and tensor."""
+        """Return the number of bytes that the rung moved.
+
+        With `op` or `tensor`, only the transfers of that operation or tensor are counted.
+        """
         return sum(
             nbytes
             for (its_op, its_tensor), nbytes in self.moved.items()
@@ -185,7 +189,7 @@ class Climb(report.Tabled):
         return table
 
     def _loops(self) -> str:
-        """Return the table's note on tensors that FlashAttention-1 and -2 load repeatedly."""
+        """Return a note for the table on which tensors FlashAttention-1 and -2 load repeatedly."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -283,7 +287,7 @@ class _Inputs:
 
     @cached_property
     def s(self) -> np.ndarray:
-        """The scores as stored in HBM, (1, 1, n_q, n_kv)."""
+        """The score matrix S as it is stored in HBM, an array of shape (1, 1, n_q, n_kv)."""
         rows = [self._scores(rows).astype(self.q.dtype) for rows in self._blocks()]
         return np.concatenate(rows)[None, None]
 

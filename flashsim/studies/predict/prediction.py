@@ -65,13 +65,13 @@ class Prediction(report.Tabled):
 
     @property
     def joules(self) -> float | None:
-        """The total joules of all stages; None for a device whose energy was never measured."""
+        """The energy of all stages in joules, or None if the device's energy was never measured."""
         known = [stage.joules for stage in self.stages if stage.joules is not None]
         return sum(known) if len(known) == len(self.stages) else None
 
     @property
     def sustained(self) -> Sustained | None:
-        """The cost of one of many repeated calls, at the clock that the board's power limit allows.
+        """The time, energy and clock of a call that is repeated until the board reaches its power limit.
 
         The value is None if `joules` is None.
         """
@@ -109,5 +109,5 @@ class Prediction(report.Tabled):
 
 
 def untested(device: Device) -> str:
-    """Return a note for a table if the model was not calibrated on this device, else ""."""
+    """Return a warning for a table if the model was not calibrated on this device, otherwise ""."""
     return "" if device.name == "H200" else f", untested on {device.name}"

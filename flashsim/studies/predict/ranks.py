@@ -1,4 +1,4 @@
-"""`spread`: the predicted time of attention over several GPUs, step by step, with transfers."""
+"""Predicts the time of attention that is distributed over several GPUs, including transfers."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class SpreadTime(report.Tabled):
 
     @property
     def exposed(self) -> float:
-        """Seconds by which communication prolongs the pass."""
+        """The number of seconds that the pass takes longer because of communication."""
         return self.seconds - self.alone
 
     @property
