@@ -25,7 +25,10 @@ from flashsim.algorithms.score_tile import (
 
 
 def forward(machine: Machine) -> None:
-    """Run Algorithm 1. After each visit, O is normalised by the l of the keys seen so far."""
+    """Run FlashAttention-1's forward pass, Algorithm 1 of the paper.
+
+    After each visit (tile pair), O is normalised by the l of the keys seen so far.
+    """
     hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
     fill(machine, "init", {O.name: 0.0, "l": 0.0, "m": -np.inf})                          # 2

@@ -32,7 +32,7 @@ from flashsim.schedule.schedule import Visit
 
 
 def forward(machine: Machine) -> None:
-    """Run Algorithm 1.
+    """Run FlashAttention-2's forward pass, Algorithm 1 of the paper.
 
     Queries are the outer loop: O, m and l stay on chip while K and V are streamed. Line 10 of the
     paper divides O by the rescaling factor; this code multiplies, which is correct.
@@ -67,7 +67,10 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Add key tiles to a row tile's O (not normalised yet), l and m: lines 7 to 10."""
+    """Update a row tile's O, l and m with one key tile after another (lines 7 to 10).
+
+    The output O is not normalised yet.
+    """
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -90,7 +93,10 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row tile's O and LSE (lines 12 and 13); 0 and -inf for rows that saw no key."""
+    """Return the final O and LSE of a row tile (lines 12 and 13).
+
+    A row that saw no key has O = 0 and LSE = -inf.
+    """
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
@@ -167,7 +173,9 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 def _sink_gradient(
     machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
 ) -> np.ndarray | None:
-    """Return the part of the sinks' gradient from these rows, (lead, group, 1); None without sinks.
+    """Return the sum that these rows add to the gradient of the attention sinks, (lead, group, 1).
+
+    If the problem has no sinks, the function returns None.
 
     An attention sink has the probability P = exp(sink - L) and no value row, so its gradient is -P
     delta.
@@ -181,9 +189,9 @@ def _sink_gradient(
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
     """Compute dK and dV in a loop with keys outermost.
 
-    A thread block computes one tile of keys of one key head, for all query heads that share it.
-    `dq` says what happens to each tile pair's dQ: "" if it is not computed, "reduce" if it is added
-    to HBM, and "store" if it is complete and stored.
+    A thread block computes one tile of keys of one key head, for all query heads that share it. The
+    argument `dq` says what happens to the dQ of each tile pair. With "", it is not computed. With
+    "reduce", it is added to HBM. With "store", it is complete and is stored.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5

@@ -26,7 +26,7 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """What the backward pass needs, besides dS, to compute the gradient of a tile's scale Q K^T.
+    """The data that the backward pass needs, besides dS, for the gradient of a tile's scale Q K^T.
 
     `cap` is the softcap's derivative. `raw` is the score that was passed to the score function.
     `values` are the captured elements that the function read, and `positions` its arguments b, h,
@@ -42,7 +42,10 @@ class Chain(NamedTuple):
 def indices(
     schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
 ) -> dict[str, np.ndarray]:
-    """Return the arguments b, h, q, k of such functions, each (lead, group, rows, cols)."""
+    """Return the arguments b, h, q, k of a score or mask function for every score of a tile.
+
+    Each is an array (lead, group, rows, cols).
+    """
     p, s = schedule.problem, schedule.sequence_of_row(i)
     lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
     members = np.arange(p.group) if member is None else np.array([member])
@@ -96,7 +99,10 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set the scores that the mask function removes to -inf; in a FULL tile there are none."""
+    """Set the scores of a tile that the mask function removes to -inf.
+
+    A tile whose kind is FULL has no such scores.
+    """
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return

@@ -69,7 +69,7 @@ class Machine:
         )
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
-        """Keep an LSE that is computed but not stored in HBM; no traffic is counted."""
+        """Keep the LSE of some rows as a result, without storing it in HBM or counting bytes."""
         self.noted_lse[..., rows] = lse
 
     @property
@@ -99,12 +99,15 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return where `O_part` and `L_part` hold these rows' results for this part of keys."""
+        """Return the slice of `O_part` and `L_part` that holds some rows' results.
+
+        Each part of the keys has its own results.
+        """
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield row tile i in strips, each with as many complete rows of scores as fit on chip."""
+        """Yield slices of row tile `i`, each with as many whole rows of scores as fit on chip."""
         rows = sram.schedule.row_slice(i)
         height = strip_rows(sram.stage, sram.schedule, self.device)
         for start in range(rows.start, rows.stop, height):

@@ -64,7 +64,10 @@ def _scores(machine: Machine) -> None:
 
 
 def _softmax(machine: Machine) -> None:
-    """Compute P from complete rows of S; the LSE is returned, but not stored in HBM."""
+    """Compute P = softmax(S) from complete rows of S.
+
+    The LSE becomes a result of the run, but is not stored in HBM.
+    """
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for i in range(sram.schedule.t_r):

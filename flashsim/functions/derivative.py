@@ -39,12 +39,15 @@ class Adjoints(NamedTuple):
 
     @property
     def roots(self) -> list[int]:
-        """The numbers of the nodes with gradients: one node per load, and one for the score."""
+        """The numbers of the nodes that hold gradients: one per load, and one for the score."""
         return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all nodes that the gradients and the loads depend on, in order."""
+        """The numbers of all nodes that must be evaluated to obtain the gradients, in order.
+
+        These include the nodes of the loads themselves.
+        """
         return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
 
 
@@ -76,7 +79,10 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the derivative's FLOPs per score, including the function values that it recomputes."""
+    """Return the FLOPs that a score function's derivative needs per score.
+
+    They include the function values that are recomputed.
+    """
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 

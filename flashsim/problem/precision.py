@@ -47,7 +47,10 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the names of an algorithm's rounding points; only "inputs" if `POINTS` lacks it."""
+    """Return the names of the intermediate results that an algorithm can round.
+
+    For an algorithm that `POINTS` lacks, the only such name is "inputs".
+    """
     return POINTS.get(algorithm, ("inputs",))
 
 
@@ -139,7 +142,7 @@ class Precision:
 
     @property
     def points(self) -> dict[str, str]:
-        """The rounding points that are set, and their types."""
+        """A dict of the rounding points for which a type is set, and their types."""
         every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 
@@ -228,7 +231,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """Return the types to which one stage rounds."""
+        """Return a `Roundings` object: the types to which one stage (kernel) rounds."""
         p, forward = problem, direction == "forward"
         points = precision.points
         types = _usual(p, forward) | {
@@ -261,7 +264,7 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """Return the types to which kernels usually round P and dS: those of the inputs.
+    """Return the types to which kernels usually round P and dS, which are the inputs' types.
 
     With FP8 inputs, the types are e4m3 in the forward pass and bfloat16 in the backward pass.
     FlashAttention-3 has no backward pass in FP8, so a 16-bit backward pass follows its FP8 forward
@@ -304,6 +307,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """Return the value of the last bit that a tensor core keeps, for numbers of this size."""
+    """Return the value of the last bit that a tensor core keeps if it adds numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

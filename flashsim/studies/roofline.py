@@ -1,4 +1,4 @@
-"""The roofline model: whether bandwidth or arithmetic bounds a pass, for each way to count bytes.
+"""The roofline model: computes whether memory bandwidth or arithmetic limits a pass's speed.
 
 The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. The
@@ -130,7 +130,7 @@ class Roofline(report.Tabled):
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
-        """Return the first point whose bytes were counted in this way."""
+        """Return the roofline point whose bytes were counted in the way that `count` names."""
         for point in self.points:
             if point.count == count:
                 return point

@@ -180,7 +180,7 @@ class Trace(Recording, questions.Answers):
     # -- SRAM -----------------------------------------------------------------------------------
 
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
-        """Return the bytes in each on-chip buffer after each event, for one head of a stage.
+        """Return how many bytes each on-chip buffer holds after each event of one head in a stage.
 
         Without `stage`, the method uses the stage with the most visits.
 
@@ -208,7 +208,7 @@ class Trace(Recording, questions.Answers):
     # -- over time ------------------------------------------------------------------------------
 
     def cumulative(self) -> np.ndarray:
-        """Return the cumulative requested bytes of one head, visit by visit over all stages.
+        """Return the total bytes that one head has requested after each visit, over all stages.
 
         Entry v of the result is the total after v visits. The bytes of a transfer outside visits
         are added to the visit that follows it or, at the end of a stage, to the stage's last visit.
@@ -256,7 +256,7 @@ class Trace(Recording, questions.Answers):
     # -- comparisons ----------------------------------------------------------------------------
 
     def predicted(self) -> Traffic:
-        """Return the traffic of the same schedule by closed form, as `flashsim.count` does.
+        """Return the traffic that closed-form formulas predict for the trace's schedule.
 
         Unlike `flashsim.count`, this method does not check whether the tiles fit in on-chip memory:
         a GPU kernel may keep in registers the tiles that the model places in shared memory.
@@ -298,7 +298,10 @@ class Trace(Recording, questions.Answers):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return the transfers whose bytes differ, as ``{(stage, op, tensor): (ours, theirs)}``.
+        """Compare the bytes of each transfer with those of another trace or count.
+
+        The result is a dict of the transfers that differ: ``{(stage, op, tensor): (ours,
+        theirs)}``.
 
         The dict is empty if the bytes of both results agree.
 

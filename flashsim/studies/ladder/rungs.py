@@ -59,7 +59,10 @@ class Rung:
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """Compute the bytes that the rung moves by closed-form formulas: ``{(op, tensor): bytes}``."""
+        """Return the bytes that the rung moves, by closed-form formulas.
+
+        The result is a dict ``{(op, tensor): bytes}``.
+        """
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
             return by_operation(counted.transfers)

@@ -157,7 +157,7 @@ def laboratory(
     tiling: Tiling | None = None,
     seed: int = 0,
 ) -> Laboratory:
-    """Measure how much the result changes if one intermediate result is rounded to a lower precision.
+    """Measure the errors that arise if one intermediate result is rounded to a lower precision.
 
     Attention is run once per intermediate result ("rounding point"), and each result is compared
     with float64.
@@ -275,7 +275,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Return the root mean square of the error, divided by the root mean square of the true result."""
+    """Return the error's root mean square, divided by the true result's root mean square."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

@@ -15,7 +15,7 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """Return two times: when a launch's last thread block ends, and how long an SM is busy on average.
+    """Return two times: when a launch's last thread block ends, and an SM's mean busy time.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
     SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a

@@ -62,7 +62,7 @@ def least(traffic: Traffic) -> Prediction:
 
 
 def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
-    """Return the number of FLOPs of one stage (kernel) over all heads, as a dict by kind of operation."""
+    """Return a dict with one stage's (kernel's) FLOPs over all heads, by kind of operation."""
     p, sums = traffic.problem, traffic.schedule(stage).sums
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
     walks, _ = plans.heads_of(stage, p)

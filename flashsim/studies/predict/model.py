@@ -75,7 +75,7 @@ def predict(
     decode: DecodeOptions | None = None,
     deterministic: bool | None = None,
 ) -> Prediction:
-    """Predict the time of an attention pass on a GPU, with flashsim's kernels or standard attention.
+    """Predict the time of an attention pass on a GPU, by flashsim's kernels or standard attention.
 
     Flashsim's kernels are those of `backend="cupy"`. For standard attention, the prediction assumes
     the kernels of a library.
@@ -314,7 +314,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """Return the kernels that `run` would launch for a pass, and the bytes and FLOPs of the pass."""
+    """Return the kernels that `run` would launch for a pass, and the pass's bytes and FLOPs."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
@@ -441,7 +441,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the argument `launches` for `in_launches`, if all work tiles of a launch take equally long."""
+    """Return the argument `launches` for `in_launches`, for work tiles that take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -454,7 +454,7 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """Return how long a launch's blocks take (see `durations`), the launch's grid, and its usable SMs.
+    """Return the `durations` of a launch's thread blocks, the launch's grid, and its usable SMs.
 
     The grid is a pair: the number of loops over all tiles, and the number of loops per head group.
     """
@@ -513,7 +513,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the seconds in which each outer tile uses an SM, and those in which it waits."""
+    """Return two arrays: the seconds that each outer tile uses an SM, and those that it waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}

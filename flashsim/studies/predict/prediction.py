@@ -71,7 +71,7 @@ class Prediction(report.Tabled):
 
     @property
     def sustained(self) -> Sustained | None:
-        """The time, energy and clock of a call that is repeated until the board reaches its power limit.
+        """The time, energy and clock of one of many repeated calls, under the board's power limit.
 
         The value is None if `joules` is None.
         """

@@ -74,7 +74,7 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
 
 
 def _tiles(stage: plans.Stage, problem: Problem) -> int:
-    """Return the number of thread blocks per head of a matrix product: one per tile of its result."""
+    """Return a matrix product's number of thread blocks per head: one per tile of its result."""
     stored = next(move.tensor for move in stage.moves if move.op == "store")
     its = shape(problem, stored)
     rows = problem.n_kv if its.axis == COL else problem.n_q

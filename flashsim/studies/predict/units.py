@@ -159,7 +159,7 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
 def _uneven_pieces(
     one: KernelPass, p: Problem, dims: tuple[int, int], sides: tuple[int, int]
 ) -> int:
-    """Return the number of 16-byte pieces per visit for which the kernel computes separate addresses.
+    """Return the number of 16-byte pieces per visit whose addresses are computed separately.
 
     Only portable kernels have such pieces (`load_async` in mma.cuh). Such pieces occur if a block's
     threads do not divide into whole rows of pieces, eight rows at a time, or if padded rows contain

@@ -88,7 +88,7 @@ class Textbook:
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
-    """Return FLOPs and bytes of the write-up's model, from flashsim's counts.
+    """Return the FLOPs and bytes of one pass, counted as in the write-up's model.
 
     The products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10
     T^2 d in one); in the forward pass, the softmax adds 5 T^2. Each tensor is transferred once: q,
@@ -104,12 +104,15 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
 
 def pallas() -> list[Table]:
-    """Return tables of all figures in the write-up."""
+    """Return tables that compare every figure in the write-up with the figure that we compute."""
     return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, index) for each of the write-up's thirty-six figures."""
+    """Return one tuple (direction, kernel, length, index) for each of the write-up's 36 figures.
+
+    The index is that of the length in `LENGTHS`.
+    """
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -240,7 +243,7 @@ def _scores_on_chip() -> Table:
 
 
 def _fitting(size: int) -> str:
-    """Return a text that names the devices whose thread blocks have that much on-chip memory."""
+    """Return a text that names the devices on which a thread block may use `size` bytes on chip."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"
@@ -249,7 +252,10 @@ def _fitting(size: int) -> str:
 
 
 def series() -> dict[str, list[tuple[str, float, float]]]:
-    """Return data for `viz.roofline_series`: (length, FLOP/B in bfloat16, measured FLOP/s)."""
+    """Return the write-up's measured times as points for a roofline plot (`viz.roofline_series`).
+
+    Each kernel and direction has a list of points: (length, FLOP/B in bfloat16, measured FLOP/s).
+    """
     return {
         f"{kernel}, {direction}": [
             (

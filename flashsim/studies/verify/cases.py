@@ -32,7 +32,7 @@ HERE = "this GPU"
 
 @own_errors
 def here() -> str:
-    """Return the name of the preset of this machine's GPU.
+    """Return the name of the device preset that describes the GPU in this machine.
 
     Raises
     ------
@@ -92,7 +92,7 @@ class Case:
                 )
 
     def placed(self) -> Case:
-        """Return the case with a device.
+        """Return the case with the name of a real device, in place of the default `HERE`.
 
         If the case's device is `HERE`, the result is a copy with this machine's GPU; otherwise the
         result is the case itself.

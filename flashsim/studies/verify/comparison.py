@@ -140,7 +140,7 @@ _OPS = {"requested read": "load", "requested write": "store", "requested reduce"
 
 
 def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
-    """Return a stage's measured quantities, as means over its launches.
+    """Return each quantity that was measured for a stage (kernel), averaged over its launches.
 
     The quantity "requested read" is the bytes that arrive at the SMs and, if `with_l1`, the bytes
     that hit in L1, except reloads of spilled registers. A kernel that works row by row requests
@@ -170,7 +170,7 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
 def _predicted(
     one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch, *, with_l1: bool
 ) -> dict[str, int | None]:
-    """Return all predicted quantities of a stage except DRAM bytes."""
+    """Return every quantity that is predicted for a stage (kernel), except its DRAM bytes."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:

@@ -64,7 +64,9 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 
 
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
-    """Return the bytes of the touched sectors of all heads, which are contiguous in memory.
+    """Return the bytes of all sectors that store instructions touch, counted per instruction.
+
+    The heads are contiguous in memory.
 
     The array `instructions` (n,) has the number of the instruction that stores each piece of `each`
     bytes of a head.

@@ -79,7 +79,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
 
 @dataclass(frozen=True)
 class Apart:
-    """A quantity of a kernel: predicted value, measured value and largest allowed error."""
+    """The predicted value, measured value and largest allowed error of one quantity of a kernel."""
 
     case: Case
     stage: str
@@ -95,7 +95,7 @@ class Apart:
 
     @property
     def misses(self) -> bool:
-        """Whether the error exceeds the largest allowed error."""
+        """Whether the prediction's error exceeds the largest allowed error."""
         return abs(self.difference) > self.target
 
 
@@ -119,7 +119,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
 
 
 def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
-    """Compare the transfers that kernels reported with the closed forms, stage by stage."""
+    """Compare the bytes that kernels reported with the predicted bytes, stage by stage."""
     if one.counted is None:
         return []
     found = []

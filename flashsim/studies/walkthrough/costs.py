@@ -79,7 +79,10 @@ def corrections(
 
 @own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
-    """Return, per device, the time of one read of P, and of standard attention's four passes."""
+    """Return a table of the time that each device needs to read P from HBM.
+
+    The table also has the time of the four passes over matrices in standard attention.
+    """
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")
     flops = traffic.Traffic(
