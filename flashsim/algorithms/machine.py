@@ -74,7 +74,7 @@ class Machine:
 
     @property
     def parts(self) -> int:
-        """The largest number of parts into which the keys of a query are split."""
+        """The largest number of parts into which the keys of any query are split."""
         if self.split == WHOLE and not self.problem.shared_prefix:
             return 1
         how = self.key_order, False, self.split
@@ -99,9 +99,9 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return the slice of `O_part` and `L_part` that holds some rows' results.
+        """Return where `O_part` and `L_part` hold some rows' results over one part of the keys.
 
-        Each part of the keys has its own results.
+        The result is a slice of their rows.
         """
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)

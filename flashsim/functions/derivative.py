@@ -54,7 +54,8 @@ class Adjoints(NamedTuple):
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
     """Return a score function's graph extended by its derivative.
 
-    `wanted` names the captured arrays whose gradients are computed; None means all.
+    The argument `wanted` names the captured arrays whose gradients are computed. If it is None,
+    gradients of all captured arrays are computed.
     """
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}

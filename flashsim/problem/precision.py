@@ -69,7 +69,9 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The type to which an algorithm rounds at each of its rounding points; None keeps its own.
+    """The types to which an algorithm rounds its intermediate results (at its rounding points).
+
+    If a point's type is None, the algorithm rounds to its usual type there.
 
     A `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
 

@@ -380,7 +380,7 @@ class Problem:
 
     @property
     def mask_graph(self) -> Graph | None:
-        """The traced expression of the mask function; None if there is no mask function."""
+        """The mask function's traced expression, or None if the problem has no mask function."""
         return None if self.mask_mod is None else self.mask_mod.graph
 
     @property
@@ -395,7 +395,7 @@ class Problem:
 
     @cached_property
     def fp8(self) -> bool:
-        """Whether inputs are FP8: one byte per element."""
+        """Whether the inputs q, k and v have an FP8 type, which takes one byte per element."""
         return self.dtype in checks.FP8
 
     @cached_property
@@ -433,7 +433,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Number of block-table entries that live keys use, in the whole batch; 0 without pages."""
+        """Number of block-table entries that live keys use in the whole batch, or 0 if unpaged."""
         size = self.page_size
         if size is None:
             return 0
@@ -441,12 +441,12 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """How many keys left of its diagonal a query sees; `n_q + n_kv` means no limit."""
+        """How many keys left of its diagonal a query sees, or `n_q + n_kv` if there is no limit."""
         return self._side(0)
 
     @property
     def right(self) -> int:
-        """How many keys right of its diagonal a query sees; 0 if causal."""
+        """How many keys right of its diagonal a query sees. With a causal mask, it is 0."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:

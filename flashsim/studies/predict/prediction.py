@@ -33,7 +33,7 @@ class StageTime:
     use : Use
         The quantities from which the stage's energy is computed.
     joules : float or None
-        Energy of the board; None for a device whose energy was never measured.
+        Energy of the board, or None if the device's energy was never measured.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Prediction(report.Tabled):
 
     @property
     def seconds(self) -> float:
-        """The total seconds of all stages, which run one after the other."""
+        """The predicted seconds of the whole pass: the sum over its stages (kernels)."""
         return sum(stage.seconds for stage in self.stages)
 
     @property

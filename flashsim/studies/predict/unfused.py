@@ -1,4 +1,4 @@
-"""Predicts standard attention's time; its kernels write S and P to memory and read them again.
+"""Predicts the time of standard attention, which writes S and P to memory and reads them again.
 
 The model assumes a library's kernels for matrix products and softmax: one kernel for each stage of
 the algorithm "standard". In the model, one unit bounds each kernel's time, and every score is

@@ -61,9 +61,9 @@ class Case:
         The device of the prediction. Default: `HERE`, which `record` replaces by the preset of the
         GPU that it measures.
     kernel : str or None
-        "hopper" or "portable", which is passed to `run`; None means the default.
+        "hopper" or "portable", which is passed to `run`. If it is None, `run` uses its default.
     tilings : (Tiling or None, Tiling or None)
-        The tilings of the forward and the backward pass; None means the backend's choice.
+        The tilings of the forward and the backward pass. If one is None, the backend chooses.
     backward : tuple of (bool or None)
         One entry per backward pass: the argument `deterministic` with which `Result.backward` runs.
 

@@ -38,7 +38,10 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured value divided by predicted value; None if no prediction exists or it is zero."""
+        """The measured value divided by the predicted value.
+
+        It is None if no prediction exists, or if the prediction is zero.
+        """
         return self.measured / self.predicted if self.predicted else None
 
 
@@ -52,7 +55,7 @@ class Verification(report.Tabled):
     launches: int
 
     def worst(self, quantity: str) -> float:
-        """Return the largest relative difference between measured and predicted values.
+        """Return a quantity's largest relative difference between measured and predicted value.
 
         Raises
         ------

@@ -100,7 +100,9 @@ def crossing(
     launches: Sequence[SharedItems] = (),
     with_l1: bool = False,
 ) -> int:
-    """Return the bytes that a stage's kernel moves by one operation (`op`), for all heads.
+    """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
+
+    The bytes are those of all heads.
 
     Parameters
     ----------
@@ -285,9 +287,9 @@ def tensor_flops(
     launches: Sequence[SharedItems] = (),
     python: bool = False,
 ) -> int:
-    """Return the FLOPs of matrix products on tensor cores, of whole tiles.
+    """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
-    Masked and ragged tiles count as whole tiles too.
+    Tiles that are masked in part, or cut off at an edge, count as whole tiles.
 
     The Hopper backward kernels written in Python multiply whole chunks of 64 columns. The argument
     `launches` is the same as for `crossing`. The result includes the dQ products that kernels

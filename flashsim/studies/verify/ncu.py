@@ -53,8 +53,8 @@ class MeasuredLaunch:
     The counters are in bytes, seconds or counts.
 
     The field `blocks` is the launch's number of thread blocks, `threads` the number of threads per
-    block, and `ranges` its NVTX ranges, as Nsight Compute writes them; 0 and "" if the table lacks
-    them.
+    block, and `ranges` its NVTX ranges, as Nsight Compute writes them. If the table lacks these
+    columns, they are 0 and "".
     """
 
     kernel: str

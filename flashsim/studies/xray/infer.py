@@ -63,9 +63,9 @@ class LaunchCounters:
     written, reduced : float
         Bytes that the SMs store in L2, and that they add in L2 by atomics.
     blocks : int
-        The number of thread blocks; 0 if unknown.
+        The number of thread blocks, or 0 if it is unknown.
     tensor_flops : float or None
-        FLOPs on tensor cores; None if unknown.
+        FLOPs that the tensor cores executed, or None if they are unknown.
     """
 
     read: float
@@ -93,7 +93,7 @@ class Fit:
     scores : int
         The number of scores in all visited tiles, over all heads.
     packed : bool
-        Whether the query heads of a key head share the rows of a tile.
+        Whether a tile's rows are the queries of all query heads that share a key head.
     boxes : bool
         Whether the kernel reads whole boxes, also past the ends of sequences and rows, as TMA does.
     dense : bool
@@ -148,7 +148,7 @@ class Inference:
     splits : int
         The number of parts into which the keys are split.
     by_grid : bool
-        Whether the number of thread blocks excluded tiles that the other counters allow.
+        Whether some tiles agree with the other counters, but not with the number of thread blocks.
     by_flops : bool
         Whether the FLOPs on tensor cores are known, and agree.
     """
@@ -223,7 +223,7 @@ def _products(problem: Problem, seen: LaunchCounters) -> bool:
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """Return how many parts of split keys, computed by `before`, the kernel `after` merges.
+    """Return the number of key parts that kernel `before` computed and kernel `after` merges.
 
     The result is 1 if `after` merges no parts.
 
@@ -529,7 +529,7 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """Return the bytes of a tensor's tiles if ragged tiles are moved whole.
+    """Return the bytes of a tensor's tiles if tiles that are cut off at an edge are moved whole.
 
     With `columns`, each row is also padded to whole boxes. With `pairs`, thread blocks run in
     clusters of two, so that the number of outer tiles is rounded up to an even number.

@@ -127,7 +127,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Problem` from JSON, with lists converted to tuples."""
+    """Convert the fields of a `Problem` that were read from JSON: lists become tuples."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -254,7 +254,7 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the launches in ``ncu``'s table, each with the name of its range.
+    """Return the kernel launches in Nsight Compute's table, each with the name of its NVTX range.
 
     Outside of ranges, the name is "".
 

@@ -67,7 +67,7 @@ class ProfiledKernel:
         return name if len(name) <= 40 else f"{name[:24]}...{name[-13:]}"
 
     def side(self, name: str) -> str:
-        """Return the possible values of "block_q" or "block_k" as a short text."""
+        """Return the possible sizes of the query or key tile as a text, such as "64 or 128"."""
         if not self.found.fits or self.problem is None:
             return ""
         return _sides(self.found.sides(name), _extent(self.problem, name))
@@ -270,7 +270,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the bytes that each plausible tile would read, and those measured.
+        """Return a table that compares the measured bytes with those of each plausible tile.
 
         Parameters
         ----------
@@ -298,7 +298,7 @@ class XRay(report.Tabled):
         return table
 
     def rows(self) -> list[dict[str, report.Cell]]:
-        """Return the rows of `full_table`, each as a dict."""
+        """Return the rows of `full_table` as dicts, one per attention kernel."""
         return self.full_table().records()
 
     def plot(self, **options: Any) -> Any:
