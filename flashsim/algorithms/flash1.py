@@ -62,7 +62,7 @@ def forward(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the backward pass, the paper's Algorithm 4, without its dropout (lines 14, 15 and 18).
+    """Run FlashAttention-1's backward pass, Algorithm 4, without dropout (lines 14, 15 and 18).
 
     Every visit (tile pair) loads and stores its dQ. dK and dV are complete when the loop over
     their column tile ends, so their HBM need not start as zeros (line 5).

@@ -102,7 +102,7 @@ def normalised(
 
 
 def backward(machine: Machine) -> None:
-    """Run the paper's Algorithm 2 in three passes: delta, then dK and dV, then dQ.
+    """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
 
     This backward pass needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV
     are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ needs a
@@ -118,7 +118,7 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Run the paper's Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
+    """Compute the gradients (Algorithm 2) in one KV-outer pass, which adds dQ up in HBM.
 
     This backward pass takes 5 matrix products: 10 N^2 d FLOPs. Each tile's dQ is added by atomics.
     On a GPU, the order of the atomic additions changes from run to run, and so do the last bits of
@@ -133,7 +133,9 @@ def backward_fused(machine: Machine) -> None:
 
 
 def backward_once(machine: Machine) -> None:
-    """Run Algorithm 2 in one pass, for row tiles that see a single key tile: no sums in HBM.
+    """Compute the gradients (Algorithm 2) in one pass, if each row tile sees a single key tile.
+
+    The pass adds nothing up in HBM.
 
     All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
     separate pass. Each tile's dQ is complete, so it is stored directly in its final type. This
@@ -187,7 +189,7 @@ def _sink_gradient(
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
-    """Compute dK and dV in a loop with keys outermost.
+    """Compute dK and dV in a loop whose outer level runs over key tiles.
 
     A thread block computes one tile of keys of one key head, for all query heads that share it. The
     argument `dq` says what happens to the dQ of each tile pair. With "", it is not computed. With
@@ -238,7 +240,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
 
 
 def _dq_pass(machine: Machine) -> None:
-    """Compute dQ in a loop with queries outermost, as in the forward pass."""
+    """Compute dQ in a loop whose outer level runs over query tiles, as in the forward pass."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule

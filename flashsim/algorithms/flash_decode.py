@@ -22,7 +22,7 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps of decoding: attention to each part of the keys, and the merge of the parts.
+    """Run both steps of decoding: attention over each part of the keys, then the merge.
 
     If the keys of a row tile are not split into several parts, the second step does nothing for
     that row tile.
@@ -32,7 +32,7 @@ def forward(machine: Machine) -> None:
 
 
 def _split(machine: Machine) -> None:
-    """Run step 1: each thread block computes attention of a row tile to one part of its keys.
+    """Run step 1: each thread block computes a row tile's attention over one part of its keys.
 
     The loop is that of FlashAttention-2.
     """
@@ -89,7 +89,7 @@ def _combine(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Raise: decoding has no backward pass.
+    """Raise an error, because decoding has no backward pass.
 
     Never reached, as `plans.check_backward` raises first.
     """

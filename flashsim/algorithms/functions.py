@@ -59,7 +59,7 @@ def indices(
 
 
 def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
-    """Load the captured elements that depend on row tile i but not on keys, for a Q-outer loop."""
+    """Load the captured-array elements that depend on row tile i but not on keys (Q-outer loop)."""
     rows = sram.schedule.row_slice(i)
     positions = indices(sram.schedule, i, rows, None, None)
     values: dict[tuple[str, int], np.ndarray] = {}
@@ -82,7 +82,7 @@ def _loaded(
 def apply_score(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> Chain:
-    """Apply the score function to S_ij in place; return what its derivative needs."""
+    """Apply the score function to S_ij in place, and return the data that its derivative needs."""
     p = visit.schedule.problem
     if p.score_mod is None:
         return Chain()

@@ -37,7 +37,7 @@ class Tensor:
         self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Return the bytes in HBM of the tile [rows, cols] of one head."""
+        """Return how many bytes the tile [rows, cols] of one head takes in HBM."""
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
@@ -150,7 +150,7 @@ class BlockTable(Tensor):
         return (entries.stop - entries.start) * TABLE_ITEM
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the page numbers of these keys."""
+        """Return the numbers of the pages that hold the keys `rows`."""
         return self.data[..., self._entries(rows)]
 
 
@@ -229,7 +229,7 @@ class Hbm:
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Put an array (batch, heads, n[, width]) into HBM, as a view if possible."""
+        """Put an array (batch, heads, n[, width]) into simulated HBM, uncopied if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])

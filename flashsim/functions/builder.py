@@ -56,7 +56,10 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the node of an argument: the score is a float; b, h, q and k are integers."""
+        """Return the number of an argument's node.
+
+        The score is a float; the arguments b, h, q and k are integers.
+        """
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
@@ -72,7 +75,7 @@ class Builder:
         return self.put(Node("load", tuple(indices), array, self.arrays[array].kind))
 
     def cast(self, n: int, kind: str) -> int:
-        """Return node `n` converted to a boolean, an integer or a float."""
+        """Return the number of a node that converts node `n` to a boolean, integer or float."""
         node = self.nodes[n]
         if node.kind == kind:
             return n
@@ -152,7 +155,7 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a key for a node; two nodes have the same key exactly if the nodes are equal.
+    """Return a dict key for a node. Two nodes have the same key exactly if they are equal.
 
     The key contains a constant as text, because 0, 0.0 and False are equal in Python.
     """

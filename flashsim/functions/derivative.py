@@ -99,7 +99,7 @@ class _Terms:
         return self.build.op(name, *numbers)
 
     def mul(self, *args: int | float) -> int:
-        """Return the node of a product of nodes and constants."""
+        """Return the number of a node that computes the product of nodes and constants."""
         first, *rest = args
         result = self.build.const(first) if isinstance(first, float) else first
         for a in rest:
@@ -107,7 +107,7 @@ class _Terms:
         return result
 
     def minus(self, a: int | float, b: int | float) -> int:
-        """Return the node of the difference of two nodes or constants."""
+        """Return the number of a node that computes the difference of two nodes or constants."""
         return self("sub", a, b)
 
 

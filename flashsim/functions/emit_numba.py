@@ -40,7 +40,7 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 
 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Return a score function's source for Numba.
+    """Return Python source, for Numba, that evaluates a score function and its gradient.
 
     `gradients` names the captured arrays whose gradients the code accumulates.
     """

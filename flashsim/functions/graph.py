@@ -50,7 +50,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """The number of bytes per element of the captured array."""
         return {"bool": 1, "bfloat16": 2}.get(self.dtype) or np.dtype(self.dtype).itemsize
 
 
@@ -91,7 +91,7 @@ class Graph:
 
     @cached_property
     def depends(self) -> tuple[frozenset[str], ...]:
-        """For each node, the names of the arguments that its value depends on."""
+        """One set per node: the names of the arguments that the node's value depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
             own = frozenset([node.value]) if node.op == "arg" else frozenset()
@@ -140,7 +140,7 @@ class Graph:
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of one evaluation of the function."""
+        """The number of floating-point operations in one evaluation of the function."""
         return count_flops(self.nodes, range(len(self.nodes)))
 
     def evaluate(

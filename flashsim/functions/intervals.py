@@ -42,7 +42,9 @@ class RangeTable:
             step *= 2
 
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
-        """Return the least and the greatest element for each pair of `first` and `last`, inclusive.
+        """Return the least and the greatest element from index `first` to index `last`, inclusive.
+
+        The arguments are arrays, with one range per element.
 
         Elements outside of a range also count if they are in one of the range's blocks.
         """
@@ -76,7 +78,10 @@ class Bounds:
         self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
-        """Return bounds of the result; `ranges` holds the first and last value of each argument."""
+        """Return lower and upper bounds of the function's result over boxes of arguments.
+
+        The argument `ranges` holds the first and last value of each argument of the function.
+        """
         found: list[Interval] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):

@@ -78,7 +78,7 @@ class Point:
 
     @property
     def intensity(self) -> float:
-        """The arithmetic intensity: FLOPs of matrix products per byte."""
+        """The arithmetic intensity: FLOPs of matrix products divided by the bytes of this point."""
         return self.flops / self.bytes
 
     @property

@@ -43,7 +43,7 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays, in the order of the zip directory."""
+        """The names of the arrays in the file, in the order of the zip directory."""
         return list(self._infos)
 
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:

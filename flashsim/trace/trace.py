@@ -122,7 +122,7 @@ class Trace(Recording, questions.Answers):
         return grid
 
     def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the requested bytes that belong to outer steps, not to single score tiles."""
+        """Return how many bytes all outer steps request outside their visits of score tiles."""
         return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
 
     def by_head(self) -> np.ndarray:
@@ -230,7 +230,7 @@ class Trace(Recording, questions.Answers):
 
     @property
     def n_visits(self) -> int:
-        """The number of visits of one head (or head group) over all stages.
+        """The number of visits (tile pairs) of one head, or head group, summed over all stages.
 
         The argument `step` of `frame` counts these visits.
         """
@@ -239,7 +239,9 @@ class Trace(Recording, questions.Answers):
         )
 
     def frame(self, step: int = -1, head: int = 0) -> Frame:
-        """Return the state right after visit `step` of one head; `step` -1 is the last visit.
+        """Return the state of memory right after visit `step` of one head.
+
+        With a `step` of -1, it is the state after the last visit.
 
         Raises
         ------

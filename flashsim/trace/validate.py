@@ -251,7 +251,7 @@ def stage(
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Raise unless the file's buffers are well-formed; their content is not used.
+    """Raise an error unless the file's buffers are well-formed; their content is not used.
 
     The loaded stage takes its buffers from the current dataflow table instead, because the table
     may have changed since the file was written.
@@ -349,7 +349,7 @@ def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
 
 
 def length_of_timeline(length: int, events: int) -> None:
-    """Raise if a timeline has more spans than events x phases x warp roles."""
+    """Raise an error if a timeline has more spans than events x phases x warp roles."""
     if length > (most := events * len(PHASES) * len(ROLES)):
         raise ValueError(
             f"the timeline must have at most {most} spans, for a trace of {events} events, got "

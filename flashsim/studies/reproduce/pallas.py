@@ -83,7 +83,7 @@ class Textbook:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
+        """The arithmetic intensity: FLOPs per byte."""
         return self.flops / self.bytes
 
 
@@ -170,7 +170,7 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the number of the write-up's batch entries times heads.
+    """Return the number of batch entries times the number of heads in the write-up's runs.
 
     The number is derived from the write-up's times and percentages.
 

@@ -85,7 +85,7 @@ def stage_of(kernel: str) -> str | None:
 
 
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and rows of the table that ``ncu --csv`` prints.
+    """Return two results: the column names, and the rows of the table that ``ncu --csv`` prints.
 
     With ``--page raw``, the first row has the units.
 

@@ -82,7 +82,7 @@ def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
 
 
 def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.ndarray:
-    """Return, for each row, the number of the instruction that stores its LSE or delta."""
+    """Return, for each row, which instruction stores the row's LSE or delta."""
     if stage.name != "delta":
         return row // _STATISTICS
     p = traffic.problem
@@ -93,7 +93,7 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
 
 
 def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return the number of the instruction that stores each piece on Hopper.
+    """Return, for each piece of a tensor, which instruction of a Hopper kernel stores it.
 
     One instruction stores four pieces each of eight rows.
     """
@@ -101,7 +101,7 @@ def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return the number of the instruction that stores each piece in portable kernels.
+    """Return, for each piece of a tensor, which instruction of a portable kernel stores it.
 
     The lanes of a warp store the pieces of a tile in their order in shared memory.
     """

@@ -101,7 +101,9 @@ class Apart:
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Return every quantity that has a target, sorted by |error| / target, the largest first.
+    """Return every quantity that has an error target, sorted by error.
+
+    The sort key is |error| divided by the target, and the largest comes first.
 
     The argument `passes` contains the measured passes of each case, from `passes_of`.
     """

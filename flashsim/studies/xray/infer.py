@@ -215,7 +215,7 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
 
 
 def _products(problem: Problem, seen: LaunchCounters) -> bool:
-    """Return whether a kernel may compute matrix products.
+    """Return whether a kernel may compute matrix products, according to its counters.
 
     Products in float32 need no tensor cores.
     """
