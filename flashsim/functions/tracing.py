@@ -102,7 +102,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Tracing:
-    """The state while a function is traced: graph builder, captured arrays, function copies."""
+    """The data that tracing a function collects: a graph, captured arrays and function copies."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -232,7 +232,7 @@ class _Tracing:
         )
 
     def symbol(self, name: str, *args: Any) -> Symbol:
-        """Return the result of one of OPERATIONS as a symbol."""
+        """Apply one of OPERATIONS to values, and return the result as a symbol."""
         return Symbol(self, self.builder.op(name, *map(self.node, args)))
 
     def cast(self, value: Any, kind: str) -> Symbol:

@@ -134,12 +134,12 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Compare `gradients` with central differences, along one random direction per input.
+    """Compute each gradient along a random direction in two ways: by differences and by formula.
 
     Returns
     -------
     dict
-        ``{"dq": (by differences, by gradient), ...}``. The two numbers differ by about
+        ``{"dq": (by differences, by gradient), ...}``. The two numbers of an input differ by about
         ``step ** 2``.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}

@@ -159,7 +159,7 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """Return the `Precision` of a published kernel.
+        """Return a `Precision` with the types to which a published kernel rounds.
 
         The argument `dtype` is the type of the kernel's inputs, float16 or bfloat16.
 
@@ -211,7 +211,7 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 
 
 class Roundings(NamedTuple):
-    """The types to which one stage rounds, by the papers' names of tensors.
+    """The types to which one stage (kernel) rounds its tensors, by the papers' tensor names.
 
     Attributes
     ----------
@@ -283,7 +283,7 @@ TERMS, FRACTION = 32, 13
 
 
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-    """Add ``a @ b`` to `into`, summed as Hopper's tensor cores sum products of FP8 operands.
+    """Add ``a @ b`` to `into`, with the rounding of Hopper's tensor cores for FP8 operands.
 
     A tensor core adds 32 products and the running sum at once. The tensor core shifts each addend
     to the largest exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,

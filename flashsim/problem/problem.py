@@ -1,4 +1,4 @@
-"""`Problem`: a description of which attention to compute, but not how, validated once.
+"""Defines `Problem`, which describes the attention to compute, but not the algorithm.
 
 Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim). Causal masks
 are aligned at the bottom right: the last query sees all keys. The limits in `window=(left, right)`
@@ -304,7 +304,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise unless every query sees the whole shared prefix, and the prefix fills its pages."""
+        """Raise an error unless every query sees the whole shared prefix and it fills its pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "

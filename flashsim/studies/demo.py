@@ -106,7 +106,7 @@ class DemoLayer:
 
 @own_errors
 def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
-    """Return the result of the demonstration in one sentence."""
+    """Return a sentence that sums up the demonstration's results for these layers."""
     moved = {
         t.algorithm: t.bytes() for t in layers[0].comparison.traces if t.direction == "forward"
     }

@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement from a write-up, shortened, and the function that recomputes it."""
+    """A shortened statement from a write-up, and the function that checks it by recomputing it."""
 
     name: str
     said: str

@@ -22,7 +22,7 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _worst(computed: np.ndarray, true: np.ndarray) -> float:
-    """Return the largest error of a result, divided by the largest true value."""
+    """Return the largest error of a computed result, divided by the largest true value."""
     return float(np.abs(computed - true).max() / np.abs(true).max())
 
 

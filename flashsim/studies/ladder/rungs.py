@@ -152,7 +152,10 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return loads and stores per score, as in arXiv:1805.02867 (naive softmax: 2 and 1)."""
+        """Return two numbers: how often the rung loads and stores each score, on average.
+
+        These are the numbers in arXiv:1805.02867; for the naive softmax, they are 2 and 1.
+        """
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -280,9 +283,9 @@ def climb(
 
 
 class _Inputs:
-    """The inputs Q, K, V and, if needed, the scores; also computes a result's error.
+    """The inputs Q, K and V of a rung, and its scores if needed. The class also computes errors.
 
-    The error is the difference from float64.
+    An error is the difference of a result from the same result in float64.
     """
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -295,7 +298,10 @@ class _Inputs:
         return np.concatenate(rows)[None, None]
 
     def error(self, result: str, out: np.ndarray) -> float:
-        """Return the largest difference of `out` from a float64 result, computed block by block."""
+        """Return the largest difference between `out` and the same result computed in float64.
+
+        The float64 result is computed block by block.
+        """
         worst = [
             np.abs(out[rows].astype(np.float64) - self._expected(result, rows)).max()
             for rows in self._blocks()

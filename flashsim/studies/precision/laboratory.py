@@ -58,7 +58,7 @@ class LoweredPoint:
     row_sum: float
 
     def row(self) -> tuple[report.Cell, ...]:
-        """Return a finding's errors as a row of a table."""
+        """Return the errors of this rounding as one row of a table."""
         each = (self.errors[name] for name in RESULTS)
         return (self.kind, self.n, self.point, *each, self.row_sum)
 

@@ -79,7 +79,7 @@ def in_launches(
 
 
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
-    """Return the time at which an SM's last blocks end.
+    """Return the time at which the last thread block on an SM ends.
 
     The end times in `blocks` assume that `share` blocks share the SM until the end. This function
     corrects for the time at the end in which fewer blocks share the SM, and so run faster.

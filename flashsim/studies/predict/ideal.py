@@ -1,4 +1,4 @@
-"""A lower bound on the time of a pass: each kernel takes as long as its busiest unit."""
+"""Computes a lower bound on a pass's time: each kernel takes as long as its busiest unit."""
 
 from __future__ import annotations
 

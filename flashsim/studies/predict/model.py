@@ -390,7 +390,7 @@ def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
 def stage_seconds(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
-    """Return four times of a stage, in seconds.
+    """Return four predicted times of a stage (kernel), in seconds.
 
     The four times are the latency of launches, the end of the last tile, the mean busy time of an
     SM, and the time that HBM needs for the stage's bytes.
@@ -528,7 +528,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return the seconds lost when the first blocks end together and the next blocks start.
+    """Return how many seconds are lost when the first thread blocks of a launch end together.
 
     The loss occurs only once, because later blocks end one by one.
     """

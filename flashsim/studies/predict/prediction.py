@@ -46,7 +46,7 @@ class StageTime:
 
     @property
     def bound(self) -> str:
-        """The name of the unit that is busy for the longest time."""
+        """The name of the hardware unit that is busy for the longest time."""
         return max(self.units, key=lambda unit: self.units[unit])
 
 

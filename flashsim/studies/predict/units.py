@@ -81,7 +81,10 @@ def clock(device: Device) -> float:
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """Return the work of a launch's thread blocks, on the device of `traffic`."""
+    """Return how much work a launch's thread blocks give each unit of an SM.
+
+    The device is that of `traffic`.
+    """
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -121,7 +124,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Return the bytes that moves of one operation (`op`) transfer, in whole tiles.
+    """Return how many bytes the transfers of one operation (`op`) in `moves` take, in whole tiles.
 
     Rows of Q, K, V, O and their gradients are padded to 16 bytes.
     """
@@ -191,7 +194,7 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 
 
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
-    """Return the quantities from which a launch's energy is computed.
+    """Return the FLOPs, bytes and other quantities from which a launch's energy is computed.
 
     The argument `units` is that of `StageTime`.
     """
@@ -269,7 +272,7 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Return the bytes of all tensors that a stage accesses.
+    """Return the total size, in bytes, of all tensors that a stage (kernel) reads or writes.
 
     A tensor counts once if the stage reads it, and once if the stage writes it.
     """

@@ -159,7 +159,7 @@ def _executed() -> Table:
 
 
 def _run(n: int) -> dict[tuple[str, str], int]:
-    """Return the bytes that the simulator moves at one length, by kernel and direction."""
+    """Run the simulator at one length, and return the bytes moved by kernel and direction."""
     moved: dict[tuple[str, str], int] = {}
     q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
     for kernel, algorithm in KERNELS.items():

@@ -27,7 +27,7 @@ _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors writte
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of one kernel on one shape.
+    """The predicted and the measured value of one quantity of one kernel on one shape.
 
     The field `fits` is true if all tensors of the shape stay in L2.
     """

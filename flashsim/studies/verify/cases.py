@@ -211,10 +211,10 @@ class MeasuredPass:
 def predict(
     problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
 ) -> Traffic:
-    """Return the predicted traffic of GPU kernels, which keep tiles in registers too.
+    """Return the predicted bytes and FLOPs of a pass by GPU kernels.
 
-    So unlike `flashsim.count`, the function accepts a tiling that exceeds the device's shared
-    memory.
+    GPU kernels keep tiles in registers too. So unlike `flashsim.count`, the function accepts a
+    tiling that exceeds the device's shared memory.
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)

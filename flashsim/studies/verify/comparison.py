@@ -88,7 +88,7 @@ class Verification(report.Tabled):
 def verify(
     passes: Sequence[MeasuredPass], title: str, *, l2: L2Model | None = None
 ) -> Verification:
-    """Compare the measured launches of passes with their predictions.
+    """Return a table that compares the hardware counters of passes with their predictions.
 
     Parameters
     ----------

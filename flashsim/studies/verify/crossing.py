@@ -321,7 +321,7 @@ def tensor_flops(
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
-    """Return how many columns of dQ the portable fused kernel multiplies.
+    """Return the number of dQ columns that the portable fused kernel computes, with padding.
 
     The number of columns is a multiple of 16, and each warp has equally many. A warp whose columns
     all lie past the last column computes nothing. If a warp's share is two pairs of fragments but

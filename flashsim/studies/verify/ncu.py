@@ -149,7 +149,10 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the launches in a table with one launch per row; its first row has the units."""
+    """Return the kernel launches in a table with one launch per row.
+
+    The first row of the table has the units.
+    """
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)

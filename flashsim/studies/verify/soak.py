@@ -134,7 +134,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 
 @own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
-    """Return a table of the largest errors.
+    """Return a table of the predictions with the largest errors.
 
     The table's note says how many quantities are within their error targets.
     """

@@ -73,7 +73,7 @@ class ProfiledKernel:
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences about this kernel, derived from its counters."""
+        """Yield sentences that say what this kernel's hardware counters show."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -172,7 +172,7 @@ class XRay(report.Tabled):
 
     @cached_property
     def kernels(self) -> tuple[ProfiledKernel, ...]:
-        """The kernels, in the order in which they first ran."""
+        """The attention kernels of the program, in the order in which they first ran."""
         passes: dict[tuple[int, str], list[ProfiledLaunch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
