@@ -24,7 +24,7 @@ H200 = {
 
 
 def rates(units: Mapping[str, float]) -> dict[str, float]:
-    """Return the rates of a chip: FLOP/s of its tensor and CUDA cores, bytes/s of HBM and L2.
+    """Return measured rates: FLOP/s of one SM's tensor and CUDA cores, bytes/s of HBM and L2.
 
     Parameters
     ----------
