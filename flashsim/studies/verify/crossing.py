@@ -229,7 +229,7 @@ def table_reads(
 ) -> int:
     """Return the bytes that thread blocks request from the tables which describe the schedule.
 
-    The visits of each work tile must be contiguous.
+    The function assumes that the visits of each work tile are contiguous.
 
     For each work tile, each of `warps` warps reads two entries, one sector each: the number of the
     outer tile, and its visits. If a Hopper kernel has more work tiles than SMs, a block also reads

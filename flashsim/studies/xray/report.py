@@ -270,7 +270,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table that compares the measured bytes with those of each plausible tile.
+        """Return a table of the ten plausible tiles whose bytes are closest to the measured bytes.
 
         Parameters
         ----------
