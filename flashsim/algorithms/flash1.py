@@ -25,7 +25,10 @@ from flashsim.algorithms.score_tile import (
 
 
 def forward(machine: Machine) -> None:
-    """Run Algorithm 1. After each visit, O is normalised by the l of the keys seen so far."""
+    """Run FlashAttention-1's forward pass, Algorithm 1 of the paper.
+
+    After each visit (tile pair), O is normalised by the l of the keys seen so far.
+    """
     hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
     fill(machine, "init", {O.name: 0.0, "l": 0.0, "m": -np.inf})                          # 2
@@ -59,7 +62,7 @@ def forward(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the backward pass, the paper's Algorithm 4, without its dropout (lines 14, 15 and 18).
+    """Run FlashAttention-1's backward pass, Algorithm 4, without dropout (lines 14, 15 and 18).
 
     Every visit (tile pair) loads and stores its dQ. dK and dV are complete when the loop over
     their column tile ends, so their HBM need not start as zeros (line 5).

@@ -32,7 +32,7 @@ from flashsim.schedule.schedule import Visit
 
 
 def forward(machine: Machine) -> None:
-    """Run Algorithm 1.
+    """Run FlashAttention-2's forward pass, Algorithm 1 of the paper.
 
     Queries are the outer loop: O, m and l stay on chip while K and V are streamed. Line 10 of the
     paper divides O by the rescaling factor; this code multiplies, which is correct.
@@ -67,7 +67,10 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Add key tiles to a row tile's O (not normalised yet), l and m: lines 7 to 10."""
+    """Update a row tile's O, l and m with one key tile after another (lines 7 to 10).
+
+    The output O is not normalised yet.
+    """
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -90,13 +93,16 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row tile's O and LSE (lines 12 and 13); 0 and -inf for rows that saw no key."""
+    """Return the final O and LSE of a row tile (lines 12 and 13).
+
+    A row that saw no key has O = 0 and LSE = -inf.
+    """
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
 
 def backward(machine: Machine) -> None:
-    """Run the paper's Algorithm 2 in three passes: delta, then dK and dV, then dQ.
+    """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
 
     This backward pass needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV
     are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ needs a
@@ -112,7 +118,7 @@ def backward(machine: Machine) -> None:
 
 
 def backward_fused(machine: Machine) -> None:
-    """Run the paper's Algorithm 2 in one KV-outer pass, and add dQ into an accumulator in HBM.
+    """Compute the gradients (Algorithm 2) in one KV-outer pass, which adds dQ up in HBM.
 
     This backward pass takes 5 matrix products: 10 N^2 d FLOPs. Each tile's dQ is added by atomics.
     On a GPU, the order of the atomic additions changes from run to run, and so do the last bits of
@@ -127,7 +133,9 @@ def backward_fused(machine: Machine) -> None:
 
 
 def backward_once(machine: Machine) -> None:
-    """Run Algorithm 2 in one pass, for row tiles that see a single key tile: no sums in HBM.
+    """Compute the gradients (Algorithm 2) in one pass, if each row tile sees a single key tile.
+
+    The pass adds nothing up in HBM.
 
     All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
     separate pass. Each tile's dQ is complete, so it is stored directly in its final type. This
@@ -167,7 +175,9 @@ def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
 def _sink_gradient(
     machine: Machine, sram: Sram, rows: slice, delta_i: np.ndarray
 ) -> np.ndarray | None:
-    """Return the part of the sinks' gradient from these rows, (lead, group, 1); None without sinks.
+    """Return the sum that these rows add to the gradient of the attention sinks, (lead, group, 1).
+
+    If the problem has no sinks, the function returns None.
 
     An attention sink has the probability P = exp(sink - L) and no value row, so its gradient is -P
     delta.
@@ -179,11 +189,11 @@ def _sink_gradient(
 
 
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
-    """Compute dK and dV in a loop with keys outermost.
+    """Compute dK and dV in a loop whose outer level runs over key tiles.
 
-    A thread block computes one tile of keys of one key head, for all query heads that share it.
-    `dq` says what happens to each tile pair's dQ: "" if it is not computed, "reduce" if it is added
-    to HBM, and "store" if it is complete and stored.
+    A thread block computes one tile of keys of one key head, for all query heads that share it. The
+    argument `dq` says what happens to the dQ of each tile pair. With "", it is not computed. With
+    "reduce", it is added to HBM. With "store", it is complete and is stored.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5
@@ -230,7 +240,7 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
 
 
 def _dq_pass(machine: Machine) -> None:
-    """Compute dQ in a loop with queries outermost, as in the forward pass."""
+    """Compute dQ in a loop whose outer level runs over query tiles, as in the forward pass."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("dq") as sram:
         schedule = sram.schedule

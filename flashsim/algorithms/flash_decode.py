@@ -22,16 +22,20 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps of decoding: attention to each part of the keys, and the merge of the parts.
+    """Run both steps of decoding: attention over each part of the keys, then the merge.
 
-    A row tile whose keys form a single part needs only the first step.
+    If the keys of a row tile are not split into several parts, the second step does nothing for
+    that row tile.
     """
     _split(machine)
     _combine(machine)
 
 
 def _split(machine: Machine) -> None:
-    """Run step 1: FlashAttention-2's loop, over one part of a row tile's keys per thread block."""
+    """Run step 1: each thread block computes a row tile's attention over one part of its keys.
+
+    The loop is that of FlashAttention-2.
+    """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("split") as sram:
         schedule = sram.schedule
@@ -56,7 +60,9 @@ def _split(machine: Machine) -> None:
 
 
 def _combine(machine: Machine) -> None:
-    """Run step 2: merge the parts of a row tile in a fixed order, for the same bits in every run.
+    """Run step 2: merge the results over all parts of a row tile's keys into its output.
+
+    The order of the parts is fixed, so every run gives the same bits.
 
     When results are merged, the parts of a shared prefix come before the parts of an entry's own
     keys. This function merges one part after another. FlashAttention's combine kernel and
@@ -83,7 +89,7 @@ def _combine(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Raise: decoding has no backward pass.
+    """Raise an error, because decoding has no backward pass.
 
     Never reached, as `plans.check_backward` raises first.
     """

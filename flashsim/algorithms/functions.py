@@ -26,7 +26,7 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """What the backward pass needs, besides dS, to compute the gradient of a tile's scale Q K^T.
+    """The data that the backward pass needs, besides dS, for the gradient of a tile's scale Q K^T.
 
     `cap` is the softcap's derivative. `raw` is the score that was passed to the score function.
     `values` are the captured elements that the function read, and `positions` its arguments b, h,
@@ -42,7 +42,10 @@ class Chain(NamedTuple):
 def indices(
     schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
 ) -> dict[str, np.ndarray]:
-    """Return the arguments b, h, q, k of such functions, each (lead, group, rows, cols)."""
+    """Return the arguments b, h, q, k of a score or mask function for every score of a tile.
+
+    Each is an array (lead, group, rows, cols).
+    """
     p, s = schedule.problem, schedule.sequence_of_row(i)
     lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
     members = np.arange(p.group) if member is None else np.array([member])
@@ -56,7 +59,7 @@ def indices(
 
 
 def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
-    """Load the captured elements that depend on row tile i but not on keys, for a Q-outer loop."""
+    """Load the captured-array elements that depend on row tile i but not on keys (Q-outer loop)."""
     rows = sram.schedule.row_slice(i)
     positions = indices(sram.schedule, i, rows, None, None)
     values: dict[tuple[str, int], np.ndarray] = {}
@@ -79,7 +82,7 @@ def _loaded(
 def apply_score(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> Chain:
-    """Apply the score function to S_ij in place; return what its derivative needs."""
+    """Apply the score function to S_ij in place, and return the data that its derivative needs."""
     p = visit.schedule.problem
     if p.score_mod is None:
         return Chain()
@@ -96,7 +99,10 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set the scores that the mask function removes to -inf; in a FULL tile there are none."""
+    """Set the scores of a tile that the mask function removes to -inf.
+
+    A tile whose kind is FULL has no such scores.
+    """
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return

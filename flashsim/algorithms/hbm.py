@@ -37,7 +37,7 @@ class Tensor:
         self.n, self.width = data.shape[2], 1 if self.vector else data.shape[3]
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Return the bytes in HBM of the tile [rows, cols] of one head."""
+        """Return how many bytes the tile [rows, cols] of one head takes in HBM."""
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
@@ -72,7 +72,7 @@ class Scale(Tensor):
         return slice(rows.start // self.every, -(-rows.stop // self.every))
 
     def tile_bytes(self, rows: slice, cols: slice) -> int:
-        """Return the bytes of the FP8 scales for these rows."""
+        """Return how many bytes the FP8 scales for these rows take in HBM."""
         return super().tile_bytes(self._entries(rows), cols)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
@@ -106,7 +106,7 @@ class SharedTensor(Tensor):
         return full.reshape(p.batch * p.kv_heads, heads // p.kv_heads, *part.shape[2:])
 
     def add(self, rows: slice, cols: slice, member: int | None, tile: np.ndarray) -> None:
-        """Add every head's tile; heads that share one bias matrix are summed."""
+        """Add every head's tile to the tensor; tiles of heads that share a matrix are summed."""
         batch = self.problem.batch
         full = tile.reshape(batch, tile.shape[0] // batch * tile.shape[1], *tile.shape[2:])
         shared = tuple(axis for axis in (0, 1) if self.data.shape[axis] == 1)
@@ -134,7 +134,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the sequence of these keys, the first key's position in it, and their end."""
+        """Return the number of these keys' sequence, and their start and end positions in it."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -150,7 +150,7 @@ class BlockTable(Tensor):
         return (entries.stop - entries.start) * TABLE_ITEM
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the page numbers of these keys."""
+        """Return the numbers of the pages that hold the keys `rows`."""
         return self.data[..., self._entries(rows)]
 
 
@@ -184,7 +184,10 @@ class PagedTensor(Tensor):
 
 
 class CapturedTensor(Tensor):
-    """The elements that a function reads of captured arrays, per outer step or tile pair."""
+    """The elements of captured arrays that a score or mask function reads, in simulated HBM.
+
+    They are loaded once per outer step or per tile pair.
+    """
 
     def __init__(
         self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem
@@ -193,7 +196,9 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """Return the elements that a kernel with this outer loop reads, in float64.
+        """Return the captured elements that a kernel reads for these positions, in float64.
+
+        Which elements it reads also depends on its outer loop.
 
         The dict's keys are the load nodes of the function's graph.
         """
@@ -224,7 +229,7 @@ class Hbm:
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Put an array (batch, heads, n[, width]) into HBM, as a view if possible."""
+        """Put an array (batch, heads, n[, width]) into simulated HBM, uncopied if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])

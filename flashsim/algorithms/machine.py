@@ -69,12 +69,12 @@ class Machine:
         )
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
-        """Keep an LSE that is computed but not stored in HBM; no traffic is counted."""
+        """Keep the LSE of some rows as a result, without storing it in HBM or counting bytes."""
         self.noted_lse[..., rows] = lse
 
     @property
     def parts(self) -> int:
-        """The largest number of parts into which the keys of a query are split."""
+        """The largest number of parts into which the keys of any query are split."""
         if self.split == WHOLE and not self.problem.shared_prefix:
             return 1
         how = self.key_order, False, self.split
@@ -99,12 +99,15 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return where `O_part` and `L_part` hold these rows' results for this part of keys."""
+        """Return where `O_part` and `L_part` hold some rows' results over one part of the keys.
+
+        The result is a slice of their rows.
+        """
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield row tile i in strips, each with as many complete rows of scores as fit on chip."""
+        """Yield slices of row tile `i`, each with as many whole rows of scores as fit on chip."""
         rows = sram.schedule.row_slice(i)
         height = strip_rows(sram.stage, sram.schedule, self.device)
         for start in range(rows.start, rows.stop, height):

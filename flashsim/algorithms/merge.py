@@ -8,7 +8,9 @@ import numpy as np
 def merged(
     out_a: np.ndarray, lse_a: np.ndarray, out_b: np.ndarray, lse_b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return out and LSE over the keys of both sets; ``lse`` lacks the last axis of ``out``.
+    """Return the output and the LSE of attention over the keys of both sets.
+
+    The arrays ``lse`` lack the last axis of ``out``.
 
     The formulas are lse = log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b
     - lse) out_b. If a row saw no key of one set (lse = -inf), the result is the row of the other

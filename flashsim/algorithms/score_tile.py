@@ -20,21 +20,23 @@ from flashsim.schedule.schedule import Visit
 
 
 def unseen(m: np.ndarray) -> np.ndarray:
-    """Return which rows saw no key, judged by their maximum (or LSE)."""
+    """Return booleans: True for each row that saw no key, as its maximum (or LSE) shows."""
     return m <= masked_score(m.dtype)
 
 
 def finite(m: np.ndarray) -> np.ndarray:
-    """Return the row maxima (or LSEs) to subtract from scores, with 0 for rows that saw no key.
+    """Return the row maxima (or LSEs), with 0 in place of -inf for rows that saw no key.
 
-    For such rows, the 0 avoids the NaN of inf - inf. Scores that count as masked are so low that
-    their exponential is 0 even if nothing is subtracted.
+    The result is subtracted from scores.
+
+    For rows that saw no key, the 0 avoids the NaN of inf - inf. Scores that count as masked are so
+    low that their exponential is 0 even if nothing is subtracted.
     """
     return np.where(unseen(m), 0, m)
 
 
 def log_sum_exp(m: np.ndarray, l: np.ndarray) -> np.ndarray:
-    """Return the LSE of rows with maximum m and sum l; -inf for rows that saw no key."""
+    """Return the LSE of rows with maximum m and sum l, which is -inf for rows that saw no key."""
     return np.where(unseen(m), -np.inf, m + np.log(np.where(l == 0, 1, l)))
 
 
@@ -122,14 +124,14 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """Load the LSE's gradient for some rows; None if the LSE has no gradient."""
+    """Load the LSE's gradient for some rows and return it, or return None if it has no gradient."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
-    """Run a kernel that only writes constants to HBM; the dict is ``{tensor: value}``."""
+    """Run a kernel that fills tensors in HBM with constants: the dict is ``{tensor: value}``."""
     with machine.stage(name) as sram:
         for i in range(sram.schedule.t_r):
             with sram.step(i):
@@ -153,7 +155,10 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
 
 
 def clear_dbias(machine: Machine) -> Tensor | None:
-    """Set the bias gradient's accumulator to zero and return it; None without a bias."""
+    """Set the accumulator of the bias's gradient to zero, and return it.
+
+    If the problem has no bias, return None.
+    """
     if not machine.has("clear_dbias"):
         return None
     name = accumulator_name(machine, "dBias")

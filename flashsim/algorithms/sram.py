@@ -160,7 +160,7 @@ class Sram:
         return any(buffer.name == name for buffer in self.stage.buffers)
 
     def _tile_of(self, name: str, rows: slice, cols: slice) -> int:
-        """Return the bytes that a buffer of this stage takes for a tile."""
+        """Return how many bytes an on-chip buffer of this stage (kernel) takes for a tile."""
         buffer = next(b for b in self.stage.buffers if b.name == name)
         return buffer.nbytes(rows.stop - rows.start, cols.stop - cols.start)
 
@@ -171,7 +171,10 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Load the captured elements that a function reads for a tile, by load node."""
+        """Load the captured elements that a score or mask function reads for a tile.
+
+        The result is a dict from load nodes to elements.
+        """
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
@@ -184,7 +187,7 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Count a buffer's bytes although this tile does not use it, because it stays allocated."""
+        """Count the bytes of a buffer that this tile does not use, because it stays allocated."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)
@@ -195,7 +198,10 @@ class Sram:
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to its type as a product's operand; S and m too if `Precision` says so."""
+        """Round P or dS to the type in which it enters a product, and return it.
+
+        S and m are rounded too if the `Precision` says so.
+        """
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 

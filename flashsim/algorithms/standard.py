@@ -22,7 +22,7 @@ from flashsim.algorithms.score_tile import (
 
 
 def forward(machine: Machine) -> None:
-    """Run the paper's Algorithm 0: S = Q K^T; P = softmax(S); O = P V."""
+    """Run the forward pass (Algorithm 0 of the paper): S = Q K^T; P = softmax(S); O = P V."""
     _scores(machine)
     _softmax(machine)
     hbm, p = machine.hbm, machine.problem
@@ -40,7 +40,7 @@ def forward(machine: Machine) -> None:
 
 
 def _scores(machine: Machine) -> None:
-    """Compute S = scale Q K^T and, with a softcap, the softcap's derivative.
+    """Compute the scores S = scale Q K^T and, if there is a softcap, the softcap's derivative.
 
     The softcap's derivative is stored too, because a rounded S is not precise enough to recompute
     the derivative.
@@ -64,7 +64,10 @@ def _scores(machine: Machine) -> None:
 
 
 def _softmax(machine: Machine) -> None:
-    """Compute P from complete rows of S; the LSE is returned, but not stored in HBM."""
+    """Compute P = softmax(S) from complete rows of S.
+
+    The LSE becomes a result of the run, but is not stored in HBM.
+    """
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for i in range(sram.schedule.t_r):
@@ -84,7 +87,10 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the paper's Algorithm 3, from the P (and softcap's derivative) that forward saved."""
+    """Run the backward pass (Algorithm 3 of the paper) with the P that the forward pass saved.
+
+    With a softcap, the forward pass saved the softcap's derivative too.
+    """
     _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:

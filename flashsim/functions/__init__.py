@@ -1,4 +1,6 @@
-"""Traces score and mask functions as expression graphs, from which code and derivatives are made.
+"""Turns Python score and mask functions into expression graphs.
+
+Kernel code and derivatives are generated from these graphs.
 
 ``run(..., score_mod=f, mask_mod=g)`` takes functions written for PyTorch's FlexAttention. The
 package `flashsim.functions` also has ready-made masks and score functions, such as ``causal() &

@@ -23,10 +23,10 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Makes nodes.
+    """Creates the nodes of an expression graph, and simplifies them.
 
-    While the builder makes a graph, equal nodes are shared, constants are folded, and operations
-    such as x + 0 are left out.
+    Equal nodes are created only once, constants are folded, and operations such as x + 0 are left
+    out.
     """
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
@@ -35,7 +35,7 @@ class Builder:
         self._known = {_key(node): n for n, node in enumerate(self.nodes)}
 
     def graph(self, root: int, name: str = "function") -> Graph:
-        """Return the graph of one result, with only the nodes and arrays that it needs."""
+        """Return the graph that computes node `root`, with only the nodes and arrays it needs."""
         kept = needed(self.nodes, [root])
         arrays = sorted({self.nodes[n].value for n in kept if self.nodes[n].op == "load"})
         number = {old: new for new, old in enumerate(kept)}
@@ -48,7 +48,7 @@ class Builder:
         return Graph(tuple(nodes), number[root], tuple(self.arrays[a] for a in arrays), name)
 
     def put(self, node: Node) -> int:
-        """Return a node's number, adding the node unless an equal one exists."""
+        """Add a node to the graph unless an equal one exists, and return the node's number."""
         key = _key(node)
         if key not in self._known:
             self._known[key] = len(self.nodes)
@@ -56,11 +56,14 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the node of an argument: the score is a float; b, h, q and k are integers."""
+        """Return the number of an argument's node.
+
+        The score is a float; the arguments b, h, q and k are integers.
+        """
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
-        """Return the node of a constant, whose kind follows from its Python type."""
+        """Return the number of a constant's node, whose kind follows from the Python type."""
         if isinstance(value, (bool, np.bool_)):
             return self.put(Node("const", (), bool(value), BOOL))
         if isinstance(value, (int, np.integer)):
@@ -68,11 +71,11 @@ class Builder:
         return self.put(Node("const", (), float(value), FLOAT))
 
     def load(self, array: int, indices: Iterable[int]) -> int:
-        """Return the node that reads an element of a captured array."""
+        """Return the number of a node that reads an element of a captured array."""
         return self.put(Node("load", tuple(indices), array, self.arrays[array].kind))
 
     def cast(self, n: int, kind: str) -> int:
-        """Return node `n` converted to a boolean, an integer or a float."""
+        """Return the number of a node that converts node `n` to a boolean, integer or float."""
         node = self.nodes[n]
         if node.kind == kind:
             return n
@@ -83,7 +86,7 @@ class Builder:
         return self.put(Node("cast", (n,), None, kind))
 
     def op(self, name: str, *args: int) -> int:
-        """Return the node of one of OPERATIONS, after converting arguments to the right kinds."""
+        """Return the number of a node that applies an operation, after converting its arguments."""
         its = OPERATIONS[name]
         if name in LOGIC:
             args = tuple(self.cast(a, BOOL) for a in args)
@@ -119,7 +122,7 @@ class Builder:
         return node.op == "const" and node.value == value
 
     def _simplified(self, name: str, args: tuple[int, ...]) -> int | None:
-        """Return an existing node with the operation's value, such as x for x + 0, or None."""
+        """Return a simpler node of the same value, such as x for x + 0, or None if none exists."""
         a, b = args[0], args[-1]
         if name in ("and", "or"):
             whole, none = (True, False) if name == "and" else (False, True)
@@ -152,7 +155,7 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a key for a node; two nodes have the same key exactly if the nodes are equal.
+    """Return a dict key for a node. Two nodes have the same key exactly if they are equal.
 
     The key contains a constant as text, because 0, 0.0 and False are equal in Python.
     """
@@ -167,7 +170,7 @@ def _plain(value: Any, kind: str) -> Any:
 
 
 def graph_of(entry: Any) -> Graph:
-    """Return the graph that `Graph.entry` described for a file.
+    """Rebuild an expression graph from the description that `Graph.entry` wrote to a file.
 
     Raises
     ------
@@ -206,7 +209,7 @@ def graph_of(entry: Any) -> Graph:
 
 
 def _array_entry(name: Any, shape: Any, dtype: Any) -> ArraySpec:
-    """Return the captured array that an entry in a file describes."""
+    """Return the specification of a captured array, as described in a file."""
     sizes = isinstance(shape, list) and all(type(n) is int and n > 0 for n in shape)
     if not isinstance(name, str) or not name.isidentifier() or not sizes or dtype not in ELEMENTS:
         raise ValueError(

@@ -39,19 +39,23 @@ class Adjoints(NamedTuple):
 
     @property
     def roots(self) -> list[int]:
-        """The numbers of the nodes with gradients: one node per load, and one for the score."""
+        """The numbers of the nodes that hold gradients: one per load, and one for the score."""
         return [g for _, g in self.reads] + ([] if self.score is None else [self.score])
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all nodes that the gradients and the loads depend on, in order."""
+        """The numbers of all nodes that must be evaluated to obtain the gradients, in order.
+
+        These include the nodes of the loads themselves.
+        """
         return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
     """Return a score function's graph extended by its derivative.
 
-    `wanted` names the captured arrays whose gradients are computed; None means all.
+    The argument `wanted` names the captured arrays whose gradients are computed. If it is None,
+    gradients of all captured arrays are computed.
     """
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
@@ -76,7 +80,10 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the derivative's FLOPs per score, including the function values that it recomputes."""
+    """Return the FLOPs that a score function's derivative needs per score.
+
+    They include the function values that are recomputed.
+    """
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 
@@ -92,7 +99,7 @@ class _Terms:
         return self.build.op(name, *numbers)
 
     def mul(self, *args: int | float) -> int:
-        """Return the node of a product of nodes and constants."""
+        """Return the number of a node that computes the product of nodes and constants."""
         first, *rest = args
         result = self.build.const(first) if isinstance(first, float) else first
         for a in rest:
@@ -100,7 +107,7 @@ class _Terms:
         return result
 
     def minus(self, a: int | float, b: int | float) -> int:
-        """Return the node of the difference of two nodes or constants."""
+        """Return the number of a node that computes the difference of two nodes or constants."""
         return self("sub", a, b)
 
 

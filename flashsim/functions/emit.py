@@ -1,4 +1,4 @@
-"""Turn an expression graph into CUDA C++ source: one statement per node, in the graph's order.
+"""Generates CUDA C++ source from an expression graph: one statement per node, in order.
 
 The CUDA compiler hoists computations that depend only on the query or only on the key.
 """
@@ -211,7 +211,10 @@ __device__ __forceinline__ {} {}(const FlashCaptured& c, {}const FlashHead& at, 
 def _tile_lines(
     score: Graph, tile: int, band: tuple[int, int] | None, extents: Mapping[str, int] | None
 ) -> list[str]:
-    """Return the source of `flash_tile_plane` or `flash_band`, and of the second `flash_score`.
+    """Return the CUDA source of the functions that use an array element loaded in advance.
+
+    These functions are `flash_tile_plane` or `flash_band`, and the second overload of
+    `flash_score`.
 
     The last closing brace is left out; the caller adds it.
     """
@@ -236,7 +239,7 @@ def _tile_lines(
 
 
 def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
-    """Return the source of `flash_ramp_step`, without the last closing brace."""
+    """Return the CUDA source of the function `flash_ramp_step`, without its last closing brace."""
     return [
         "__device__ __forceinline__ float flash_ramp_step(const FlashCaptured& c, "
         "const FlashHead& at) {",
@@ -287,7 +290,10 @@ def _gradient_lines(
     extents: Mapping[str, int] | None,
     per_head: list[_Cuda],
 ) -> list[str]:
-    """Return the source of `FlashSums`, `flash_add_sums` and both `flash_score_grad` overloads."""
+    """Return the CUDA source that computes and sums a score function's gradients.
+
+    The source defines `FlashSums`, `flash_add_sums` and both overloads of `flash_score_grad`.
+    """
 
     def begin(more: str) -> str:
         return _HEAD.format("float", "flash_score_grad", f"{more}float s, float dout, ")
@@ -328,7 +334,7 @@ def _gradient_lines(
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return for each node whether its value is certain to be an integer of at least 0."""
+    """Return one bool per node: True if its value is certain to be an integer of at least 0."""
     found: list[bool] = []
     for node in nodes:
         of = [found[a] for a in node.args]
@@ -377,7 +383,10 @@ class _Cuda:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
-        """Return a statement such as ``const float v7 = v5 + v6;`` per node that needs one."""
+        """Return the C++ statements of some nodes, such as ``const float v7 = v5 + v6;``.
+
+        Nodes that need no statement are left out.
+        """
         numbers = range(len(self.nodes)) if numbers is None else numbers
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
@@ -432,7 +441,7 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return a sum or difference of positions, or its absolute value, as a C++ float.
+        """Return C++ that computes a sum of positions, or its absolute value, as a float.
 
         For other integers, the method returns None. Positions are below 2^24, so float arithmetic
         with them is exact. A comment at `FlashAt` in the emitted source explains why float
@@ -445,7 +454,10 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return a distance times a per-head factor, in C++ that needs one multiply-add."""
+        """Return C++ that multiplies a distance by a per-head factor, with one multiply-add.
+
+        If the node is no such product, the method returns None.
+        """
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])
@@ -455,21 +467,28 @@ class _Cuda:
         return None
 
     def _per_head(self, n: int) -> bool:
-        """Return whether a node's value depends on nothing but the batch entry and the head."""
+        """Return whether a node's value depends only on the batch entry and the head."""
         node = self.nodes[n]
         if node.op == "arg":
             return node.value in ("b", "h")
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return a distance between positions as two float expressions: shared base and step."""
+        """Return two C++ float expressions whose sum is a distance between positions.
+
+        The first is a base that several scores share, and the second is the step from it. If the
+        node is no such distance, the method returns None.
+        """
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
             return None
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """Return the base or the step of a sum of positions and constants, or None."""
+        """Return the base or the step of a sum of positions and constants as C++.
+
+        If the node is no such sum, the method returns None.
+        """
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -497,7 +516,10 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return a loaded element's offset in its array, or in the array's first `axes`, as C++."""
+        """Return a C++ expression for a loaded element's offset in its captured array.
+
+        With `axes`, the offset is that within the array's first `axes` axes.
+        """
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):

@@ -1,4 +1,4 @@
-"""Turn an expression graph into Python source for Numba: one statement per node."""
+"""Generates Python source for Numba from an expression graph: one statement per node."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 
 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Return a score function's source for Numba.
+    """Return Python source, for Numba, that evaluates a score function and its gradient.
 
     `gradients` names the captured arrays whose gradients the code accumulates.
     """
@@ -62,7 +62,10 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
 
 
 def _numba_element(spec: ArraySpec) -> str:
-    """Return an array's element type in memory: the CPU engine holds 16-bit floats as float32."""
+    """Return the element type in which the CPU engine holds a captured array.
+
+    The engine holds 16-bit floats as float32.
+    """
     return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
         spec.dtype, spec.dtype
     )
@@ -91,7 +94,10 @@ class Written:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
-        """Return a statement such as ``v7 = v5 + v6`` per node, except arguments and constants."""
+        """Return the Python statements of some nodes, such as ``v7 = v5 + v6``.
+
+        Arguments and constants need no statement.
+        """
         return [
             f"v{n} = {self.expression(self.nodes[n])}"
             for n in numbers

@@ -16,7 +16,7 @@ from flashsim.functions.operations import FLOAT
 
 
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
-    """Return the sum of the derivatives of the graph's result with respect to the nodes `moved`.
+    """Return the derivative of the graph's result if all nodes in `moved` change at the same rate.
 
     The argument `values` is the result of `Graph.values`: the value of every node.
     """

@@ -50,7 +50,7 @@ class ArraySpec(NamedTuple):
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
+        """The number of bytes per element of the captured array."""
         return {"bool": 1, "bfloat16": 2}.get(self.dtype) or np.dtype(self.dtype).itemsize
 
 
@@ -91,7 +91,7 @@ class Graph:
 
     @cached_property
     def depends(self) -> tuple[frozenset[str], ...]:
-        """For each node, the names of the arguments that its value depends on."""
+        """One set per node: the names of the arguments that the node's value depends on."""
         found: list[frozenset[str]] = []
         for node in self.nodes:
             own = frozenset([node.value]) if node.op == "arg" else frozenset()
@@ -114,20 +114,20 @@ class Graph:
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """Return the one of SIDES with which load `n` varies; "fixed" means one value per head."""
+        """Return what load `n` varies with: "row", "col", or "score"; or "fixed" (by head only)."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"
         )
 
     def argument(self, name: str) -> int:
-        """Return the number of an argument's node; -1 if the function does not use it."""
+        """Return the number of an argument's node, or -1 if the function does not use it."""
         found = [n for n, x in enumerate(self.nodes) if x.op == "arg" and x.value == name]
         return found[0] if found else -1
 
     @cached_property
     def widths(self) -> dict[str, int]:
-        """The bytes read from captured arrays: per head, per row, per column and per score."""
+        """The bytes that are read from captured arrays, per head, row, column and score."""
         found = dict.fromkeys(SIDES, 0)
         for n in self.loads:
             found[self.side(n)] += self.arrays[self.nodes[n].value].itemsize
@@ -140,7 +140,7 @@ class Graph:
 
     @cached_property
     def flops(self) -> int:
-        """Floating-point operations of one evaluation of the function."""
+        """The number of floating-point operations in one evaluation of the function."""
         return count_flops(self.nodes, range(len(self.nodes)))
 
     def evaluate(
@@ -199,7 +199,7 @@ def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
 
 
 def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
-    """Return the FLOPs of some nodes; `where`, loads and conversions count as zero FLOPs."""
+    """Return the number of FLOPs in some nodes; `where`, loads and conversions count as zero."""
     quiet = ("arg", "const", "load", "cast", "where")
     return sum(
         1
@@ -225,7 +225,7 @@ def check_extents(graph: Graph, **extents: int) -> None:
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return indices, wrapped around if negative, then clamped to be valid for a shape."""
+    """Return array indices that are valid for a shape: negative ones wrap, then all are clamped."""
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )

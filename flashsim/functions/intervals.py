@@ -1,4 +1,6 @@
-"""Bounds of a function over boxes of indices, by interval arithmetic.
+"""Computes the smallest and largest result of a function over boxes of indices.
+
+The method is interval arithmetic.
 
 `Bounds(graph, arrays).of(ranges)` returns a lower and an upper bound of the result in each box,
 without evaluating the function at every index. For a mask function (0 is False, 1 is True), a lower
@@ -40,7 +42,9 @@ class RangeTable:
             step *= 2
 
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
-        """Return the least and the greatest element for each pair of `first` and `last`, inclusive.
+        """Return the least and the greatest element from index `first` to index `last`, inclusive.
+
+        The arguments are arrays, with one range per element.
 
         Elements outside of a range also count if they are in one of the range's blocks.
         """
@@ -74,7 +78,10 @@ class Bounds:
         self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
-        """Return bounds of the result; `ranges` holds the first and last value of each argument."""
+        """Return lower and upper bounds of the function's result over boxes of arguments.
+
+        The argument `ranges` holds the first and last value of each argument of the function.
+        """
         found: list[Interval] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
@@ -136,7 +143,7 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """Return bounds of each integer node that hold for any values of the captured arrays.
+    """Return the lower and upper bound of each integer node, whatever the captured arrays contain.
 
     `extents` holds the sizes of b, h, q and k.
     """
@@ -147,7 +154,9 @@ def ranges_of_integers(
 
 
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
-    """Return a bound of the result's absolute value for any scores and any captured arrays.
+    """Return the largest absolute value that a score function's result can have.
+
+    The bound holds for any scores and any captured arrays.
 
     If the result is not bounded, the function returns infinity. The argument `extents` holds the
     sizes of the ranges of b, h, q and k.
@@ -175,7 +184,10 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return bounds of an operation that is monotonic in each argument, by its four corners."""
+    """Return the bounds of an operation's result from its values at the four corners.
+
+    The operation must be monotonic in each of its two arguments, whose bounds are `a` and `b`.
+    """
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
@@ -264,14 +276,17 @@ def _bounds(node: Node, args: list[Interval], kinds: list[str]) -> Interval:
 
 
 def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
-    """Return the bounds with infinity in place of NaN."""
+    """Return a node's bounds, with infinity in place of NaN."""
     if node.kind != FLOAT:
         return low, high
     return np.where(np.isnan(low), -np.inf, low), np.where(np.isnan(high), np.inf, high)
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return bounds of a // b or a % b; the widest bounds unless b has one, positive value."""
+    """Return the bounds of a // b or a % b.
+
+    Unless b has a single, positive value, they are the widest bounds of an integer or float.
+    """
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

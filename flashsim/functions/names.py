@@ -175,7 +175,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a comparison with exchanged sides: a > b becomes b < a."""
+    """Return a function that compares b with a, so that a > b is recorded as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
@@ -232,7 +232,10 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """Return the traceable form of a library's function ("__rsub__", "add_", ...), or None."""
+    """Return the traceable function for a library function's name, such as "__rsub__" or "add_".
+
+    If the function cannot be traced, return None.
+    """
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

@@ -272,13 +272,16 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """Return the result of a library's function that is called on whole captured arrays."""
+    """Call a library function on whole captured arrays, and return its result."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return the array, and its indices without None and Ellipsis; a slice raises an error."""
+    """Return two results: an array's indices without None and Ellipsis, and the array.
+
+    If an index is a slice, the function raises an error.
+    """
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -292,7 +295,10 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """Return a library function's result: a symbol if any argument is a symbol, else a value."""
+    """Call a library function, and return its result.
+
+    The result is a symbol if any argument is a symbol; otherwise it is a value.
+    """
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]

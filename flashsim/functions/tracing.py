@@ -91,7 +91,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
 
 
 def _line(error: BaseException) -> str:
-    """Return, for an error message, the line of the user's function that raised an error."""
+    """Return the line of the user's function that raised an error, as text for a message."""
     ours = __file__.rpartition("functions")[0]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         library = "site-packages" in frame.filename or frame.filename.startswith("<__array")
@@ -102,7 +102,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Tracing:
-    """The state while a function is traced: graph builder, captured arrays, function copies."""
+    """The data that tracing a function collects: a graph, captured arrays and function copies."""
 
     def __init__(self) -> None:
         self.builder = Builder()
@@ -232,11 +232,11 @@ class _Tracing:
         )
 
     def symbol(self, name: str, *args: Any) -> Symbol:
-        """Return the result of one of OPERATIONS as a symbol."""
+        """Apply one of OPERATIONS to values, and return the result as a symbol."""
         return Symbol(self, self.builder.op(name, *map(self.node, args)))
 
     def cast(self, value: Any, kind: str) -> Symbol:
-        """Return a value converted to a boolean, an integer or a float, as a symbol."""
+        """Return a symbol for a value that is converted to a boolean, an integer or a float."""
         return Symbol(self, self.builder.cast(self.node(value), kind))
 
     def kind(self, value: Any) -> str:
@@ -280,7 +280,9 @@ def _foreign(function: Any) -> bool:
 
 
 def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
-    """Return a captured array's values as a NumPy array; bfloat16, which NumPy lacks, as float32.
+    """Return a captured array's values as a NumPy array.
+
+    NumPy has no bfloat16, so such arrays are returned as float32.
 
     With `copy`, the result is a read-only copy; otherwise it is a view where possible.
     """

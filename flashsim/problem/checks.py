@@ -26,7 +26,10 @@ LARGEST = 2**63 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Return whether `value` is an integer of Python or NumPy; False for True and False."""
+    """Return whether `value` is an integer of Python or NumPy.
+
+    True and False do not count as integers.
+    """
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -63,7 +66,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
-    """Return `value` if it is one of the possible names."""
+    """Return `value` if it is one of the possible names; otherwise raise an error."""
     if not isinstance(value, str) or value not in possible:
         raise OptionError(f"unknown {name} {shown(value)}; {choices(value, possible)}")
     return value
@@ -77,7 +80,7 @@ def instance(name: str, value: Any, kind: type, how: str) -> Any:
 
 
 def path(name: str, value: Any) -> str:
-    """Return `value` as a path, if a file can have such a path."""
+    """Return `value` as a path, or raise an error if no file can have such a path."""
     try:
         if not isinstance(value, (str, os.PathLike)) or b"\0" in os.fsencode(value):
             raise DTypeError(f"{name} must be the path of a file, got {shown(value)}")
@@ -143,7 +146,7 @@ def number(name: str, value: Any, low: float = -math.inf) -> float:
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return the name of a dtype, which flashsim must support."""
+    """Return the name of a dtype, or raise an error if flashsim does not support the dtype."""
     try:
         known = isinstance(dtype, (type, np.dtype))
         name = np.dtype(dtype).name if known else dtype

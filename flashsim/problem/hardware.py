@@ -256,7 +256,7 @@ def reported(
 
 
 def _peaks(field: str, peaks: Any) -> Mapping[str, float]:
-    """Return FLOP/s by dtype as a read-only mapping, after checking the names and values."""
+    """Return a read-only mapping from dtype to peak FLOP/s, after checking the names and values."""
     if not isinstance(peaks, Mapping) or not all(isinstance(dtype, str) for dtype in peaks):
         raise DTypeError(
             f"Device.{field} must be a mapping such as {{'float16': 989e12}}, got {shown(peaks)}"
@@ -279,7 +279,7 @@ def _tera(**peaks: float) -> dict[str, float]:
 
 
 def _fp8(peak: float) -> dict[str, float]:
-    """Return the FP8 peak for both FP8 types, and for products that mix both types."""
+    """Return a dict with the same peak for both FP8 types, and for products that mix them."""
     return {"float8_e4m3fn": peak, "float8_e5m2": peak}
 
 

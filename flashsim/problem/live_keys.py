@@ -15,7 +15,9 @@ from flashsim.problem import checks
 
 
 def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) -> tuple[int, ...]:
-    """Return `cache_seqlens` as integers; None means that every batch entry fills its cache.
+    """Return the number of keys that each batch entry has in its KV cache, from `cache_seqlens`.
+
+    If `cache_seqlens` is None, every batch entry fills its cache.
 
     Parameters
     ----------

@@ -134,12 +134,12 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Compare `gradients` with central differences, along one random direction per input.
+    """Compute each gradient along a random direction in two ways: by differences and by formula.
 
     Returns
     -------
     dict
-        ``{"dq": (by differences, by gradient), ...}``. The two numbers differ by about
+        ``{"dq": (by differences, by gradient), ...}``. The two numbers of an input differ by about
         ``step ** 2``.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
@@ -209,7 +209,10 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any)
 def _checked_of_functions(
     p: Problem, captured: Any, sinks: Any
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    """Return a score function's captured arrays, and the sinks in float64, after checking both."""
+    """Return two results: a score function's captured arrays, and the sinks in float64.
+
+    Both are checked first.
+    """
     wanted = () if p.score_mod is None else p.score_mod.arrays
     if not isinstance(captured, Sequence) or len(captured) != len(wanted):
         names = ", ".join(a.name for a in wanted) or "none"
@@ -227,7 +230,7 @@ def _checked_of_functions(
 
 
 class _Before(NamedTuple):
-    """Values for the backward pass: the softcap's derivative, and the score function's input."""
+    """Values for the backward pass: the softcap's derivative and the score function's input."""
 
     gate: np.ndarray | float
     raw: np.ndarray
@@ -242,7 +245,7 @@ def _probabilities(
     captured: Sequence[np.ndarray],
     sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, _Before]:
-    """Return P, the LSE, and the values before the softmax that the backward pass needs.
+    """Return P, the LSE, and the values from before the softmax that the backward pass needs.
 
     Each array has shape (batch, heads, n_q, ..).
     """
@@ -277,7 +280,7 @@ def _probabilities(
 
 
 def _indices(p: Problem) -> dict[str, np.ndarray]:
-    """Return the arguments b, h, q, k of a function for every score.
+    """Return four index arrays: the arguments b, h, q, k of a score function for every score.
 
     The indices q and k count from the start of each sequence.
     """
@@ -292,7 +295,7 @@ def _indices(p: Problem) -> dict[str, np.ndarray]:
 def _through_function(
     p: Problem, raw: np.ndarray, dS: np.ndarray, captured: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the gradients of the score function's input score and of its captured arrays.
+    """Return two results: the gradients of a score function's input, and of its captured arrays.
 
     The gradients are computed by forward-mode differentiation: node after node, with respect to the
     score and to each element that the function reads. The engines use reverse mode
@@ -327,7 +330,7 @@ def _over_group(x: np.ndarray, p: Problem) -> np.ndarray:
 
 
 def _round(x: np.ndarray, dtype: str) -> np.ndarray:
-    """Round results to `dtype`; their sums are in float64, which is more precise."""
+    """Return the results `x`, which were computed in float64, rounded to `dtype`."""
     if dtype == "tf32":
         return tf32(x).astype(np.float64)
     return x if dtype == "float64" else x.astype(numpy_dtype(dtype)).astype(np.float64)

@@ -47,7 +47,10 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the names of an algorithm's rounding points; only "inputs" if `POINTS` lacks it."""
+    """Return the names of the intermediate results that an algorithm can round.
+
+    For an algorithm that `POINTS` lacks, the only such name is "inputs".
+    """
     return POINTS.get(algorithm, ("inputs",))
 
 
@@ -66,7 +69,9 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The type to which an algorithm rounds at each of its rounding points; None keeps its own.
+    """The types to which an algorithm rounds its intermediate results (at its rounding points).
+
+    If a point's type is None, the algorithm rounds to its usual type there.
 
     A `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
 
@@ -139,7 +144,7 @@ class Precision:
 
     @property
     def points(self) -> dict[str, str]:
-        """The rounding points that are set, and their types."""
+        """A dict of the rounding points for which a type is set, and their types."""
         every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 
@@ -154,7 +159,7 @@ class Precision:
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """Return the `Precision` of a published kernel.
+        """Return a `Precision` with the types to which a published kernel rounds.
 
         The argument `dtype` is the type of the kernel's inputs, float16 or bfloat16.
 
@@ -206,7 +211,7 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 
 
 class Roundings(NamedTuple):
-    """The types to which one stage rounds, by the papers' names of tensors.
+    """The types to which one stage (kernel) rounds its tensors, by the papers' tensor names.
 
     Attributes
     ----------
@@ -228,7 +233,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """Return the types to which one stage rounds."""
+        """Return a `Roundings` object: the types to which one stage (kernel) rounds."""
         p, forward = problem, direction == "forward"
         points = precision.points
         types = _usual(p, forward) | {
@@ -261,7 +266,7 @@ NO_ROUNDINGS = Roundings()
 
 
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
-    """Return the types to which kernels usually round P and dS: those of the inputs.
+    """Return the types to which kernels usually round P and dS, which are the inputs' types.
 
     With FP8 inputs, the types are e4m3 in the forward pass and bfloat16 in the backward pass.
     FlashAttention-3 has no backward pass in FP8, so a 16-bit backward pass follows its FP8 forward
@@ -278,7 +283,7 @@ TERMS, FRACTION = 32, 13
 
 
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
-    """Add ``a @ b`` to `into`, summed as Hopper's tensor cores sum products of FP8 operands.
+    """Add ``a @ b`` to `into`, with the rounding of Hopper's tensor cores for FP8 operands.
 
     A tensor core adds 32 products and the running sum at once. The tensor core shifts each addend
     to the largest exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
@@ -304,6 +309,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """Return the value of the last bit that a tensor core keeps, for numbers of this size."""
+    """Return the value of the last bit that a tensor core keeps if it adds numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

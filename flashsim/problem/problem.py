@@ -1,4 +1,4 @@
-"""`Problem`: a description of which attention to compute, but not how, validated once.
+"""Defines `Problem`, which describes the attention to compute, but not the algorithm.
 
 Conventions (docs/reference/model.md): arrays are (batch, heads, sequence, head_dim). Causal masks
 are aligned at the bottom right: the last query sees all keys. The limits in `window=(left, right)`
@@ -261,13 +261,13 @@ class Problem:
         put("score_grads", tuple(name for name in able if name in wanted))
 
     def _extents(self) -> dict[str, int]:
-        """Return how many values each argument b, h, q, k of a function can have."""
+        """Return how many values each argument b, h, q, k of a score or mask function can have."""
         longest_q = max(s.q_stop - s.q_start for s in self.sequences)
         longest_k = max(s.k_stop - s.k_start for s in self.sequences)
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """Return `scale` or `softcap` after checking its range.
+        """Return the value of `scale` or `softcap` as a float, after checking its range.
 
         The value must be finite in the type in which scores are computed. A softcap above 0 must be
         at least the smallest normal number of that type.
@@ -304,7 +304,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise unless every query sees the whole shared prefix, and the prefix fills its pages."""
+        """Raise an error unless every query sees the whole shared prefix and it fills its pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "
@@ -380,7 +380,7 @@ class Problem:
 
     @property
     def mask_graph(self) -> Graph | None:
-        """The traced expression of the mask function; None if there is no mask function."""
+        """The mask function's traced expression, or None if the problem has no mask function."""
         return None if self.mask_mod is None else self.mask_mod.graph
 
     @property
@@ -395,7 +395,7 @@ class Problem:
 
     @cached_property
     def fp8(self) -> bool:
-        """Whether inputs are FP8: one byte per element."""
+        """Whether the inputs q, k and v have an FP8 type, which takes one byte per element."""
         return self.dtype in checks.FP8
 
     @cached_property
@@ -433,7 +433,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Number of block-table entries that live keys use, in the whole batch; 0 without pages."""
+        """Number of block-table entries that live keys use in the whole batch, or 0 if unpaged."""
         size = self.page_size
         if size is None:
             return 0
@@ -441,12 +441,12 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """How many keys left of its diagonal a query sees; `n_q + n_kv` means no limit."""
+        """How many keys left of its diagonal a query sees, or `n_q + n_kv` if there is no limit."""
         return self._side(0)
 
     @property
     def right(self) -> int:
-        """How many keys right of its diagonal a query sees; 0 if causal."""
+        """How many keys right of its diagonal a query sees. With a causal mask, it is 0."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:
@@ -457,7 +457,10 @@ class Problem:
 
     @property
     def banded(self) -> bool:
-        """Whether no mask but causality and window applies, so that a row keeps one run of keys."""
+        """Whether each query sees one contiguous run of keys.
+
+        This holds if no mask other than causality and the window applies.
+        """
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
@@ -469,7 +472,9 @@ class Problem:
     def keep(
         self, sequence: Segment, q: np.ndarray, k: np.ndarray, *, functions: bool = True
     ) -> np.ndarray:
-        """Return which scores the masks keep, for packed indices `q` (rows) and `k` (keys).
+        """Return an array of booleans: True for each score (query, key) that the masks keep.
+
+        The arguments `q` (queries) and `k` (keys) are arrays of packed indices.
 
         The indices must all belong to one sequence. If `mask_mod` differs between batch entries or
         heads, a score counts as kept if any of them keeps it. ``functions=False`` ignores
@@ -492,7 +497,7 @@ class Problem:
         return kept
 
     def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
-        """Return which scores are kept by the masks that are the same for all heads.
+        """Return an array of booleans: True where the masks that all heads share keep the score.
 
         The arguments `q` and `k` are indices from the start of a sequence, and broadcast against
         each other. The argument `rel` is the distance of each key from the query's diagonal.
@@ -507,7 +512,7 @@ class Problem:
         return kept
 
     def keep_per_head(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Return which scores `mask_mod` keeps.
+        """Return an array of booleans: True where the user's `mask_mod` keeps the score.
 
         The arguments `q` and `k` are indices from the start of a sequence, and broadcast against
         each other.

@@ -53,10 +53,10 @@ def hadamard(x: np.ndarray) -> np.ndarray:
 
 
 def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return ``x M``, with M = diag(signs) H / sqrt(d); `x` is (.., d)."""
+    """Rotate each row of `x` (.., d): return ``x M``, with M = diag(signs) H / sqrt(d)."""
     return hadamard(x * signs.astype(x.dtype))
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Return ``x M^T``, the inverse of `rotated`, for q and k and also for their gradients."""
+    """Undo `rotated`: return ``x M^T``. This also applies to gradients of rotated q and k."""
     return hadamard(x) * signs.astype(x.dtype)

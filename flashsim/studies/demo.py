@@ -1,4 +1,4 @@
-"""The demonstration: runs a real model's attention, checks its output, compares algorithms."""
+"""A demonstration: runs attention on the inputs of a real model, and compares algorithms."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class DemoLayer:
     ----------
     name : str
     comparison : Comparison
-        Standard attention, FlashAttention-1 and FlashAttention-2, forward and backward.
+        The costs of the forward and backward passes of standard attention, FlashAttention-1 and
+        FlashAttention-2.
     differences : dict of float
         Largest difference of each algorithm's output from the model's output.
     files : list of Path
@@ -105,7 +106,7 @@ class DemoLayer:
 
 @own_errors
 def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
-    """Return the result of the demonstration in one sentence."""
+    """Return a sentence that sums up the demonstration's results for these layers."""
     moved = {
         t.algorithm: t.bytes() for t in layers[0].comparison.traces if t.direction == "forward"
     }
@@ -118,7 +119,10 @@ def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
 
 @own_errors
 def demo(out: Path) -> list[DemoLayer]:
-    """Run every layer that comes with flashsim, and write FlashAttention-2's traces to `out`."""
+    """Run attention for every model layer whose inputs come with flashsim, and compare algorithms.
+
+    The traces of FlashAttention-2 are written to the folder `out`.
+    """
     out.mkdir(parents=True, exist_ok=True)
     return [_layer(name, out) for name in SAMPLES]
 

@@ -1,4 +1,4 @@
-"""Predicts the energy of a kernel: the energy of its operations, plus the board's idle power.
+"""Predicts a GPU kernel's energy: the energy of its operations, and the board's idle power.
 
 The energy constants were measured with NVML's energy counter. If a kernel can use a unit of the
 chip alone, that unit's energy was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv).
@@ -28,7 +28,7 @@ class Use:
     Attributes
     ----------
     flops : float
-        FLOPs of the tensor cores, for whole tiles.
+        FLOPs that the tensor cores execute. Tiles that are cut off at an edge count as whole tiles.
     scores : float
         Number of scores that are computed, including masked scores.
     shared : float
@@ -52,7 +52,7 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """The cost of one call, if the call is repeated many times: seconds, joules, and the clock.
+    """The time, energy and clock of one call, if the call is repeated many times.
 
     The clock is given as a fraction of the highest clock.
     """
@@ -100,7 +100,9 @@ class Energy:
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Return the cost of kernels, repeated many times, under the board's power limit.
+        """Return the time and energy of one round of kernels that are repeated many times.
+
+        The board's power limit determines the clock at which the kernels run.
 
         The argument `seconds` is the kernels' time at the highest clock. At a fraction x of the
         highest clock, the kernels take 1 / x of that time, and the SMs use x times the energy;
@@ -115,7 +117,7 @@ class Energy:
         return Sustained(seconds / clock, joules, clock)
 
     def _inside(self, use: Use) -> float:
-        """Return the joules that the SMs and L2 use at the highest clock."""
+        """Return the energy in joules that a kernel uses in the SMs and L2 at the highest clock."""
         return (
             self.flop[use.by_threads] * use.flops
             + self.score * use.scores
@@ -141,7 +143,7 @@ ENERGIES = {
 
 
 def energy_of(device: Device | str) -> Energy | None:
-    """Return a device's energy constants; None if the device's energy was never measured.
+    """Return a device's energy constants, or None if the device's energy was never measured.
 
     Parameters
     ----------
@@ -151,6 +153,9 @@ def energy_of(device: Device | str) -> Energy | None:
 
 
 def joules(use: Use, seconds: float, device: Device) -> float | None:
-    """Return a kernel's joules at the highest clock; None for a device that was never measured."""
+    """Return a kernel's energy in joules when the chip runs at its highest clock.
+
+    The function returns None if the device's energy was never measured.
+    """
     energy = energy_of(device)
     return None if energy is None else energy.joules(use, seconds)

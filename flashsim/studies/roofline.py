@@ -1,4 +1,4 @@
-"""The roofline model: whether bandwidth or arithmetic bounds a pass, for each way to count bytes.
+"""The roofline model: computes whether memory bandwidth or arithmetic limits a pass's speed.
 
 The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. The
@@ -68,7 +68,9 @@ class Point:
 
     @property
     def bandwidth(self) -> float:
-        """Bandwidth in bytes per second: L2's for requested bytes, else HBM's.
+        """The bandwidth, in bytes per second, that limits the transfers of this point.
+
+        It is that of L2 if the point counts requested bytes, and otherwise that of HBM.
 
         The value is 0 if the device's L2 bandwidth is not published.
         """
@@ -76,29 +78,37 @@ class Point:
 
     @property
     def intensity(self) -> float:
-        """The arithmetic intensity: FLOPs of matrix products per byte."""
+        """The arithmetic intensity: FLOPs of matrix products divided by the bytes of this point."""
         return self.flops / self.bytes
 
     @property
     def ridge(self) -> float | None:
-        """Intensity above which arithmetic bounds the time; None if the bandwidth is unknown."""
+        """The intensity (FLOPs per byte) above which arithmetic limits the speed of the pass.
+
+        It is None if the bandwidth is unknown.
+        """
         return self.device.peak(self.dtype) / self.bandwidth if self.bandwidth else None
 
     @property
     def attainable(self) -> float | None:
-        """Largest FLOP/s, min(peak, intensity x bandwidth); None if the bandwidth is unknown."""
+        """The largest FLOP/s that the roofline allows: min(peak, intensity x bandwidth).
+
+        It is None if the bandwidth is unknown.
+        """
         if not self.bandwidth:
             return None
         return min(self.device.peak(self.dtype), self.intensity * self.bandwidth)
 
     @property
     def achieved(self) -> float | None:
-        """The FLOP/s that the kernel reached in `seconds`; None if its time is unknown."""
+        """The FLOP/s that the measured kernel reached, or None if no time was measured."""
         return None if self.seconds is None else self.flops / self.seconds
 
     @property
     def joules(self) -> float | None:
-        """A lower bound on the energy in joules; None for a device that was never measured.
+        """A lower bound on the energy of the pass in joules.
+
+        It is None if the device's energy was never measured.
 
         The bound follows Choi and others, "A roofline model of energy", IPDPS 2013. The bound
         includes the matrix products, these bytes, and the board's idle power for `seconds` (or for
@@ -130,7 +140,7 @@ class Roofline(report.Tabled):
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
-        """Return the first point whose bytes were counted in this way."""
+        """Return the roofline point whose bytes were counted in the way that `count` names."""
         for point in self.points:
             if point.count == count:
                 return point

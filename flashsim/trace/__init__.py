@@ -1,4 +1,4 @@
-"""Traces: the recorded events of a run, and methods that answer questions about them."""
+"""Traces: the recorded memory transfers and computations of a run, and methods to query them."""
 
 from flashsim.trace.trace import Trace
 

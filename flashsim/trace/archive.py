@@ -1,4 +1,6 @@
-"""Reads an ``.npz`` file that may come from an untrusted source; NumPy parses array headers.
+"""Reads an ``.npz`` file safely, although the file may come from an untrusted source.
+
+NumPy parses the headers of arrays.
 
 NumPy's own reader allocates as much memory as an array's header declares. It verifies the checksum
 of an archive's member only if it happens to read to the member's end. So before this module reads
@@ -41,7 +43,7 @@ class Archive:
 
     @property
     def names(self) -> list[str]:
-        """The names of the arrays, in the order of the zip directory."""
+        """The names of the arrays in the file, in the order of the zip directory."""
         return list(self._infos)
 
     def shape(self, name: str, dtype: np.dtype, ndim: int = 1) -> tuple[int, ...]:

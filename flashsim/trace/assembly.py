@@ -95,7 +95,9 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return the bytes of each move for tiles of `rows` x `cols`, with moves on the last axis.
+    """Return how many bytes each move takes for tiles of `rows` x `cols`.
+
+    A move is a transfer or an allocation. The last axis of the result runs over moves.
 
     If an engine `reported` bytes, (.., slots), these replace the computed bytes of all moves
     between HBM and SRAM. The slots are in the order of these moves, one slot per move.
@@ -115,12 +117,12 @@ def _events(moves: tuple[Move, ...], first: int = 0) -> list[Event]:
 
 
 def _frees(moves: tuple[Move, ...]) -> list[Event]:
-    """Return the events that free each tile that was loaded or allocated, in the same order."""
+    """Return, for each tile that was loaded or allocated, the event that frees it, in order."""
     return [(FREE, CODES[m.tile.name], k) for k, m in enumerate(moves) if m.holds]
 
 
 def _put(table, at, events, where, sizes) -> None:
-    """Write a copy of one sequence of events at each of the positions `at`."""
+    """Write copies of a sequence of events into `table`, one at each of the positions `at`."""
     columns = np.stack(where, axis=1)
     for k, (op, tensor, column) in enumerate(events):
         table[at + k, :2] = op, tensor

@@ -27,7 +27,7 @@ MOST_EVENTS = 1 << 24
 
 
 def counted(traffic: Traffic) -> Trace:
-    """Return the trace of the counted pass: the same events that the simulator would record.
+    """Return the trace of a pass without running it: the events that the simulator would record.
 
     Raises
     ------
@@ -77,7 +77,7 @@ def stage_trace(stage: plans.Stage, schedule: Schedule, device: Device) -> Stage
 
 
 def _events(stage: plans.Stage, schedule: Schedule) -> int:
-    """Estimate how many events one head has in a stage, without listing its tiles."""
+    """Return an estimate of how many events a stage records for one head, without listing tiles."""
     if stage.whole_rows:
         return schedule.problem.n_q * (2 * len(stage.visit) + 1)
     members = schedule.problem.group if stage.per == "group" else 1

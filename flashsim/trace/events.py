@@ -85,11 +85,11 @@ class StageTrace:
         return self.stage.name
 
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many rows and columns the tiles of visits, or of outer steps, have.
+        """Return two arrays: how many rows and how many columns the tile of each visit has.
 
-        For an outer step, `i` or `j` is -1. A step of a Q-outer loop spans its sequence's keys
-        (standard attention's softmax works on whole rows). A step of a KV-outer loop is counted as
-        0 rows.
+        The events may also be outer steps, for which `i` or `j` is -1. A step of a Q-outer loop
+        spans its sequence's keys (standard attention's softmax works on whole rows). A step of a
+        KV-outer loop is counted as 0 rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
@@ -99,12 +99,12 @@ class StageTrace:
         return rows, cols.astype(np.int64)
 
     def extent(self, tiles: np.ndarray) -> tuple[int, int, int]:
-        """Return numbers of rows, columns and scores, each summed over visits or outer steps."""
+        """Return three sums over visits or outer steps: their tiles' rows, columns and scores."""
         rows, cols = self.sides(tiles["i"], tiles["j"])
         return int(rows.sum()), int(cols.sum()), int((rows * cols).sum())
 
     def expand(self, number: int) -> np.ndarray:
-        """Return the events of every head; `number` is the stage's index in the trace."""
+        """Return the events of all heads; `number` is the stage's index in the trace."""
         full = np.concatenate([self.events] * self.repeat)
         full["head"] += np.repeat(
             np.arange(self.repeat, dtype=np.int32) * self.stride, len(self.events)
@@ -114,7 +114,7 @@ class StageTrace:
 
 
 def gain(events: np.ndarray) -> np.ndarray:
-    """Return by how many bytes each event changes the amount of SRAM in use."""
+    """Return for each event by how many bytes it changes the amount of on-chip memory in use."""
     on = (events["op"] == LOAD) | (events["op"] == ALLOC)
     off = events["op"] == FREE
     return np.where(on, events["bytes"], 0) - np.where(off, events["bytes"], 0)
@@ -132,7 +132,7 @@ def step_ends(events: np.ndarray) -> np.ndarray:
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """Return, for each tensor code, the code of the on-chip buffer that the tensor is loaded into.
+    """Return the codes of the on-chip buffers into which the tensors with these codes are loaded.
 
     The name of the buffer is the tensor's name without `_acc`. In a user's own algorithm, the
     buffer has exactly the tensor's name.

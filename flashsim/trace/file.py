@@ -225,7 +225,9 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray, ...]]]:
-    """Yield, for each function of a problem, its name, its graph, and its captured arrays.
+    """Yield three values for each score or mask function of a problem: name, graph and arrays.
+
+    The arrays are the captured arrays of a mask function.
 
     The captured arrays of a score function are left out, because the schedule does not depend on
     them.
@@ -237,7 +239,7 @@ def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray,
 
 
 def _array_types(entry: Any) -> list[tuple[np.dtype, int]]:
-    """Return the type and number of axes of each array that a mask function captured."""
+    """Return pairs (type, number of axes), one for each array that a mask function captured."""
     graph = graph_of(entry)
     names = ("float32" if a.dtype == "bfloat16" else a.dtype for a in graph.arrays)
     pairs = zip(names, graph.arrays, strict=True)
@@ -366,7 +368,10 @@ def _events(
     *,
     own: bool,
 ) -> np.ndarray:
-    """Return the events of stage `n` of a file, read-only, with the current version's codes."""
+    """Return the events of stage `n` of a file as a read-only array.
+
+    Numeric codes are converted to those of the current version.
+    """
     (length,) = shapes[f"events_{n}"]
     validate.length_of_events(length, walk, problem, tiling, own=own)
 
@@ -381,7 +386,7 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return the type and number of axes of each array that the header implies.
+    """Return a dict of the arrays that a file must have by its header: type and number of axes.
 
     The function raises a ValueError unless the file has exactly these arrays.
     """

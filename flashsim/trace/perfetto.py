@@ -154,7 +154,7 @@ def _real_counters(
 
 
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
-    """Return the requested bytes of each visit or outer step in `parts`, int64 (n_parts,).
+    """Return how many bytes each visit or outer step in `parts` requests, int64 (n_parts,).
 
     If several blocks store parts of one row, the bytes of the row are divided among them.
     """
@@ -207,7 +207,7 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """Return the events of each outer step, in order.
+    """Return a list of arrays, each with the events of one outer step, in order.
 
     In the export, each outer step is one thread block.
     """
@@ -231,7 +231,9 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Return the slices, the end time and the transfers (time, bytes) of one outer step.
+        """Return three results for one outer step: its slices, its end time, and its transfers.
+
+        A transfer is a pair (time, bytes).
 
         The step begins at `start` ns.
         """
@@ -311,7 +313,7 @@ def _thread(sm: Any, row: Any) -> Any:
 
 
 def _counter(name: str, pid: int, when: int, value: int) -> Slice:
-    """Return a counter event: the counter `name` has `value` bytes."""
+    """Return a trace event that sets the counter `name` to `value` bytes at time `when`."""
     return {"ph": "C", "name": name, "pid": pid, "ts": when / 1000, "args": {"bytes": value}}
 
 

@@ -86,7 +86,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Index of the first event of each step."""
+        """The index, in `events`, of the first event of each step."""
         return np.concatenate([[0], self.ends[:-1] + 1])
 
     def moves(self, step: int) -> np.ndarray:
@@ -132,9 +132,9 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """Texts for display: which part of split keys a step reads, or how many parts are merged.
+        """One text per step: which part of the keys it reads, or how many parts it merges.
 
-        A text is, for example, "part 2 of 4"; it is "" if the keys are not split.
+        A text is, for example, "part 2 of 4". If the keys are not split, every text is "".
         """
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
@@ -159,7 +159,10 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """Bytes per buffer at the moment of each step's SRAM peak, int64 (n_steps, n_buffers)."""
+        """The bytes in each on-chip buffer when each step uses the most SRAM in total.
+
+        The type and shape are int64 (n_steps, n_buffers).
+        """
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)
@@ -193,11 +196,14 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def visits(self) -> np.ndarray:
-        """Indices of the steps that are visits of score tiles."""
+        """The indices of the steps that are visits of score tiles, not ends of outer steps."""
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state after a visit, for the loops whose first query head is `head`."""
+        """Return the state of one head's loops after a visit, as a `Frame` for drawing.
+
+        The argument `head` is the first query head of these loops.
+        """
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

@@ -107,13 +107,13 @@ def _name(block_name: str, role: str, layer: int) -> str:
 
 
 def _numbers(*columns: np.ndarray) -> np.ndarray:
-    """Return a number for each row of the stacked columns; equal rows get equal numbers."""
+    """Return one number per row of the stacked columns, such that equal rows get equal numbers."""
     _, number = np.unique(np.stack(columns, axis=1).astype(np.int64), axis=0, return_inverse=True)
     return number.reshape(-1)
 
 
 def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first start and the last end of each owner's spans, in ns."""
+    """Return two arrays in ns: when each owner's first span starts, and when its last one ends."""
     n = int(owner.max()) + 1
     start, end = np.full(n, np.iinfo(np.int64).max), np.full(n, np.iinfo(np.int64).min)
     np.minimum.at(start, owner, spans["start_ns"])
@@ -122,7 +122,7 @@ def _extents(spans: np.ndarray, owner: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 
 def _greedy(owner: np.ndarray, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-    """Return a layer for each interval, so that intervals of one owner and layer do not overlap."""
+    """Return a layer per interval, so that one owner's intervals in one layer do not overlap."""
     layer = np.zeros(len(start), np.int64)
     taken: dict[int, list[int]] = {}  # the time at which each layer of an owner becomes free
     for at in np.lexsort((end, start)).tolist():

@@ -122,7 +122,7 @@ class Trace(Recording, questions.Answers):
         return grid
 
     def by_outer(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the requested bytes that belong to outer steps, not to single score tiles."""
+        """Return how many bytes all outer steps request outside their visits of score tiles."""
         return self.bytes(op, tensor) - int(self.by_tile(op, tensor).sum())
 
     def by_head(self) -> np.ndarray:
@@ -180,7 +180,7 @@ class Trace(Recording, questions.Answers):
     # -- SRAM -----------------------------------------------------------------------------------
 
     def sram_timeline(self, stage: str | None = None) -> tuple[list[str], np.ndarray]:
-        """Return the bytes in each on-chip buffer after each event, for one head of a stage.
+        """Return how many bytes each on-chip buffer holds after each event of one head in a stage.
 
         Without `stage`, the method uses the stage with the most visits.
 
@@ -208,7 +208,7 @@ class Trace(Recording, questions.Answers):
     # -- over time ------------------------------------------------------------------------------
 
     def cumulative(self) -> np.ndarray:
-        """Return the cumulative requested bytes of one head, visit by visit over all stages.
+        """Return the total bytes that one head has requested after each visit, over all stages.
 
         Entry v of the result is the total after v visits. The bytes of a transfer outside visits
         are added to the visit that follows it or, at the end of a stage, to the stage's last visit.
@@ -230,7 +230,7 @@ class Trace(Recording, questions.Answers):
 
     @property
     def n_visits(self) -> int:
-        """The number of visits of one head (or head group) over all stages.
+        """The number of visits (tile pairs) of one head, or head group, summed over all stages.
 
         The argument `step` of `frame` counts these visits.
         """
@@ -239,7 +239,9 @@ class Trace(Recording, questions.Answers):
         )
 
     def frame(self, step: int = -1, head: int = 0) -> Frame:
-        """Return the state right after visit `step` of one head; `step` -1 is the last visit.
+        """Return the state of memory right after visit `step` of one head.
+
+        With a `step` of -1, it is the state after the last visit.
 
         Raises
         ------
@@ -256,7 +258,7 @@ class Trace(Recording, questions.Answers):
     # -- comparisons ----------------------------------------------------------------------------
 
     def predicted(self) -> Traffic:
-        """Return the traffic of the same schedule by closed form, as `flashsim.count` does.
+        """Return the traffic that closed-form formulas predict for the trace's schedule.
 
         Unlike `flashsim.count`, this method does not check whether the tiles fit in on-chip memory:
         a GPU kernel may keep in registers the tiles that the model places in shared memory.
@@ -298,7 +300,10 @@ class Trace(Recording, questions.Answers):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return the transfers whose bytes differ, as ``{(stage, op, tensor): (ours, theirs)}``.
+        """Compare the bytes of each transfer with those of another trace or count.
+
+        The result is a dict of the transfers that differ: ``{(stage, op, tensor): (ours,
+        theirs)}``.
 
         The dict is empty if the bytes of both results agree.
 

@@ -44,7 +44,7 @@ _STAGE = {
 
 
 def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry`; raise unless it is a JSON object with these keys and types of values."""
+    """Return `entry` if it is a JSON object with these keys and value types; otherwise raise."""
     if not isinstance(entry, dict):
         raise ValueError(f"{what} must be a JSON object, got {shown(entry)}")
     for key, kind in kinds.items():
@@ -58,7 +58,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry`; raise unless it is a list of n integers from `low` to the largest index."""
+    """Return `entry` if it is a list of n integers from `low` to the largest index, or raise."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -117,7 +117,7 @@ def _strings(tree: Any) -> None:
 
 
 def own(value: Any) -> Own | None:
-    """Return a file's description of a user's own algorithm; None for a built-in algorithm."""
+    """Return a file's description of a user's own algorithm, or None for a built-in algorithm."""
     if value is None:
         return None
     kinds = {"tensors": list, "compulsory": int, "workspace": int}
@@ -153,7 +153,7 @@ def own_name(name: Any) -> bool:
 
 
 def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
-    """Raise unless a stage's table of costs has one row per "compute" event."""
+    """Raise an error unless a stage's table of costs has one row per "compute" event."""
     needed = int((events["op"] == COMPUTE).sum()), len(KINDS) + 2
     if shape != needed:
         raise ValueError(
@@ -163,7 +163,7 @@ def shape_of_costs(shape: tuple[int, ...], events: np.ndarray) -> None:
 
 
 def own_costs(costs: np.ndarray) -> None:
-    """Raise if a sum of FLOPs, or of on-chip bytes, could overflow."""
+    """Raise an error if the costs are so large that their sums could overflow."""
     within("costs", costs.ravel(), 0, (1 << 62) // max(len(costs), 1))
 
 
@@ -251,7 +251,7 @@ def stage(
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Raise unless the file's buffers are well-formed; their content is not used.
+    """Raise an error unless the file's buffers are well-formed; their content is not used.
 
     The loaded stage takes its buffers from the current dataflow table instead, because the table
     may have changed since the file was written.
@@ -281,7 +281,7 @@ def members(walk: plans.Stage, of: Problem) -> int:
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Return how many row tiles, column tiles and score tiles there are.
+    """Return three numbers: the row tiles, column tiles and score tiles of a problem.
 
     A score tile pairs a row tile with a column tile of the same sequence.
     """
@@ -350,7 +350,7 @@ def grid(shape: tuple[int, ...], of: Problem, rows: int, cols: int) -> None:
 
 
 def length_of_timeline(length: int, events: int) -> None:
-    """Raise if a timeline has more spans than events x phases x warp roles."""
+    """Raise an error if a timeline has more spans than events x phases x warp roles."""
     if length > (most := events * len(PHASES) * len(ROLES)):
         raise ValueError(
             f"the timeline must have at most {most} spans, for a trace of {events} events, got "
@@ -379,7 +379,7 @@ def events(
     *,
     own: bool = False,
 ) -> None:
-    """Raise unless some consecutive events of a stage are valid.
+    """Raise an error unless these consecutive events of a stage are valid.
 
     The heads and tiles must exist, and the byte counts must be possible.
 
@@ -416,7 +416,7 @@ def events(
 
 
 def order(table: np.ndarray, walk: plans.Stage) -> None:
-    """Raise unless each visit computes something, and each step frees all its buffers."""
+    """Raise an error unless each visit computes something and each step frees all its buffers."""
     if not len(table):
         return
     what = f"stage {walk.name!r}: "
@@ -442,7 +442,7 @@ def moved(stages: Sequence[StageTrace]) -> None:
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
-    """Raise unless a timeline's spans are valid.
+    """Raise an error unless the spans of a timeline are valid.
 
     Stages, heads and tiles must exist, and no span may end before it begins.
     """
@@ -461,7 +461,7 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
-    """Raise unless a mask's table is valid.
+    """Raise an error unless the table of tiles that a mask function kept is valid.
 
     Each row tile must list key tiles of its own sequence, in the order of keys.
     """

@@ -62,7 +62,9 @@ class Access:
     _repr_html_ = report.card
 
     def fronts(self) -> np.ndarray:
-        """Return which wavefront serves each word, as rows of (address // 4, lane, wavefront).
+        """Return an array that says which wavefront serves each word that a lane requests.
+
+        Each row of the array is (address // 4, lane, wavefront).
 
         The hardware serves lanes in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8
         at 16. For each group, each bank serves one word per wavefront, the lowest address first.
@@ -89,13 +91,13 @@ class Access:
 
     @property
     def ideal(self) -> int:
-        """The smallest number of wavefronts that can serve the words of this request."""
+        """The smallest number of wavefronts in which shared memory could serve this request."""
         distinct = len(np.unique(self.fronts()[:, 0]))
         return -(-distinct // BANKS)
 
     @property
     def conflicts(self) -> int:
-        """The number of wavefronts beyond the smallest possible number, `ideal`."""
+        """The number of bank conflicts: the wavefronts of the request, minus `ideal`."""
         return self.wavefronts - self.ideal
 
     @property
@@ -190,7 +192,7 @@ def access(
 
 
 def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return for each lane the row that the lane reads, and the byte offset in that row."""
+    """Return two arrays: the tile row that each lane reads, and the byte offset in that row."""
     lane = np.arange(LANES)
     zero = np.zeros(LANES, int)
     if pattern == "row":
@@ -212,7 +214,10 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of one access pattern, or of all, in every layout that allows the pattern."""
+    """Return a table of bank conflicts, with one row per access pattern and shared-memory layout.
+
+    Layouts that do not allow a pattern are left out.
+    """
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

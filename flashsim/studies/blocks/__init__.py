@@ -1,4 +1,4 @@
-"""The cost of each tile size, stage by stage: inner-loop iterations, bytes and predicted time.
+"""Compares tile sizes: computes the iterations, bytes and predicted time of each GPU kernel.
 
 >>> from flashsim import Problem, blocks
 >>> print(blocks.sizes(Problem(4096, head_dim=128, heads=16, dtype="bfloat16")))  # doctest: +SKIP

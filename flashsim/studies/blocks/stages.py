@@ -1,4 +1,4 @@
-"""Computes the costs of every stage with every tile size, or with one tile size per stage."""
+"""Computes what each kernel of a pass costs with each tile size: iterations, bytes and time."""
 
 from __future__ import annotations
 
@@ -25,24 +25,25 @@ SIDES = (32, 64, 128, 256)
 
 @dataclass(frozen=True)
 class TiledStage:
-    """The cost of one stage with one tile size.
+    """The cost of one stage (one kernel of a pass) with one tile size.
 
     Attributes
     ----------
     stage : str
     tiling : Tiling
     outer : int
-        Outer tiles (of queries, or of keys) per head, with one thread block for each.
+        Number of tiles (of queries, or of keys) in the outer loop of one head. Each has its own
+        thread block.
     visits : int
         Iterations of the inner loop, summed over all outer tiles of one head.
     sram : int
         On-chip bytes per thread block.
     blocks : int
-        Thread blocks that run on an SM at the same time; 0 if a block does not fit.
+        Number of thread blocks that run on an SM at the same time, or 0 if not even one block fits.
     bytes : int
         Requested bytes, for all heads.
     seconds : float or None
-        Predicted time of flashsim's portable kernels; None if these kernels do not support the
+        Predicted time of flashsim's portable kernels, or None if these kernels do not support the
         tile.
     """
 
@@ -68,7 +69,10 @@ class BlockSizes(report.Tabled):
     found: tuple[TiledStage, ...]
 
     def best(self, stage: str) -> TiledStage:
-        """Return a stage's fastest tile; if times are unknown, the tile with the fewest bytes."""
+        """Return the cost of a stage with the tile size that makes the stage fastest.
+
+        If times are unknown, return the cost with the tile size that moves the fewest bytes.
+        """
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
             raise OptionError(
@@ -113,7 +117,9 @@ def sizes(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Return, per stage and tile size, the iterations, occupancy, bytes and time.
+    """Return a table of what each stage (kernel) of a pass costs with each tile size.
+
+    The costs are the inner loop's iterations, the thread blocks per SM, the bytes and the time.
 
     The result leaves out stages without an inner loop (delta).
 
@@ -121,7 +127,8 @@ def sizes(
     ----------
     problem : Problem
     sides : sequence of int
-        The numbers of rows and of columns to try for a tile; all pairs of them are tried.
+        The numbers to try as a tile's number of rows and as its number of columns. Every pair of
+        these numbers is tried.
     tilings : sequence of Tiling, optional
         The tiles to try, instead of `sides`.
     algorithm, direction : str
@@ -215,7 +222,10 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return each stage's seconds in the portable kernels; empty if they cannot run the pass."""
+    """Return a dict of each stage's predicted seconds in flashsim's portable kernels.
+
+    The dict is empty if these kernels cannot run the pass.
+    """
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

@@ -37,7 +37,9 @@ def judge(name: str) -> Finding:
 
 @own_errors
 def table(*names: str) -> Table:
-    """Return a table of the named claims, or of all: verdict, statement, our result and reason.
+    """Return a table that shows, for each claim, our verdict, the statement, our result and why.
+
+    If no names are passed, the table contains all claims.
 
     Raises
     ------

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 
 class Finding(NamedTuple):
-    """The result of a claim's check: the figures as text, whether the claim is right, and why."""
+    """The result of checking a claim: the computed figures, whether the claim is right, and why."""
 
     found: str
     right: bool
@@ -17,7 +17,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement from a write-up, shortened, and the function that recomputes it."""
+    """A shortened statement from a write-up, and the function that checks it by recomputing it."""
 
     name: str
     said: str

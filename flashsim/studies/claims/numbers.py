@@ -12,7 +12,7 @@ _HALF_A_UNIT = 2.0**-9  # the relative error of one rounding to bfloat16's 8 bit
 
 
 def _inputs() -> tuple[np.ndarray, ...]:
-    """Return random q, k, v and dout, each (64, 16) in float64."""
+    """Return four random arrays q, k, v and dout, each of shape (64, 16) and type float64."""
     return tuple(np.random.default_rng(0).standard_normal((4, _N, _D)))
 
 
@@ -22,7 +22,7 @@ def _softmax(S: np.ndarray) -> np.ndarray:
 
 
 def _worst(computed: np.ndarray, true: np.ndarray) -> float:
-    """Return the largest error of a result, divided by the largest true value."""
+    """Return the largest error of a computed result, divided by the largest true value."""
     return float(np.abs(computed - true).max() / np.abs(true).max())
 
 
@@ -129,7 +129,10 @@ def _underflow() -> Finding:
 
 
 def _online(S: np.ndarray, m_type: str, l_type: str) -> np.ndarray:
-    """Return the weights of an online softmax that rounds m and l to these types at each tile."""
+    """Return the weights that an online softmax computes if it rounds m and l at each tile.
+
+    The maximum m is rounded to `m_type`, and the sum l to `l_type`.
+    """
     narrow = lambda x, kind: x.astype(numpy_dtype(kind)).astype(np.float32)  # noqa: E731
     m, l = np.full((len(S), 1), -np.inf, np.float32), np.zeros((len(S), 1), np.float32)
     for j in range(0, S.shape[1], _BLOCK):
@@ -167,8 +170,8 @@ def _rounded_state(m_type: str, l_type: str) -> float:
 def _advance() -> Finding:
     """Check along which axis a block pointer to K^T, of shape (d, N), must advance.
 
-    The check computes the output once for steps along each axis. Past the end of K^T, the pointer
-    reads zeros.
+    The check computes the output twice: once if the pointer advances along d, and once along N.
+    Past the end of K^T, the pointer reads zeros.
     """
     q, k, v, _ = _inputs()
     true = _softmax(q @ k.T) @ v

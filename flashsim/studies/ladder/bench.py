@@ -1,6 +1,7 @@
 """The simulated machine on which the ladder's algorithms ("rungs") run.
 
-The machine runs one head, visits all tiles, and its outer loop runs over queries.
+The machine runs one attention head. Its outer loop runs over row tiles of the score matrix, and its
+inner loop over all tiles of a row.
 """
 
 from __future__ import annotations
@@ -55,13 +56,19 @@ class Bench:
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Yield each row tile's number and rows; the end of a step frees its tiles on chip."""
+        """Yield the number and the rows of each row tile, in the order of the outer loop.
+
+        When the loop advances to the next row tile, all tiles of the last one on chip are freed.
+        """
         for i in range(self.schedule.t_r):
             with sram.step(i):
                 yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield the columns of each of a row tile's score tiles; a visit's end frees its tiles."""
+        """Yield the columns of each score tile in row tile `i`, in the order of the inner loop.
+
+        When the loop advances, the tiles that were loaded for the last score tile are freed.
+        """
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
                 yield visit.cols
@@ -83,8 +90,8 @@ class Bench:
         Raises
         ------
         SramOverflow
-            If they do not fit. The message states the longest row that fits, at this tile height
-            and at height 1.
+            If the rows do not fit. The message states the longest row that fits, at this tile
+            height and at height 1.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile

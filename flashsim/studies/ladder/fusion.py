@@ -1,6 +1,6 @@
-"""The ladder's algorithms from a separate softmax and product up to attention.
+"""Algorithms between a separate softmax and product, and attention in one fused kernel.
 
-They show which bytes fusion saves.
+These algorithms show which HBM transfers are saved if operations are fused into one kernel.
 """
 
 from __future__ import annotations

@@ -37,7 +37,8 @@ class Rung:
     result : {"P", "softmax V", "Q K^T V", "attention"}
         The quantity that the rung computes, which selects the float64 result to compare with.
     page : callable or None
-        The function that runs the rung on a `Bench`; None for flashsim's own algorithms.
+        The function that runs the rung on a `Bench`, or None if the rung is one of flashsim's own
+        algorithms.
     scores : (int, int, int)
         How often each element of S is loaded, each element of P is stored, and each element of P is
         loaded. The closed form of a rung with a `page` is computed from these; `traffic` has the
@@ -52,13 +53,16 @@ class Rung:
 
     @property
     def matrices(self) -> int:
-        """The names of the whole score matrices that the rung keeps in HBM: S, P."""
+        """The number of full matrices (S, P) that the rung keeps in HBM: 0, 1 or 2."""
         if self.page is None:
             return 2 * (self.name == "standard")
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """Return the bytes that the rung moves, in closed form: ``{(op, tensor): bytes}``."""
+        """Return the bytes that the rung moves, by closed-form formulas.
+
+        The result is a dict ``{(op, tensor): bytes}``.
+        """
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
             return by_operation(counted.transfers)
@@ -137,7 +141,10 @@ class Step:
         return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes moved, in total or of one operation and tensor."""
+        """Return the number of bytes that the rung moved.
+
+        With `op` or `tensor`, only the transfers of that operation or tensor are counted.
+        """
         return sum(
             nbytes
             for (its_op, its_tensor), nbytes in self.moved.items()
@@ -145,7 +152,10 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return loads and stores per score, as in arXiv:1805.02867 (naive softmax: 2 and 1)."""
+        """Return two numbers: how often the rung loads and stores each score, on average.
+
+        These are the numbers in arXiv:1805.02867; for the naive softmax, they are 2 and 1.
+        """
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -185,7 +195,7 @@ class Climb(report.Tabled):
         return table
 
     def _loops(self) -> str:
-        """Return the table's note on tensors that FlashAttention-1 and -2 load repeatedly."""
+        """Return a note for the table on which tensors FlashAttention-1 and -2 load repeatedly."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -273,9 +283,9 @@ def climb(
 
 
 class _Inputs:
-    """The inputs Q, K, V and, if needed, the scores; also computes a result's error.
+    """The inputs Q, K and V of a rung, and its scores if needed. The class also computes errors.
 
-    The error is the difference from float64.
+    An error is the difference of a result from the same result in float64.
     """
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
@@ -283,12 +293,15 @@ class _Inputs:
 
     @cached_property
     def s(self) -> np.ndarray:
-        """The scores as stored in HBM, (1, 1, n_q, n_kv)."""
+        """The score matrix S as it is stored in HBM, an array of shape (1, 1, n_q, n_kv)."""
         rows = [self._scores(rows).astype(self.q.dtype) for rows in self._blocks()]
         return np.concatenate(rows)[None, None]
 
     def error(self, result: str, out: np.ndarray) -> float:
-        """Return the largest difference of `out` from a float64 result, computed block by block."""
+        """Return the largest difference between `out` and the same result computed in float64.
+
+        The float64 result is computed block by block.
+        """
         worst = [
             np.abs(out[rows].astype(np.float64) - self._expected(result, rows)).max()
             for rows in self._blocks()

@@ -75,7 +75,7 @@ def online(bench: Bench) -> None:
 
 
 def whole_row(bench: Bench) -> None:
-    """Keep each row on chip between passes, if it fits: 1 load and 1 store per element."""
+    """Compute a softmax with each row kept on chip, if it fits: 1 load and 1 store per element."""
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
     with bench.kernel("whole-row softmax") as sram:

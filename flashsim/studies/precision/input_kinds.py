@@ -34,7 +34,7 @@ class Drawn(NamedTuple):
 
 @own_errors
 def draw(kind: str, n: int, head_dim: int = 64, *, heads: int = 1, seed: int = 0) -> Drawn:
-    """Draw random inputs of one kind; the same seed gives the same numbers."""
+    """Return random inputs q, k, v and dout of one kind; the same seed gives the same numbers."""
     checks.one_of("kind of input", kind, KINDS)
     n = checks.positive_int("n", n)
     d = checks.positive_int("head_dim", head_dim)

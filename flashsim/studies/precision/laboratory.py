@@ -1,4 +1,7 @@
-"""Lowers the precision of one rounding point at a time, and compares the results with float64."""
+"""Runs attention with one intermediate result in lower precision, and measures the error.
+
+The module lowers one rounding point at a time, and compares the results with float64.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +58,7 @@ class LoweredPoint:
     row_sum: float
 
     def row(self) -> tuple[report.Cell, ...]:
-        """Return a finding's errors as a row of a table."""
+        """Return the errors of this rounding as one row of a table."""
         each = (self.errors[name] for name in RESULTS)
         return (self.kind, self.n, self.point, *each, self.row_sum)
 
@@ -80,7 +83,7 @@ class Laboratory(report.Tabled):
     findings: tuple[LoweredPoint, ...]
 
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
-        """Return the finding for a rounding point.
+        """Return the errors that were measured for one lowered rounding point.
 
         Without `kind` or `n`, the method returns the first finding that matches.
         """
@@ -109,7 +112,11 @@ class Laboratory(report.Tabled):
         return table
 
     def tables(self) -> list[report.Table]:
-        """Return two tables: errors by N for the first kind of input; by kind for the largest N."""
+        """Return up to two tables of errors: one compares lengths N, the other kinds of input.
+
+        The first table is for the first kind of input, and the second for the largest N. A table is
+        left out if it would compare only one length or one kind.
+        """
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []
         if any(f.n != longest for f in self.findings):
@@ -150,9 +157,10 @@ def laboratory(
     tiling: Tiling | None = None,
     seed: int = 0,
 ) -> Laboratory:
-    """Run attention with one rounding point at a time in a lower precision.
+    """Measure the errors that arise if one intermediate result is rounded to a lower precision.
 
-    The results are compared with float64.
+    Attention is run once per intermediate result ("rounding point"), and each result is compared
+    with float64.
 
     The inputs, and all rounding points that are not lowered, are float32.
 
@@ -246,7 +254,7 @@ def _findings(
     tiling: Tiling,
     seed: int,
 ) -> list[LoweredPoint]:
-    """Return one finding per set of rounding points, all on the same inputs."""
+    """Return one finding for each set of lowered rounding points; all runs have the same inputs."""
     x = draw(kind, n, head_dim, seed=seed)
     q, k, v, dout = (part.astype(np.float32) for part in x)
     problem = Problem(n, head_dim=head_dim, causal=causal)
@@ -267,7 +275,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Return the error's root mean square, divided by that of the result."""
+    """Return the error's root mean square, divided by the true result's root mean square."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

@@ -15,7 +15,7 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """Return the time at which the last block ends, and the mean busy time of an SM.
+    """Return two times: when a launch's last thread block ends, and an SM's mean busy time.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
     SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
@@ -59,7 +59,7 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """Return the results of `makespan` for several launches of work tiles, which overlap.
+    """Return two times of several overlapping launches: their end, and an SM's mean busy time.
 
     As soon as no block of the current launch is left to start, an SM starts blocks of the next
     launch. The blocks of a cluster start together, on SMs that become free at about the same time.
@@ -79,10 +79,10 @@ def in_launches(
 
 
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
-    """Return the time at which an SM's last blocks end.
+    """Return the time at which the last thread block on an SM ends.
 
-    The end times in `blocks` assume that `share` blocks use the SM all the time; fewer blocks are
-    faster.
+    The end times in `blocks` assume that `share` blocks share the SM until the end. This function
+    corrects for the time at the end in which fewer blocks share the SM, and so run faster.
     """
     if not blocks:
         return 0.0

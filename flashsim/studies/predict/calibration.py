@@ -17,7 +17,7 @@ from flashsim.errors import own_errors
 
 @own_errors
 class Constants(NamedTuple):
-    """The times of a kernel family's stage: on an SM's units, and as latencies.
+    """The fitted constants from which the time of one stage of a kernel family is predicted.
 
     A "share" is a fraction of the time that a unit alone needs for a visit (`units.Work`; a visit
     is one query tile times one key tile). For that part of the time, the visit keeps the other
@@ -32,11 +32,12 @@ class Constants(NamedTuple):
     scores : float
         Instructions per score on the CUDA cores.
     masked : float
-        Additional instructions per score of a tile with a mask.
+        Number of additional instructions per score if some scores of the tile are masked.
     shared : float
         Share of shared memory's time.
     pieces : float
-        Instructions per piece of 16 bytes whose address is computed on its own.
+        Number of instructions that compute the address of one 16-byte piece, if each piece needs
+        its own address.
     reduced : float
         Share of the time that L2 would need to deliver as many bytes as are added at L2.
     own : float

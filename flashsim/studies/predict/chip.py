@@ -24,7 +24,7 @@ H200 = {
 
 
 def rates(units: Mapping[str, float]) -> dict[str, float]:
-    """Return the FLOP/s of an SM's tensor cores and CUDA cores, and the bytes/s of HBM and L2.
+    """Return measured rates: FLOP/s of one SM's tensor and CUDA cores, bytes/s of HBM and L2.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
-    """Return the device to pass to `predict`.
+    """Return a `Device` whose rates come from measurements, so that `predict` can use it.
 
     The returned device has the chip's own capacities, and rates relative to an H200's rates.
 

@@ -34,7 +34,7 @@ ALGORITHM = decode_plan.ALGORITHM
 
 
 def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
-    """Return the decode kernel's launch for a batch, or for a batch's packed sequences.
+    """Return a description of how the decode kernel is launched for a problem.
 
     Raises
     ------
@@ -71,7 +71,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
 
 
 def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traffic:
-    """Return the traffic of a decode launch in closed form."""
+    """Return the bytes and FLOPs of a decode kernel's launch, computed by closed-form formulas."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)
@@ -81,7 +81,10 @@ def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traff
 def stages(
     made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Return the time of the decode kernel's loop and, if keys are split, of the merge."""
+    """Return the predicted times of the decode kernel's loop over keys and of its merge.
+
+    The merge is left out if the keys are not split.
+    """
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block

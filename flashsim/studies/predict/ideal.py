@@ -1,4 +1,4 @@
-"""A lower bound on the time of a pass: each kernel takes as long as its busiest unit."""
+"""Computes a lower bound on a pass's time: each kernel takes as long as its busiest unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 
 @own_errors
 def least(traffic: Traffic) -> Prediction:
-    """Return a lower bound on a pass's time, with perfect overlap and no tails.
+    """Return the shortest possible time of a pass, with all units of the GPU working in parallel.
 
     The bound includes no latencies except that of each kernel launch.
 
@@ -62,7 +62,7 @@ def least(traffic: Traffic) -> Prediction:
 
 
 def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
-    """Return the FLOPs of one stage by kind, for all heads."""
+    """Return a dict with one stage's (kernel's) FLOPs over all heads, by kind of operation."""
     p, sums = traffic.problem, traffic.schedule(stage).sums
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
     walks, _ = plans.heads_of(stage, p)

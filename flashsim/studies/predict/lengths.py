@@ -102,7 +102,7 @@ def when(
 def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
     """Compare standard attention with FlashAttention-1, -2 and -3.
 
-    The table has bytes, memory, and the times of a training step.
+    The returned table has the requested bytes, the memory, and the times of a training step.
 
     In the table, the status is "OOM" if the forward pass's tensors do not fit in the device's
     memory, and "OOM(backward)" if the backward pass's tensors do not. The status is "needs Ampere"
@@ -147,9 +147,9 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
 def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
-    """Return a version's requested bytes, and its ideal and predicted milliseconds.
+    """Return three figures of a version: requested bytes, shortest possible ms, and predicted ms.
 
-    If a time cannot be predicted, the returned value is None.
+    If the time cannot be predicted, the third figure is None.
     """
     found = None
     if name in KERNELS:

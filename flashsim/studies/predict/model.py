@@ -1,4 +1,4 @@
-"""`predict`: kernel times from work per unit, waiting, waves, tails and the power limit."""
+"""Predicts how long a GPU kernel of attention takes; the main function is `predict`."""
 
 from __future__ import annotations
 
@@ -75,9 +75,10 @@ def predict(
     decode: DecodeOptions | None = None,
     deterministic: bool | None = None,
 ) -> Prediction:
-    """Predict the time of the kernels of `backend="cupy"`, or of standard attention.
+    """Predict the time of an attention pass on a GPU, by flashsim's kernels or standard attention.
 
-    For standard attention, the prediction assumes the kernels of a library.
+    Flashsim's kernels are those of `backend="cupy"`. For standard attention, the prediction assumes
+    the kernels of a library.
 
     In the model, blocks start in the kernels' own order, the longest first; when a block ends, the
     next block starts. A prediction needs neither input tensors nor a GPU.
@@ -229,7 +230,7 @@ def _beside(
 
 
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
-    """Return the end of a launch in which each block has a fixed first work tile.
+    """Return when a launch ends in which each thread block has a fixed first work tile.
 
     A block's first work tile waits until an SM is free for that block.
 
@@ -280,7 +281,10 @@ def made_for(device: Device) -> str:
 def _decoded(
     problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
 ) -> tuple[int | str, Problem]:
-    """Return the splits, and the problem of the live keys; raise if no prediction is possible."""
+    """Return the number of key splits, and the problem restricted to the keys in use.
+
+    If no prediction is possible, the function raises an error.
+    """
     beside = {} if splits == "auto" else {"splits": splits}
     fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
     if "pack_gqa" in fields:
@@ -310,7 +314,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """Return the kernel passes that `run` would launch, and their counted traffic."""
+    """Return the kernels that `run` would launch for a pass, and the pass's bytes and FLOPs."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
@@ -335,7 +339,7 @@ def _prepare(
 
 
 def _named(kernels: str | None, device: Device) -> str:
-    """Return the kernel family that the caller named or, by default, the device's."""
+    """Return the kernel family that the caller named, or the device's default family."""
     return checks.one_of("kernels", made_for(device) if kernels is None else kernels, CALIBRATED)
 
 
@@ -379,14 +383,14 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """Return the work of each launch of a stage, in launch order."""
+    """Return one `Work` object for each kernel launch of a stage, in launch order."""
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
 def stage_seconds(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> tuple[float, float, float, float]:
-    """Return four times of a stage, in seconds.
+    """Return four predicted times of a stage (kernel), in seconds.
 
     The four times are the latency of launches, the end of the last tile, the mean busy time of an
     SM, and the time that HBM needs for the stage's bytes.
@@ -422,10 +426,11 @@ def stage_seconds(
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
-    """Return the share of a wave's HBM bytes whose transfer does not overlap with products.
+    """Return the fraction of a wave's HBM bytes that are not transferred during matrix products.
 
-    The blocks of a wave load their outer tiles and first visits at about the same time, and later
-    store together. Their other visits' tiles arrive during products.
+    The thread blocks of a wave load their outer tiles, and the tiles of their first inner-loop
+    iterations, at about the same time. Later they store their results together. The tiles of all
+    other iterations arrive during products.
     """
     visited = {move.tensor for move in one.stage.visit if move.op == "load"}
     nbytes = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
@@ -436,7 +441,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the launches for `in_launches`, for a stage whose work tiles take equally long."""
+    """Return the argument `launches` for `in_launches`, for work tiles that take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -449,9 +454,9 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """Return the `durations` of a launch's blocks, its grid, and its usable SMs.
+    """Return the `durations` of a launch's thread blocks, the launch's grid, and its usable SMs.
 
-    The grid is the number of loops and of loops per group.
+    The grid is a pair: the number of loops over all tiles, and the number of loops per head group.
     """
     p, blocks = traffic.problem, one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
@@ -466,7 +471,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return the constants of a launch, under the first of its names that exists."""
+    """Return the time constants of a launch: those of the first name that has constants."""
     names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
@@ -477,7 +482,7 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_names(one: KernelPass, problem: Problem) -> list[str]:
-    """Return the names under which to look for a launch's constants.
+    """Return the names under which a launch's time constants may be stored, in order of preference.
 
     The first name is for the launch's head width; a second one, if any, is for any width.
     """
@@ -508,7 +513,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return how many seconds each outer tile uses an SM, and how many seconds it only waits."""
+    """Return two arrays: the seconds that each outer tile uses an SM, and those that it waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
@@ -523,7 +528,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return the seconds lost when the first blocks end together and the next blocks start.
+    """Return how many seconds are lost when the first thread blocks of a launch end together.
 
     The loss occurs only once, because later blocks end one by one.
     """

@@ -33,7 +33,7 @@ class StageTime:
     use : Use
         The quantities from which the stage's energy is computed.
     joules : float or None
-        Energy of the board; None for a device whose energy was never measured.
+        Energy of the board, or None if the device's energy was never measured.
     """
 
     name: str
@@ -46,7 +46,7 @@ class StageTime:
 
     @property
     def bound(self) -> str:
-        """The name of the unit that is busy for the longest time."""
+        """The name of the hardware unit that is busy for the longest time."""
         return max(self.units, key=lambda unit: self.units[unit])
 
 
@@ -60,18 +60,18 @@ class Prediction(report.Tabled):
 
     @property
     def seconds(self) -> float:
-        """The total seconds of all stages, which run one after the other."""
+        """The predicted seconds of the whole pass: the sum over its stages (kernels)."""
         return sum(stage.seconds for stage in self.stages)
 
     @property
     def joules(self) -> float | None:
-        """The total joules of all stages; None for a device whose energy was never measured."""
+        """The energy of all stages in joules, or None if the device's energy was never measured."""
         known = [stage.joules for stage in self.stages if stage.joules is not None]
         return sum(known) if len(known) == len(self.stages) else None
 
     @property
     def sustained(self) -> Sustained | None:
-        """The cost of one of many repeated calls, at the clock that the board's power limit allows.
+        """The time, energy and clock of one of many repeated calls, under the board's power limit.
 
         The value is None if `joules` is None.
         """
@@ -109,5 +109,5 @@ class Prediction(report.Tabled):
 
 
 def untested(device: Device) -> str:
-    """Return a note for a table if the model was not calibrated on this device, else ""."""
+    """Return a warning for a table if the model was not calibrated on this device, otherwise ""."""
     return "" if device.name == "H200" else f", untested on {device.name}"

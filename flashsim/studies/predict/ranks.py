@@ -1,4 +1,4 @@
-"""`spread`: the predicted time of attention over several GPUs, step by step, with transfers."""
+"""Predicts the time of attention that is distributed over several GPUs, including transfers."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ class SpreadTime(report.Tabled):
 
     @property
     def seconds(self) -> float:
-        """Seconds until the last rank has finished."""
+        """The predicted time of the pass: the seconds until the last rank (GPU) has finished."""
         return float(self.end.max())
 
     @property
     def alone(self) -> float:
-        """Seconds until the last rank would have finished, if transfers took no time."""
+        """The seconds that the pass would take if transfers took no time."""
         return float(_run(self.account, self.compute, np.zeros_like(self.transfer))[1].max())
 
     @property
     def exposed(self) -> float:
-        """Seconds by which communication prolongs the pass."""
+        """The number of seconds that the pass takes longer because of communication."""
         return self.seconds - self.alone
 
     @property
@@ -206,7 +206,7 @@ def _seconds(
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
-    """Return the seconds that each rank's transfers take at each step."""
+    """Return an array of the seconds that each rank's transfers take at each step."""
     group, out = account.group, account.out_bytes
     ranks = np.arange(group.ranks)
     abroad = ranks // host != (ranks + group.ulysses) % group.ranks // host
@@ -230,7 +230,7 @@ def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
 def _run(
     account: Account, compute: np.ndarray, transfer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times at which each step begins and ends on each rank."""
+    """Return two arrays: the times at which each step begins, and ends, on each rank."""
     group = account.group
     start, end = np.zeros_like(compute), np.zeros_like(compute)
     now = np.zeros(group.ranks)

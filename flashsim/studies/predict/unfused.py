@@ -1,4 +1,4 @@
-"""Predicts standard attention's time; its kernels write S and P to memory and read them again.
+"""Predicts the time of standard attention, which writes S and P to memory and reads them again.
 
 The model assumes a library's kernels for matrix products and softmax: one kernel for each stage of
 the algorithm "standard". In the model, one unit bounds each kernel's time, and every score is
@@ -74,7 +74,7 @@ def _stage(stage: plans.Stage, traffic: Traffic) -> StageTime:
 
 
 def _tiles(stage: plans.Stage, problem: Problem) -> int:
-    """Return a product's number of thread blocks per head, one per tile of its result."""
+    """Return a matrix product's number of thread blocks per head: one per tile of its result."""
     stored = next(move.tensor for move in stage.moves if move.op == "store")
     its = shape(problem, stored)
     rows = problem.n_kv if its.axis == COL else problem.n_q

@@ -49,15 +49,16 @@ class Work:
     Attributes
     ----------
     visits, masked : ndarray
-        Visits (tile pairs) per outer tile, for all query heads of a group; and those with a mask.
+        Two numbers per outer tile, over all query heads of a group: its visits (pairs of a query
+        tile and a key tile), and those of its visits in which a mask is applied.
     visit : dict of float
         Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
         are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
         (one instruction per score), "O" (one instruction per element of O that a Hopper forward
         scales) and "pieces" (one instruction per 16 bytes whose address a thread computes).
     own : ndarray
-        Seconds of L2 for the bytes that each outer tile loads and stores outside its visits. A tile
-        at a sequence's end counts only the rows that exist.
+        Seconds that L2 needs for the bytes that each outer tile loads and stores outside its
+        visits. A tile at a sequence's end counts only the rows that exist.
     blocks : int
         The number of blocks that share an SM.
     groups : int
@@ -80,7 +81,10 @@ def clock(device: Device) -> float:
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """Return the work of a launch's thread blocks, on the device of `traffic`."""
+    """Return how much work a launch's thread blocks give each unit of an SM.
+
+    The device is that of `traffic`.
+    """
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -120,7 +124,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Return the bytes that moves of one operation (`op`) transfer, in whole tiles.
+    """Return how many bytes the transfers of one operation (`op`) in `moves` take, in whole tiles.
 
     Rows of Q, K, V, O and their gradients are padded to 16 bytes.
     """
@@ -158,7 +162,7 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
 def _uneven_pieces(
     one: KernelPass, p: Problem, dims: tuple[int, int], sides: tuple[int, int]
 ) -> int:
-    """Return how many 16-byte pieces of a visit have addresses that are computed one by one.
+    """Return the number of 16-byte pieces per visit whose addresses are computed separately.
 
     Only portable kernels have such pieces (`load_async` in mma.cuh). Such pieces occur if a block's
     threads do not divide into whole rows of pieces, eight rows at a time, or if padded rows contain
@@ -178,7 +182,10 @@ def _uneven_pieces(
 
 
 def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Return how many blocks fit on an SM, by registers and shared memory; 1 if persistent."""
+    """Return how many thread blocks fit on an SM with their registers and shared memory.
+
+    The result is 1 for a persistent kernel.
+    """
     if one.kernel.boxes:
         return 1
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
@@ -187,7 +194,7 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 
 
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
-    """Return the quantities from which a launch's energy is computed.
+    """Return the FLOPs, bytes and other quantities from which a launch's energy is computed.
 
     The argument `units` is that of `StageTime`.
     """
@@ -248,7 +255,7 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 
 
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
-    """Return how many waves of a head group's blocks visit a row tile, as a mean over row tiles.
+    """Return the number of waves of thread blocks that visit a row tile, averaged over row tiles.
 
     A wave has as many consecutive outer tiles of each head as SMs per head, and visits all row
     tiles from the first to the last of them.
@@ -265,7 +272,7 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Return the bytes of all tensors that a stage accesses.
+    """Return the total size, in bytes, of all tensors that a stage (kernel) reads or writes.
 
     A tensor counts once if the stage reads it, and once if the stage writes it.
     """

@@ -37,7 +37,7 @@ def _both(algorithm: str, tiling: Tiling, device: Device) -> tuple[Traffic, Traf
 
 
 def hbm() -> list[Table]:
-    """Recompute figure 2: bytes and FLOPs of standard attention and FlashAttention, block sizes."""
+    """Recompute figure 2 of the paper: bytes and FLOPs, and their dependence on the block size."""
     # Only bytes are counted, also for tiles that are too wide for the device.
     roomy = replace(Device.get("A100"), sram_bytes=4 * MIB)
     p, source = FIGURE_2, "arXiv:2205.14135, figure 2: N = 1024, d = 64, 16 heads, batch 64, A100"
@@ -79,7 +79,7 @@ def hbm() -> list[Table]:
 
 
 def memory() -> list[Table]:
-    """Recompute table 21: memory of standard attention and FlashAttention, forward and backward."""
+    """Recompute table 21 of the paper: the memory of standard attention and FlashAttention."""
     table = page(
         "Table 21: memory footprint, MiB (printed as MB)",
         "arXiv:2205.14135, table 21, 16 x 8 heads, d = 64. The paper's PyTorch figures are exactly "
@@ -102,9 +102,9 @@ def memory() -> list[Table]:
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:
-    """Return the difference between the paper's bytes and ours as text.
+    """Return a text that says by how many bytes the paper's number exceeds ours, and why.
 
-    The units are the bytes of a score matrix (S) and of a tensor (T).
+    The text gives the difference in multiples of a score matrix (S) and of a tensor (T).
     """
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     matrices = 1 if rest >= scores + tensor else 0

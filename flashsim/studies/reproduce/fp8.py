@@ -111,14 +111,14 @@ def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict
 
 
 def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
-    """Return plain attention on dequantised numbers, with intermediate results in float16."""
+    """Return attention without tiles on dequantised inputs; intermediate results are in float16."""
     q, k, v = x.dequantized()
     problem = Problem(queries, k.shape[-2], D)
     return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]
 
 
 def _run(x: Quantized, queries: int, precision: Precision | None = None) -> np.ndarray:
-    """Return FlashAttention's first `queries` rows, with the FP8 scales of their blocks."""
+    """Run FlashAttention on FP8 inputs, and return the first `queries` rows of its output."""
     blocks = x.q_scale[..., : -(-queries // TILE)] if x.block else x.q_scale
     options = {**x.options, "scales": (blocks, x.k_scale, x.v_scale)}
     rows = x.q[..., :queries, :]

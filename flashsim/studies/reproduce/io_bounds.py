@@ -58,7 +58,7 @@ def bounds() -> list[Table]:
 
 
 def _parts(n: int, d: int, m: int, order: float) -> str:
-    """Return the terms of Algorithm 1's HBM accesses as text, each divided by N^2 d^2 / M."""
+    """Return a text with the HBM accesses of Algorithm 1 by tensor, divided by N^2 d^2 / M."""
     visits = n * 4 * n * d / m  # row visits: N rows of Q, each with T_c = 4 N d / M key tiles
     matrices, statistics, once = 3 * d * visits, 4 * visits, n * (3 * d + 2)
     return (

@@ -22,7 +22,7 @@ PAPER_ERROR = {"baseline": 3.2e-4, "FlashAttention-2": 1.9e-4}
 
 
 def softmax() -> list[Table]:
-    """Count, in a run, the memory accesses per element of naive, safe and online softmax."""
+    """Run naive, safe and online softmax, and count their memory accesses per element."""
     table = page(
         "Memory accesses per element",
         "arXiv:1805.02867; executed on 256 x 1,000 scores in chunks of 64",

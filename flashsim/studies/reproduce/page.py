@@ -8,7 +8,7 @@ COLUMNS = ("quantity", "paper", "ours", "ours / paper", "why they differ")
 
 
 def page(title: str, source: str) -> Table:
-    """Return an empty table, with the source of its numbers as a note."""
+    """Return an empty table for published numbers; its note names the source of these numbers."""
     return Table(title, COLUMNS, note=source)
 
 

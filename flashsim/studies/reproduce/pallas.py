@@ -83,12 +83,12 @@ class Textbook:
 
     @property
     def intensity(self) -> float:
-        """FLOPs per byte."""
+        """The arithmetic intensity: FLOPs per byte."""
         return self.flops / self.bytes
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
-    """Return FLOPs and bytes of the write-up's model, from flashsim's counts.
+    """Return the FLOPs and bytes of one pass, counted as in the write-up's model.
 
     The products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10
     T^2 d in one); in the forward pass, the softmax adds 5 T^2. Each tensor is transferred once: q,
@@ -104,12 +104,15 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
 
 def pallas() -> list[Table]:
-    """Return tables of all figures in the write-up."""
+    """Return tables that compare every figure in the write-up with the figure that we compute."""
     return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, index) for each of the write-up's thirty-six figures."""
+    """Return one tuple (direction, kernel, length, index) for each of the write-up's 36 figures.
+
+    The index is that of the length in `LENGTHS`.
+    """
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -156,7 +159,7 @@ def _executed() -> Table:
 
 
 def _run(n: int) -> dict[tuple[str, str], int]:
-    """Return the bytes that the simulator moves at one length, by kernel and direction."""
+    """Run the simulator at one length, and return the bytes moved by kernel and direction."""
     moved: dict[tuple[str, str], int] = {}
     q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
     for kernel, algorithm in KERNELS.items():
@@ -167,7 +170,7 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the number of the write-up's batch entries times heads.
+    """Return the number of batch entries times the number of heads in the write-up's runs.
 
     The number is derived from the write-up's times and percentages.
 
@@ -240,7 +243,7 @@ def _scores_on_chip() -> Table:
 
 
 def _fitting(size: int) -> str:
-    """Return a text that names the devices whose thread blocks have that much on-chip memory."""
+    """Return a text that names the devices on which a thread block may use `size` bytes on chip."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"
@@ -249,7 +252,10 @@ def _fitting(size: int) -> str:
 
 
 def series() -> dict[str, list[tuple[str, float, float]]]:
-    """Return data for `viz.roofline_series`: (length, FLOP/B in bfloat16, measured FLOP/s)."""
+    """Return the write-up's measured times as points for a roofline plot (`viz.roofline_series`).
+
+    Each kernel and direction has a list of points: (length, FLOP/B in bfloat16, measured FLOP/s).
+    """
     return {
         f"{kernel}, {direction}": [
             (

@@ -52,9 +52,10 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """Return the on-chip bytes of a tile: of Q (two buffers), dO, K, V, P and dS.
+    """Return the shared memory in bytes that FlashAttention-2's backward pass needs for its tiles.
 
-    With the second buffer, a kernel loads the next tile of Q early.
+    The tiles are those of Q, dO, K, V, P and dS. Q has two buffers, so that a kernel can load the
+    next tile of Q early.
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d

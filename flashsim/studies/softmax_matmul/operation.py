@@ -168,7 +168,7 @@ def count(
 ) -> SoftmaxProduct:
     """Return the bytes that `run` moves, in closed form.
 
-    With ``fused=False``, return those of two separate kernels.
+    With ``fused=False``, the function returns the bytes that two separate kernels would move.
 
     These kernels are an online softmax, which reads X twice and writes P, and a product, which
     reads P.
@@ -226,5 +226,8 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Multiply the bytes of one matrix by the batch size, and rename the ladder's tensors."""
+    """Return the bytes of the whole batch, given the bytes of one of its matrices.
+
+    The ladder's scores S are called X in the result.
+    """
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

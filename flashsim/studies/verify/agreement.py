@@ -27,7 +27,7 @@ _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors writte
 
 @dataclass(frozen=True)
 class Difference:
-    """One quantity of one kernel on one shape.
+    """The predicted and the measured value of one quantity of one kernel on one shape.
 
     The field `fits` is true if all tensors of the shape stay in L2.
     """
@@ -43,12 +43,12 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """The relative error, (measured - predicted) / predicted; None if zero was predicted."""
+        """The relative error, (measured - predicted) / predicted, or None if predicted is zero."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
 def read(text: str) -> list[Difference]:
-    """Return the rows with a prediction from a table that `benchmarks/verify.py` wrote.
+    """Read a table that `benchmarks/verify.py` wrote, and return its rows that have a prediction.
 
     Raises
     ------

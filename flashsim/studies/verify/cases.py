@@ -32,7 +32,7 @@ HERE = "this GPU"
 
 @own_errors
 def here() -> str:
-    """Return the name of the preset of this machine's GPU.
+    """Return the name of the device preset that describes the GPU in this machine.
 
     Raises
     ------
@@ -61,9 +61,9 @@ class Case:
         The device of the prediction. Default: `HERE`, which `record` replaces by the preset of the
         GPU that it measures.
     kernel : str or None
-        "hopper" or "portable", which is passed to `run`; None means the default.
+        "hopper" or "portable", which is passed to `run`. If it is None, `run` uses its default.
     tilings : (Tiling or None, Tiling or None)
-        The tilings of the forward and the backward pass; None means the backend's choice.
+        The tilings of the forward and the backward pass. If one is None, the backend chooses.
     backward : tuple of (bool or None)
         One entry per backward pass: the argument `deterministic` with which `Result.backward` runs.
 
@@ -92,7 +92,7 @@ class Case:
                 )
 
     def placed(self) -> Case:
-        """Return the case with a device.
+        """Return the case with the name of a real device, in place of the default `HERE`.
 
         If the case's device is `HERE`, the result is a copy with this machine's GPU; otherwise the
         result is the case itself.
@@ -211,10 +211,10 @@ class MeasuredPass:
 def predict(
     problem: Problem, algorithm: str, direction: str, tiling: Tiling | None, device: str | Device
 ) -> Traffic:
-    """Return the predicted traffic of GPU kernels, which keep tiles in registers too.
+    """Return the predicted bytes and FLOPs of a pass by GPU kernels.
 
-    So unlike `flashsim.count`, the function accepts a tiling that exceeds the device's shared
-    memory.
+    GPU kernels keep tiles in registers too. So unlike `flashsim.count`, the function accepts a
+    tiling that exceeds the device's shared memory.
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)

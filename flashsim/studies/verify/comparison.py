@@ -38,7 +38,10 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """Measured value divided by predicted value; None if no prediction exists or it is zero."""
+        """The measured value divided by the predicted value.
+
+        It is None if no prediction exists, or if the prediction is zero.
+        """
         return self.measured / self.predicted if self.predicted else None
 
 
@@ -52,7 +55,7 @@ class Verification(report.Tabled):
     launches: int
 
     def worst(self, quantity: str) -> float:
-        """Return the largest relative difference between measured and predicted values.
+        """Return a quantity's largest relative difference between measured and predicted value.
 
         Raises
         ------
@@ -85,7 +88,7 @@ class Verification(report.Tabled):
 def verify(
     passes: Sequence[MeasuredPass], title: str, *, l2: L2Model | None = None
 ) -> Verification:
-    """Compare the measured launches of passes with their predictions.
+    """Return a table that compares the hardware counters of passes with their predictions.
 
     Parameters
     ----------
@@ -140,7 +143,7 @@ _OPS = {"requested read": "load", "requested write": "store", "requested reduce"
 
 
 def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
-    """Return a stage's measured quantities, as means over its launches.
+    """Return each quantity that was measured for a stage (kernel), averaged over its launches.
 
     The quantity "requested read" is the bytes that arrive at the SMs and, if `with_l1`, the bytes
     that hit in L1, except reloads of spilled registers. A kernel that works row by row requests
@@ -170,7 +173,7 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
 def _predicted(
     one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch, *, with_l1: bool
 ) -> dict[str, int | None]:
-    """Return all predicted quantities of a stage except DRAM bytes."""
+    """Return every quantity that is predicted for a stage (kernel), except its DRAM bytes."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:

@@ -61,7 +61,9 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """Return the launches of a stage of Hopper's kernels; a Q-outer stage has none to list.
+    """Return how a Hopper kernel's thread blocks share key tiles, with one entry per launch.
+
+    The result is empty for a Q-outer stage.
 
     A kernel may defer dQ by one visit (inner-loop iteration). A block then computes one more
     product per work tile than it has visits: the first visit has no dQ to compute, but the kernel
@@ -98,7 +100,9 @@ def crossing(
     launches: Sequence[SharedItems] = (),
     with_l1: bool = False,
 ) -> int:
-    """Return the bytes that a stage's kernel moves by one operation (`op`), for all heads.
+    """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
+
+    The bytes are those of all heads.
 
     Parameters
     ----------
@@ -162,7 +166,7 @@ MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 
 
 def arriving(width: int) -> float:
-    """Return how many sectors of a row's boxes arrive at each block of a cluster.
+    """Return how many 32-byte sectors per row of K or V arrive at each block of a cluster.
 
     The blocks of such a cluster share a tile of keys. The number does not include empty boxes past
     the row's end.
@@ -171,7 +175,7 @@ def arriving(width: int) -> float:
 
 
 def _whole_boxes(width: int) -> int:
-    """Return the number of sectors in all boxes of a row with `width` bytes."""
+    """Return the number of 32-byte sectors in the TMA boxes that cover a row of `width` bytes."""
     return -(-width // (4 * SECTOR)) * 4
 
 
@@ -223,7 +227,9 @@ def table_reads(
     launches: Sequence[SharedItems] = (),
     warps: int = 1,
 ) -> int:
-    """Return the bytes of the schedule's tables that blocks request, if visits are contiguous.
+    """Return the bytes that thread blocks request from the tables which describe the schedule.
+
+    The function assumes that the visits of each work tile are contiguous.
 
     For each work tile, each of `warps` warps reads two entries, one sector each: the number of the
     outer tile, and its visits. If a Hopper kernel has more work tiles than SMs, a block also reads
@@ -243,9 +249,10 @@ def table_reads(
 
 
 def _split_sectors(width: int) -> int:
-    """Return the half-sectors per tensor row beyond 4 sectors per box row, as a mean of two rows.
+    """Return how many half-sectors a tensor row needs in addition to 4 sectors per row of a box.
 
-    Two neighbouring rows begin at different places in a sector.
+    The number is the mean of two neighbouring rows, because they begin at different places in a
+    sector.
 
     The hardware splits a box's row at the ends of sectors and at the end of the tensor's row. If
     the tensor's row ends in the middle of a sector, the last non-empty box has a fifth part. A full
@@ -256,7 +263,7 @@ def _split_sectors(width: int) -> int:
 
 
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
-    """Return the number of rows in a tensor's boxes, for all heads.
+    """Return the number of rows in all TMA boxes of a tensor that a stage loads, over all heads.
 
     Ragged tiles count as whole tiles.
     """
@@ -280,9 +287,9 @@ def tensor_flops(
     launches: Sequence[SharedItems] = (),
     python: bool = False,
 ) -> int:
-    """Return the FLOPs of matrix products on tensor cores, of whole tiles.
+    """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
-    Masked and ragged tiles count as whole tiles too.
+    Tiles that are masked in part, or cut off at an edge, count as whole tiles.
 
     The Hopper backward kernels written in Python multiply whole chunks of 64 columns. The argument
     `launches` is the same as for `crossing`. The result includes the dQ products that kernels
@@ -314,7 +321,7 @@ def tensor_flops(
 
 
 def _columns_of_dq(traffic: Traffic) -> int:
-    """Return how many columns of dQ the portable fused kernel multiplies.
+    """Return the number of dQ columns that the portable fused kernel computes, with padding.
 
     The number of columns is a multiple of 16, and each warp has equally many. A warp whose columns
     all lie past the last column computes nothing. If a warp's share is two pairs of fragments but

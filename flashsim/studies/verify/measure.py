@@ -76,9 +76,10 @@ def counts_beside(path: Path) -> Path:
 
 @own_errors
 def record(cases: Sequence[Case]) -> Record:
-    """Run all cases in two processes, and return the record.
+    """Measure all cases on this machine's GPU, and return the measurements as a `Record`.
 
-    One process runs kernels that count, and the other runs under Nsight Compute.
+    The cases run in two processes: one runs kernels that count their bytes, and the other runs
+    under Nsight Compute.
 
     A case without a device is predicted for this machine's GPU.
 
@@ -166,7 +167,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 
 
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
-    """Add up the counters of successive launches of Hopper's KV-outer kernel.
+    """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
     Launches in direct succession belong to one pass (`KernelPass.before`), because other kernels
     run between passes.

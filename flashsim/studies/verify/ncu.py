@@ -53,8 +53,8 @@ class MeasuredLaunch:
     The counters are in bytes, seconds or counts.
 
     The field `blocks` is the launch's number of thread blocks, `threads` the number of threads per
-    block, and `ranges` its NVTX ranges, as Nsight Compute writes them; 0 and "" if the table lacks
-    them.
+    block, and `ranges` its NVTX ranges, as Nsight Compute writes them. If the table lacks these
+    columns, they are 0 and "".
     """
 
     kernel: str
@@ -66,13 +66,13 @@ class MeasuredLaunch:
 
     @property
     def blocks_per_sm(self) -> int | None:
-        """The number of thread blocks that run on an SM at the same time; None if unknown."""
+        """The number of thread blocks that run on an SM at the same time, or None if unknown."""
         limits = [n for name, n in self.counters.items() if name.startswith("blocks an SM")]
         return int(min(limits)) if limits else None
 
 
 def stage_of(kernel: str) -> str | None:
-    """Return the stage that the kernel of this name runs; None if it is not a kernel of flashsim.
+    """Return the stage that the kernel `kernel` runs, or None if it is not one of flashsim's.
 
     One kernel runs the KV-outer pass. That kernel's name contains ``dkdv`` or ``backward``, whether
     the kernel also reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv"
@@ -85,7 +85,7 @@ def stage_of(kernel: str) -> str | None:
 
 
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Return the columns and rows of the table that ``ncu --csv`` prints.
+    """Return two results: the column names, and the rows of the table that ``ncu --csv`` prints.
 
     With ``--page raw``, the first row has the units.
 
@@ -149,7 +149,10 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the launches in a table with one launch per row; its first row has the units."""
+    """Return the kernel launches in a table with one launch per row.
+
+    The first row of the table has the units.
+    """
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)
@@ -161,7 +164,7 @@ def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _launch(cell: dict[str, str]) -> MeasuredLaunch:
-    """Return the launch in a row of the table, without its counters."""
+    """Read one row of Nsight Compute's table, and return its launch without any counters."""
     return MeasuredLaunch(
         cell["Kernel Name"],
         _number(cell["ID"]),
@@ -181,7 +184,7 @@ def _cells(header: Sequence[str], row: Sequence[str]) -> dict[str, str]:
 
 
 def _product(text: str) -> int:
-    """Return the product of sizes in a text such as "(4, 2, 1)"; 0 for an empty text."""
+    """Return the product of the numbers in a text such as "(4, 2, 1)", or 0 if it has none."""
     sizes = re.findall(r"\d+", text)
     return math.prod(map(int, sizes)) if sizes else 0
 

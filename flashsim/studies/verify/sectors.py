@@ -64,7 +64,9 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 
 
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
-    """Return the bytes of the touched sectors of all heads, which are contiguous in memory.
+    """Return the bytes of all sectors that store instructions touch, counted per instruction.
+
+    The heads are contiguous in memory.
 
     The array `instructions` (n,) has the number of the instruction that stores each piece of `each`
     bytes of a head.
@@ -80,7 +82,7 @@ def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
 
 
 def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.ndarray:
-    """Return, for each row, the number of the instruction that stores its LSE or delta."""
+    """Return, for each row, which instruction stores the row's LSE or delta."""
     if stage.name != "delta":
         return row // _STATISTICS
     p = traffic.problem
@@ -91,7 +93,7 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
 
 
 def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return the number of the instruction that stores each piece on Hopper.
+    """Return, for each piece of a tensor, which instruction of a Hopper kernel stores it.
 
     One instruction stores four pieces each of eight rows.
     """
@@ -99,7 +101,7 @@ def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return the number of the instruction that stores each piece in portable kernels.
+    """Return, for each piece of a tensor, which instruction of a portable kernel stores it.
 
     The lanes of a warp store the pieces of a tile in their order in shared memory.
     """

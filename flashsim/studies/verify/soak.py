@@ -79,7 +79,7 @@ def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str
 
 @dataclass(frozen=True)
 class Apart:
-    """A quantity of a kernel: predicted value, measured value and largest allowed error."""
+    """The predicted value, measured value and largest allowed error of one quantity of a kernel."""
 
     case: Case
     stage: str
@@ -95,13 +95,15 @@ class Apart:
 
     @property
     def misses(self) -> bool:
-        """Whether the error exceeds the largest allowed error."""
+        """Whether the prediction's error exceeds the largest allowed error."""
         return abs(self.difference) > self.target
 
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Return every quantity that has a target, sorted by |error| / target, the largest first.
+    """Return every quantity that has an error target, sorted by error.
+
+    The sort key is |error| divided by the target, and the largest comes first.
 
     The argument `passes` contains the measured passes of each case, from `passes_of`.
     """
@@ -119,7 +121,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
 
 
 def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
-    """Compare the transfers that kernels reported with the closed forms, stage by stage."""
+    """Compare the bytes that kernels reported with the predicted bytes, stage by stage."""
     if one.counted is None:
         return []
     found = []
@@ -132,7 +134,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 
 @own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
-    """Return a table of the largest errors.
+    """Return a table of the predictions with the largest errors.
 
     The table's note says how many quantities are within their error targets.
     """

@@ -33,7 +33,10 @@ def main(arguments: list[str]) -> None:
 
 
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
-    """Run a case's forward pass and its backward passes; if `counting`, return their counts."""
+    """Run a case's forward pass and its backward passes.
+
+    With `counting`, the function returns the transfers that their kernels counted.
+    """
     q, k, v, dout = _inputs(case)
     how: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     how |= {name: getattr(case.problem, name) for name in ("causal", "window", "softcap")}

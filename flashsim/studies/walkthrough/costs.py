@@ -22,7 +22,9 @@ MOST_ROWS = 8
 
 @own_errors
 def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
-    """Compare rowsum(P dP) with rowsum(O dO) in float64; the second sum needs no scores.
+    """Return a table that compares rowsum(P dP) with rowsum(O dO), computed in float64.
+
+    The two sums are equal, but the second needs no scores.
 
     The backward pass of softmax needs sum_j P_ij dP_ij. With dP = dO V^T, this equals
     dO_i . (sum_j P_ij V_j) = dO_i . O_i (arXiv:2307.08691, section 2.3.2).
@@ -54,7 +56,7 @@ def corrections(
     *,
     tiling: Tiling | None = None,
 ) -> Table:
-    """Count FlashAttention-1's and FlashAttention-2's operations outside matrix products.
+    """Return a table that counts FlashAttention-1's and -2's operations outside matrix products.
 
     FlashAttention-1 divides O by l at every key tile, and multiplies O by l again at the next.
     FlashAttention-2 divides O by l only once, after the last tile (arXiv:2307.08691, section
@@ -79,7 +81,10 @@ def corrections(
 
 @own_errors
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
-    """Return, per device, the time of one read of P, and of standard attention's four passes."""
+    """Return a table of the time that each device needs to read P from HBM.
+
+    The table also has the time of the four passes over matrices in standard attention.
+    """
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")
     flops = traffic.Traffic(

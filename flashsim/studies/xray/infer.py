@@ -63,9 +63,9 @@ class LaunchCounters:
     written, reduced : float
         Bytes that the SMs store in L2, and that they add in L2 by atomics.
     blocks : int
-        The number of thread blocks; 0 if unknown.
+        The number of thread blocks, or 0 if it is unknown.
     tensor_flops : float or None
-        FLOPs on tensor cores; None if unknown.
+        FLOPs that the tensor cores executed, or None if they are unknown.
     """
 
     read: float
@@ -93,7 +93,7 @@ class Fit:
     scores : int
         The number of scores in all visited tiles, over all heads.
     packed : bool
-        Whether the query heads of a key head share the rows of a tile.
+        Whether a tile's rows are the queries of all query heads that share a key head.
     boxes : bool
         Whether the kernel reads whole boxes, also past the ends of sequences and rows, as TMA does.
     dense : bool
@@ -148,7 +148,7 @@ class Inference:
     splits : int
         The number of parts into which the keys are split.
     by_grid : bool
-        Whether the number of thread blocks excluded tiles that the other counters allow.
+        Whether some tiles agree with the other counters, but not with the number of thread blocks.
     by_flops : bool
         Whether the FLOPs on tensor cores are known, and agree.
     """
@@ -162,18 +162,21 @@ class Inference:
     by_flops: bool = False
 
     def sides(self, name: str) -> tuple[int, ...]:
-        """Return all values of "block_q" or "block_k" that fit, ascending."""
+        """Return all sizes of the query or key tile that fit the counters, in ascending order.
+
+        The argument `name` is "block_q" for the query tile, or "block_k" for the key tile.
+        """
         return tuple(sorted({getattr(fit, name) for fit in self.fits}))
 
     @property
     def block_q(self) -> int | None:
-        """The size of the query tile, if only one fits; else None."""
+        """The size of the query tile, or None unless exactly one size fits the counters."""
         sides = self.sides("block_q")
         return sides[0] if len(sides) == 1 else None
 
     @property
     def block_k(self) -> int | None:
-        """The size of the key tile, if only one fits; else None."""
+        """The size of the key tile, or None unless exactly one size fits the counters."""
         sides = self.sides("block_k")
         return sides[0] if len(sides) == 1 else None
 
@@ -212,7 +215,7 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
 
 
 def _products(problem: Problem, seen: LaunchCounters) -> bool:
-    """Return whether a kernel may compute matrix products.
+    """Return whether a kernel may compute matrix products, according to its counters.
 
     Products in float32 need no tensor cores.
     """
@@ -220,7 +223,7 @@ def _products(problem: Problem, seen: LaunchCounters) -> bool:
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """Return how many parts of split keys, computed by `before`, the kernel `after` merges.
+    """Return the number of key parts that kernel `before` computed and kernel `after` merges.
 
     The result is 1 if `after` merges no parts.
 
@@ -262,7 +265,10 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 
 
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """Infer the form of a kernel that adds to dQ, only sums or only rounds; else None."""
+    """Infer the form of a kernel whose counters alone identify it, or return None.
+
+    Such a kernel adds to dQ, only sums, only rounds, or has no matrix products.
+    """
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
     if seen.reduced > dq / 2:
@@ -282,7 +288,7 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Return the inference: the candidates of a form that agree with the counters.
+    """Return an inference: the tiles with which a kernel of this form would have these counters.
 
     The bytes read must agree closely. If no tile agrees, or none of those that agree has the
     measured FLOPs, a tile with exactly these FLOPs also fits if somewhat more bytes were read.
@@ -325,7 +331,9 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 
 
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
-    """Return whether a tile's visits have the measured FLOPs, with head_dim padded as kernels do.
+    """Return whether a kernel with this tile would execute the measured number of FLOPs.
+
+    The function assumes that head_dim is padded as kernels do.
 
     For the form "dkdv and dq", the two passes visit different tiles, so only a range of FLOPs is
     known.
@@ -354,13 +362,16 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the bytes stored in addition to a fit's results; partial sectors do not count."""
+    """Return how many bytes the kernel stored in addition to the results that the fit predicts.
+
+    If the difference is small, it may come from partly written sectors, and the function returns 0.
+    """
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
 
 
 def _distance(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the largest relative difference between a candidate's bytes and the counters."""
+    """Return the largest relative difference between a fit's bytes and the measured bytes."""
     apart = abs(seen.read / fit.read - 1)
     return max(apart, abs(seen.reduced / fit.reduced - 1)) if fit.reduced else apart
 
@@ -370,7 +381,11 @@ def _distance(fit: Fit, seen: LaunchCounters) -> float:
 
 @cache
 def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
-    """Return the candidates of a form, one per plausible tile, with their bytes."""
+    """Return the bytes that a kernel of one form would move with each plausible tile.
+
+    The result has one or several `Fit` objects per tile, because kernels may treat partial tiles,
+    masked tiles and groups of heads differently.
+    """
     return tuple(_listed(form, problem, splits))
 
 
@@ -385,7 +400,7 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Yield the tile sides to try; of the sides that exceed the problem, only the smallest.
+    """Yield the tile sizes (rows, columns) to try for a kernel of one form.
 
     The scores of a tile, and its accumulators (O, or dK and dV), must fit in an SM's registers.
     """
@@ -399,7 +414,9 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 
 
 def _up_to(n: int) -> Sequence[int]:
-    """Return the sides to try for n rows or keys: those below n, the next, and all up to 128.
+    """Return the tile heights or widths to try if the problem has n rows or n keys.
+
+    They are the sizes below n, the next larger size, and all sizes up to 128.
 
     For short sequences, kernels pad their tiles, so larger sides are possible.
     """
@@ -419,7 +436,10 @@ _STAGES = {
 def _counted(
     form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
 ) -> Iterator[Fit]:
-    """Yield the fits of a tile: with ragged tiles and, if the bytes differ, with whole boxes."""
+    """Yield what a kernel with this tile would move: once if it cuts off tiles at the edges.
+
+    If the bytes differ, a second fit is for a kernel that moves whole boxes.
+    """
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
         algorithm, direction = "flash-decode", "forward"
@@ -488,7 +508,7 @@ _ANY = Device.get("H100")
 
 
 def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
-    """Return the bytes of Q, if all row tiles split the keys at the same places.
+    """Return the bytes of Q that a kernel loads if all row tiles split the keys equally.
 
     Each part that has keys loads its rows of Q.
     """
@@ -509,7 +529,7 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """Return the bytes of a tensor's tiles if ragged tiles are moved whole.
+    """Return the bytes of a tensor's tiles if tiles that are cut off at an edge are moved whole.
 
     With `columns`, each row is also padded to whole boxes. With `pairs`, thread blocks run in
     clusters of two, so that the number of outer tiles is rounded up to an even number.

@@ -52,7 +52,7 @@ class ProfiledLaunch:
 
     @classmethod
     def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
-        """Return a measured launch, assigned to an attention call."""
+        """Return a measured kernel launch as a launch that belongs to attention call `call`."""
         return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
@@ -91,7 +91,7 @@ class Profile:
     launches: tuple[ProfiledLaunch, ...]
 
     def problem(self, call: int) -> Problem | None:
-        """Return the shape and mask of a call; None if a `Problem` cannot describe them."""
+        """Return a call's shape and mask, or None if a `Problem` cannot describe them."""
         values = self.calls[call]["problem"]
         return None if values is None else Problem(**_tuples(values))
 
@@ -127,7 +127,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Problem` from JSON, with lists converted to tuples."""
+    """Convert the fields of a `Problem` that were read from JSON: lists become tuples."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -254,7 +254,7 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the launches in ``ncu``'s table, each with the name of its range.
+    """Return the kernel launches in Nsight Compute's table, each with the name of its NVTX range.
 
     Outside of ranges, the name is "".
 
@@ -277,7 +277,7 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
 
 
 def machine(record: Profile) -> Device | None:
-    """Return the preset of the GPU in the record; None if no preset matches."""
+    """Return the device preset of the GPU in the record, or None if no preset matches."""
     try:
         return Device.get(record.device)
     except OptionError:

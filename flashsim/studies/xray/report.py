@@ -67,13 +67,13 @@ class ProfiledKernel:
         return name if len(name) <= 40 else f"{name[:24]}...{name[-13:]}"
 
     def side(self, name: str) -> str:
-        """Return the possible values of "block_q" or "block_k" as a short text."""
+        """Return the possible sizes of the query or key tile as a text, such as "64 or 128"."""
         if not self.found.fits or self.problem is None:
             return ""
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences about this kernel, derived from its counters."""
+        """Yield sentences that say what this kernel's hardware counters show."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -128,7 +128,7 @@ def _extent(p: Problem, name: str) -> int:
 
 
 def _any(sides: Sequence[int], extent: int) -> bool:
-    """Return whether nearly every side of a tile that was tried fits."""
+    """Return whether nearly every tile size that was tried fits, so that the size stays unknown."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
 
@@ -172,7 +172,7 @@ class XRay(report.Tabled):
 
     @cached_property
     def kernels(self) -> tuple[ProfiledKernel, ...]:
-        """The kernels, in the order in which they first ran."""
+        """The attention kernels of the program, in the order in which they first ran."""
         passes: dict[tuple[int, str], list[ProfiledLaunch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
@@ -270,7 +270,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the bytes that each plausible tile would read, and those measured.
+        """Return a table of the ten plausible tiles whose bytes are closest to the measured bytes.
 
         Parameters
         ----------
@@ -298,7 +298,7 @@ class XRay(report.Tabled):
         return table
 
     def rows(self) -> list[dict[str, report.Cell]]:
-        """Return the rows of `full_table`, each as a dict."""
+        """Return the rows of `full_table` as dicts, one per attention kernel."""
         return self.full_table().records()
 
     def plot(self, **options: Any) -> Any:
