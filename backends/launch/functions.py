@@ -106,7 +106,7 @@ class Generated:
         Whether ``flash_score_grad`` adds to the gradients of captured arrays.
     reads : bool
         Whether the functions read captured arrays at query or key positions. If so, a kernel must
-        not call them at positions past the end of a sequence.
+        call the functions only at positions that exist.
     reads_beside : bool
         Whether the functions read arrays other than `tile` or `band` at query or key positions.
     tile : BiasTile or None
@@ -264,7 +264,7 @@ def _ahead(
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
-    """Return (a, b, c) if node `n` is the index a * q + b * k + c, else None."""
+    """Return the integers (a, b, c) if node `n` computes a * q + b * k + c, or None otherwise."""
     node = graph.nodes[n]
     if node.op == "const":
         return np.array([0, 0, node.value])

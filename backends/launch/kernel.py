@@ -321,7 +321,7 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
 
 
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return constants as (macro name, value) pairs for `Kernel.constants`."""
+    """Convert a dict of constants to (macro name, value) pairs for `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
 
 

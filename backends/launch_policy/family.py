@@ -59,7 +59,7 @@ class PassRequest(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A stage, the schedule tables that its kernel loops over, and the GPU that runs the kernel."""
+    """A stage of a pass, its kernel's schedule tables, and the GPU that runs the kernel."""
 
     stage: plans.Stage
     tables: Lowered
@@ -128,7 +128,7 @@ class Family(ABC):
     takes_functions : bool
         Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
     elsewhere : str
-        The advice that error texts give if the kernels do not take functions and sinks.
+        The advice that error texts give to the user if the kernels do not take functions and sinks.
     """
 
     name: str
@@ -148,14 +148,14 @@ class Family(ABC):
 
     @abstractmethod
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings that the kernels run on this GPU."""
+        """Return all tilings with which the kernels can run the pass on this GPU."""
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
         """Return the tiling that was fastest on an H200; None if `why_not` has a reason."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """Return the error to raise for a reason that `why_not` returned."""
+        """Return the error to raise if `why_not` returned `reason`."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
@@ -163,7 +163,7 @@ class Family(ABC):
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """Return `possible` for ``PassRequest(*asked)``."""
+        """Return all tilings with which the kernels can run ``PassRequest(*asked)``."""
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
@@ -172,7 +172,7 @@ class Family(ABC):
         Raises
         ------
         TilingError, UnsupportedError
-            The error of `refused`, if the kernels cannot run the pass.
+            If the kernels cannot run the pass, the error that `refused` returns.
         """
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
@@ -210,7 +210,7 @@ class Family(ABC):
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """Return how many heads run together as a head group."""
+        """Return the number of heads in a head group, which run together."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
@@ -219,8 +219,9 @@ class Family(ABC):
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return extra launches that come first, as (blocks per cluster, number of work tiles).
+        """Return the launches that run before the main launch and take some of its work tiles.
 
+        Each returned launch is a pair (blocks per cluster, number of work tiles). The argument
         `cluster` is the number of blocks that share each work tile of the main launch.
         """
         return ()
@@ -265,14 +266,15 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """Return the launches of the forward pass (a tuple of one).
+        """Return a tuple that holds the single launch of the forward pass.
 
         Parameters
         ----------
         tiling : Tiling or None
             If None, the method `choose` chooses the tiling.
         report : {"", "counts", "timeline"}
-            What the kernels record.
+            What the kernels record: nothing, the bytes that they move, or the times at which they
+            move them.
 
         Raises
         ------

@@ -94,7 +94,7 @@ class Hopper(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return the kernels' tilings, fastest first (docs/reference/hopper.md)."""
+        """Return all tilings that the kernels support, fastest first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
             if asked.algorithm == "flash2-once":
@@ -193,10 +193,10 @@ class Hopper(Family):
     def cluster(self, walk: Walked) -> int:
         """Implement `Family.cluster`.
 
-        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs. Only the
-        kernel whose warpgroups have roles has no clusters. Above 128 columns, all blocks must run
-        at once. Otherwise clusters are slower: on an H100, 128 work tiles took 92 µs in clusters of
-        two, and 72 µs without clusters.
+        The result exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
+        result is always 1 for the kernel whose warpgroups have roles, which does not support
+        clusters. Above 128 columns, all blocks must run at once. Otherwise clusters are slower: on
+        an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
@@ -216,7 +216,8 @@ class Hopper(Family):
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
         """Implement `Family.remainder`.
 
-        If work tiles are equally long, clusters take the tail: the last, partial wave.
+        If work tiles are equally long, clusters of blocks share the work tiles of the tail. The
+        tail is the last, partial wave.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
@@ -227,7 +228,8 @@ class Hopper(Family):
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Implement `Family.defers`.
 
-        The result is True for blocks with a long loop, since deferral costs time at the loop's end.
+        The result is True only for blocks with a long loop, since deferral costs time once, at the
+        end of the loop.
         """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
@@ -272,10 +274,11 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Implement `Family.in_step`.
 
-        The result is True if the tensors that a head group loops over, and its dQ, exceed L2. The
-        result is False for a left window, since work tiles then begin at different row tiles and no
-        order can align them. If there are more work tiles than SMs, work tiles that run at the same
-        time are about equally long and drift apart slowly, so the threshold is twice the L2 size.
+        The result is True if the tensors that a head group loops over, together with its dQ, are
+        larger than L2. The result is False for a left window, since work tiles then begin at
+        different row tiles and no order can align them. If there are more work tiles than SMs, work
+        tiles that run at the same time are about equally long and drift apart slowly, so the
+        threshold is twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
@@ -285,7 +288,8 @@ class Hopper(Family):
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
         """Return the forward's ring buffers, with three stages of K and V if these fit, else two.
 
-        Elements of captured arrays get a ring of their own if it fits beside two stages of K and V.
+        There are three stages if these fit into shared memory, and otherwise two. Elements of
+        captured arrays get a ring buffer of their own if it fits beside two stages of K and V.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -322,7 +326,7 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """Return the times of a backward work tile, and the extra µs if a cluster shares the tile."""
+    """Return the times of a backward work tile, and the extra µs if a cluster shares that tile."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
@@ -335,7 +339,7 @@ def _drifts(walk: Walked) -> bool:
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """Return how many heads (at most 4) have about a whole number of waves of work tiles, or 0.
+    """Return how many heads, at most 4, together fill about a whole number of waves, or 0 if none.
 
     Co-scheduled work tiles of a wave loop over the row tiles in the same direction. In a wave that
     two head groups share, work tiles would loop in different directions.

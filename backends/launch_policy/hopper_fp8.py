@@ -1,4 +1,4 @@
-"""The FP8 forward for Hopper (kernels/hopper/forward_fp8.cu): its inputs and its launch."""
+"""Choose the launch of the FP8 forward for Hopper (kernels/hopper/forward_fp8.cu)."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ class HopperFp8(Family):
     def clump(self, walk: Walked) -> int:
         """Implement `Family.clump`.
 
-        The result is the 16-bit kernels' group size, or a smaller size if that is faster. The
-        smaller size is the next one that divides the number of heads evenly.
+        The result is the head group's size for the 16-bit kernels, or a smaller size if that is
+        faster. The smaller size is the next one that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -125,7 +125,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """Return the granularity of scales, and how many rows of Q and of K share a scale."""
+    """Return the granularity of scales, and how many rows of Q and of K share one scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):

@@ -1,4 +1,4 @@
-"""The portable kernels (sm_80 and later): which tile sizes they support, and the default."""
+"""Choose the tile sizes of the portable kernels, which run on GPUs from sm_80 on."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Portable(Family):
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings that the kernels run on this GPU, smallest first."""
+        """Return all tilings with which the kernels can run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
@@ -87,7 +87,10 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the shared memory, in bytes, of a pass's largest kernel; None without a kernel."""
+        """Return the largest number of bytes of shared memory that any kernel of the pass needs.
+
+        The result is None if some kernel cannot be built with this tiling.
+        """
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:
