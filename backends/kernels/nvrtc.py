@@ -20,7 +20,9 @@ _PATIENCE_S = 0.5
 
 @cache
 def source(file: str) -> str:
-    """Return a kernel's source with its headers inserted, so that a changed header recompiles it.
+    """Return a kernel's source text with its headers inserted.
+
+    Because the headers are part of the text, a changed header recompiles the kernel.
 
     A header is in the folder of the file that includes it, or in ``kernels/`` if all kernels share
     it.

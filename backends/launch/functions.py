@@ -339,7 +339,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Return whether all heads read the same array by query and key, of at least `least` bytes."""
+    """Return whether all heads read one array of at least `least` bytes by query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least

@@ -75,7 +75,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of the Hopper backward's kernels: for dK and dV, for dQ, and fused for all."""
+    """The times of three Hopper backward kernels: for dK and dV, for dQ, and for all three."""
 
     dkdv: Times
     dq: Times

@@ -152,14 +152,14 @@ class Family(ABC):
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the tiling that was fastest on an H200; None if `why_not` has a reason."""
+        """Return the fastest tiling on an H200, or None if the kernels cannot run the pass."""
 
     def refused(self, reason: str) -> FlashSimError:
         """Return the error to raise if `why_not` returned `reason`."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """Build ``PassRequest(problem, *asked)``, and return the result of `why_not` for it."""
+        """Return why the kernels cannot run ``PassRequest(problem, *asked)``, or None."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
@@ -192,7 +192,7 @@ class Family(ABC):
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether the fused, ordered-dQ backward can run and is faster than three passes."""
+        """Return whether the fused backward with ordered dQ can run and beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:

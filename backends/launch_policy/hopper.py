@@ -286,10 +286,11 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """Return the forward's ring buffers, with three stages of K and V if these fit, else two.
+        """Return the sizes of the ring buffers that the forward kernel uses.
 
-        There are three stages if these fit into shared memory, and otherwise two. Elements of
-        captured arrays get a ring buffer of their own if it fits beside two stages of K and V.
+        The rings of K and V have three stages if these fit into shared memory, and otherwise two.
+        Elements of captured arrays get a ring buffer of their own if it fits beside two stages of K
+        and V.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -333,7 +334,7 @@ def _item_times(walk: Walked) -> tuple[Times, float]:
 
 
 def _drifts(walk: Walked) -> bool:
-    """Return whether blocks of a KV head that start together soon work on different query heads."""
+    """Return whether blocks that start on one KV head soon drift to different query heads."""
     uneven = walk.tables.ranks is None and not walk.alike
     return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
 

@@ -134,7 +134,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether every K tile, V tile and warpgroup (64 rows of Q) has one scale of its own."""
+    """Return whether a single scale covers each K tile, V tile and warpgroup (64 rows of Q)."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

@@ -78,8 +78,8 @@ _LARGEST_BOUND = 50
 def _bounded(problem: Problem) -> dict[str, int]:
     """Return a dict of the constant that lets the kernel omit the running maximum.
 
-    The kernel can omit it if the scores have a small enough bound (BoundedSoftmax in the kernels).
-    The dict is empty if the kernel needs a running maximum.
+    A kernel for bfloat16 can omit it if the scores have a small enough bound (BoundedSoftmax in the
+    kernels). The dict is empty if the kernel needs a running maximum.
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
@@ -214,14 +214,15 @@ def _shared_dim(problem: Problem) -> int:
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Return the columns that a backward's products compute, and the sum over wider products.
+    """Return how many columns each backward product computes, and the total of extra columns.
 
     The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
-    cluster shares a work tile). The second number is a sum over the products that compute all
-    columns of a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns.
-    (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim
-    of 128, dK and dV are two more, because their columns are divided between warpgroups. If one
-    warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32 instead.
+    cluster shares a work tile). The second number adds up the extra columns of the products that
+    compute all columns of a tile in shared memory. One such product is dQ^T, whose rows are the
+    tile's columns. (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.)
+    Beyond a head_dim of 128, dK and dV are two more, because their columns are divided between
+    warpgroups. If one warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32
+    instead.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16
