@@ -1,4 +1,4 @@
-"""A single interface to the NumPy, CuPy or torch arrays of a GPU call.
+"""Give the NumPy, CuPy or torch arrays of a GPU call a single interface.
 
 If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
 another library, results are CuPy arrays. The inputs' library can import a CuPy array through DLPack
@@ -44,7 +44,7 @@ class View(NamedTuple):
 
 
 class Space:
-    """The "space" of a call's arrays: the arrays' library, device and CUDA stream.
+    """The "space" of a call's arrays, which is their library, device and CUDA stream.
 
     Besides the methods below, every space has these methods:
 
@@ -210,7 +210,10 @@ class TorchSpace(Space):
         return made(*shape) if shape else made(())
 
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
-        """Return a function that returns a new uninitialised tensor on the current device."""
+        """Return a function that allocates an uninitialised tensor of this shape and type.
+
+        Each call of the function returns a new tensor on the current device.
+        """
         kind = getattr(self.torch, dtype)
         try:
             # torch's allocation for compiled code takes half the time, but it is private.
@@ -255,7 +258,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return address and strides of a tensor for kernels, and the tensor that owns the memory.
+    """Return a tensor's address and strides, and the tensor that owns the memory at that address.
 
     The tensor is copied only if it is broadcast, or if kernels cannot read it in place.
     """
@@ -346,7 +349,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` is in the library and device of the forward pass."""
+    """Raise `DTypeError` unless `array` has the forward pass's library and is on its device."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
@@ -356,7 +359,7 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """Return the space that contains all of `arrays`.
+    """Return the space (library, device and CUDA stream) that contains all of `arrays`.
 
     Raises
     ------
@@ -387,7 +390,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return one and the same object for equal spaces, so that `is` can compare spaces."""
+    """Return the same object for equal arguments, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -454,7 +457,7 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Return whether a kernel's 16-byte accesses can read an array.
+    """Return whether a kernel can read an array in place with 16-byte accesses.
 
     Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
     long. The argument `steps` is the bitwise OR of the address and all strides in bytes. The number

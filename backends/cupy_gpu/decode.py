@@ -63,7 +63,7 @@ class Workspace:
         return held[1]
 
     def partial(self, space: arrays.Space, made: decode_plan.Decode) -> tuple[int, int, int]:
-        """Return the addresses of the partial O, the partial LSE and the arrival counters."""
+        """Return the addresses of the partial O, of the partial LSE and of the arrival counters."""
         outputs, sums = made.partial_elements
         if not outputs:
             return 0, 0, 0
@@ -87,7 +87,9 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """Return the addresses of `Workspace.partial`, and an object that keeps the memory alive.
+    """Return the three addresses of `Workspace.partial`, and an object that owns the memory.
+
+    The object is None if a workspace owns the memory.
 
     While a CUDA graph is captured, a call without a workspace allocates from the graph's private
     memory. The reason is that the graph may later run in any stream, beside other work. The arrival
@@ -170,7 +172,7 @@ class _Ready:
         capacity : int
             The rows per sequence in the cache, for a kernel that reads live lengths at run time.
         given : ReadByFunctions
-            What functions read, and sinks.
+            The arrays that mask and score functions read, and the sinks.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
@@ -239,14 +241,15 @@ class Decoder:
         starts: Any = None,
         entries: Any = None,
     ) -> tuple[Any, Any]:
-        """Return out and the LSE.
+        """Return the attention output and the LSE.
 
         Parameters
         ----------
         q : Tensor, (batch, heads, n_q, head_dim)
         k, v : Tensor, (entries, kv_heads, n, width); with a table (pages, kv_heads, page, width)
         lengths, starts, entries : Tensor of int32, (batch,), contiguous, optional
-            Per sequence: the end and the begin of its live keys, and its entry in the cache.
+            For each sequence, the end of its live keys, the begin of its live keys, and the index
+            of its entry in the cache.
         table : Tensor of int32, (batch, pages of a sequence), with contiguous rows, optional
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
@@ -391,7 +394,7 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 
 
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
-    """Return each sequence's number of keys, and the length of the prefix that all share.
+    """Return the number of keys of each sequence, and of the prefix that all sequences share.
 
     The function does not check a block table on the GPU, since the call would have to wait for the
     GPU to copy the table. Instead, the kernel skips pages that the pool lacks, and a sequence whose
@@ -420,7 +423,7 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """Return the address and row length of a block table on the GPU, and the array that owns it."""
+    """Return the address and row length of a block table, and the GPU array that owns it."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):
