@@ -88,7 +88,7 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, as an array for the caller."""
+        """Return the first `keep` of an array's `width` columns, in the library of the inputs."""
         return array if keep == width else _copy(array[..., :keep])
 
 

@@ -400,7 +400,7 @@ class Plan:
     def gradients(
         self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
     ) -> tuple[Call, Any, Any, Any]:
-        """Return a backward pass's `Call`, and the arrays that it will fill: dQ, dK and dV.
+        """Return a backward pass's `Call`, and the arrays dQ, dK and dV that it will fill.
 
         Parameters
         ----------

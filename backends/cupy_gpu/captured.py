@@ -162,7 +162,7 @@ def _on_gpu(array: Any) -> cupy.ndarray:
 
 
 def _of_torch(tensor: Any) -> cupy.ndarray:
-    """Return a CUDA tensor as a CuPy array; bfloat16 is passed as raw bits."""
+    """Return a CUDA tensor as a CuPy array, which holds raw bits if the tensor is bfloat16."""
     import torch
 
     if tensor.dtype == torch.bfloat16:

@@ -53,7 +53,7 @@ class Workspace:
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """Return uncleared arrays for `out`, whose rows are padded, and for `lse`."""
+        """Return uninitialised arrays for `out` (with padded rows) and for `lse`."""
         p, width = problem, launch.row_elements(problem.head_dim_v)
         shape = (p.batch, p.heads, p.n_q)
         key, held = (space, p.dtype, shape, width), self._held.get("results")

@@ -524,7 +524,7 @@ def _no_fp8_gradients(job: Job) -> None:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """Return the kernel family that the job requests.
 
-    The option "auto" means the Hopper family if that family supports the job, and otherwise the
+    The option "auto" means the Hopper family if that family supports the job, and otherwise a
     portable family.
     """
     name = job.options.get("kernel", "auto")

@@ -103,7 +103,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """Queue `times` calls one after another, and return the median seconds per call."""
+        """Queue `times` calls of `work`, and return the median number of seconds per call."""
         work()
         taken = []
         for _ in range(_TIMES):
