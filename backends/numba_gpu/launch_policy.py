@@ -1,4 +1,6 @@
-"""The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
+"""Define the families of Python kernels, which are `TENSOR` and `HOPPER`.
+
+`TENSOR` uses the instruction `mma.sync`, and `HOPPER` uses instructions that only Hopper has.
 
 `TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
 except for the differences that `launch.Variant` names. The Python kernels and the C++ kernels
@@ -78,7 +80,7 @@ class PythonHopper(hopper.Hopper):
 
 
 def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> ByKeys:
-    """Return the layout of a KV-outer kernel."""
+    """Return the shared-memory layout of a KV-outer backward kernel."""
     known = dict(kernel.constants)
     sides = (tiling.block_q, tiling.block_k, known["FS_D"])
     if kernel.name == "hopper_backward_wide":

@@ -24,7 +24,9 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def own_statistics(
     b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
 ) -> list[Any]:
-    """Load lse and delta of a thread's rows: ``(lse, delta, row, stop) -> lse, delta, bytes``.
+    """Load the log-sum-exp and delta of a thread's rows, and return these and a byte count.
+
+    The function is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``.
 
     The log-sum-exp is returned in base 2. For a row that is past the end or sees no key, the
     log-sum-exp is +inf, so that the row's P is exactly 0. The argument `row` is the first row of
@@ -49,7 +51,7 @@ def own_statistics(
 def row_probabilities(n: int, softcap: bool) -> Any:
     """Return ``row_probabilities(s, lse, to_log2, cap) -> p``: it computes P = exp2(c S - lse).
 
-    With a softcap, p is P times the softcap's derivative, 1 - tanh^2.
+    If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2.
     """
     kind = floats(n // 2)
 
@@ -70,7 +72,10 @@ def row_probabilities(n: int, softcap: bool) -> Any:
 
 
 def row_gradients(bf16: bool, n: int) -> Any:
-    """Return ``row_gradients(p, dp, delta) -> ds``: dS = P (dP - delta), as a left operand."""
+    """Return ``row_gradients(p, dp, delta) -> ds``: it computes dS = P (dP - delta).
+
+    The result has the layout of a matrix product's left operand.
+    """
     kind = floats(n // 2)
 
     @emitted(words(n // 4), kind, kind, floats(2))
