@@ -87,7 +87,7 @@ def row_gradients(bf16: bool, n: int) -> Any:
 
 
 def add_halves(d: int) -> Any:
-    """Return ``add_halves(dq, scratch, group) -> dq``: it adds the dQ of two warpgroups.
+    """Return ``add_halves(dq, scratch, group) -> dq``: it adds up the dQ of two warpgroups.
 
     Warpgroup 0 gets the sum. Warpgroup 1 passes its dQ through `scratch` (16 KiB of shared memory),
     64 columns at a time. Named barrier 1, which both warpgroups use, signals when `scratch` is free

@@ -81,7 +81,10 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``: arrive; the barrier's phase also waits for `count` bytes."""
+    """Return ``expect(barrier)``, which arrives at the barrier.
+
+    The barrier's phase then also waits for `count` bytes.
+    """
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
@@ -168,7 +171,10 @@ def named_sync(threads: int) -> Any:
 
 
 def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``: arrive at a barrier of `threads` threads; do not wait."""
+    """Return ``named_arrive(barrier)``: it arrives at a named barrier, and does not wait.
+
+    The barrier is for `threads` threads.
+    """
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
@@ -301,7 +307,7 @@ def queue_scores(
         The number of rows of the whole Q tile, of which 64 are used, and of the whole K tile, of
         which n are used. If `of` is 0, the K tile has n rows.
     more : bool
-        ``queue_scores(s, q, k) -> s + Q K^T`` instead.
+        If true, the returned function is ``queue_scores(s, q, k) -> s + Q K^T`` instead.
     """
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
@@ -324,16 +330,17 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, with P from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, where P is from `round_operand`.
 
     The caller must wait for the result.
 
     Parameters
     ----------
     n, depth : int
-        Columns and rows of V.
+        The numbers of columns and of rows of V.
     of : int
-        Rows of the whole tile, of which `depth` are used; 0 means `depth`.
+        The number of rows of the whole tile of V, of which `depth` are used. If `of` is 0, the tile
+        has `depth` rows.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
