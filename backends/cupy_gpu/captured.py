@@ -49,9 +49,8 @@ NOTHING = ReadByFunctions()
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     """Return a job's captured arrays and sinks, all of them in GPU memory.
 
-    Arrays on the CPU are copied to the GPU.
-
-    In a backward pass, the function also allocates the gradients that `problem.score_grads` names.
+    Arrays on the CPU are copied to the GPU. In a backward pass, the function also allocates the
+    gradients that `problem.score_grads` names.
     """
     p = job.problem
     if not p.has_functions:

@@ -104,10 +104,8 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
     """Return a checked job's passes as functions of torch tensors, or None.
 
-    The functions do not check their arguments again.
-
-    The result is None if the job's arrays are not torch tensors, or if the job's launches need more
-    data than the tensors' addresses and strides.
+    The functions do not check their arguments again. The result is None if the job's arrays are not
+    torch tensors, or if the job's launches need more data than the tensors' addresses and strides.
 
     Parameters
     ----------

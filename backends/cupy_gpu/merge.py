@@ -83,9 +83,8 @@ _MOST_HEADS = 65535
 def held(given: dict[str, Any]) -> dict[str, Any]:
     """Return `given` as the arrays that `merged` takes.
 
-    Torch tensors are returned unchanged, and other arrays as CuPy arrays.
-
-    The CuPy arrays share the memory of the originals.
+    Torch tensors are returned unchanged, and other arrays as CuPy arrays. The CuPy arrays share the
+    memory of the originals.
 
     Raises
     ------
@@ -110,10 +109,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Merge two partial results, and return the output and the LSE over the keys of both.
 
-    The results are new arrays.
-
-    The arguments are arrays that `held` returned; the results have the library and type of `out_a`
-    and `lse_a`.
+    The results are new arrays. The arguments are arrays that `held` returned; the results have the
+    library and type of `out_a` and `lse_a`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

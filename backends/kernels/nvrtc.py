@@ -22,10 +22,8 @@ _PATIENCE_S = 0.5
 def source(file: str) -> str:
     """Return a kernel's source text with its headers inserted.
 
-    Because the headers are part of the text, a changed header recompiles the kernel.
-
-    A header is in the folder of the file that includes it, or in ``kernels/`` if all kernels share
-    it.
+    Because the headers are part of the text, a changed header recompiles the kernel. A header is in
+    the folder of the file that includes it, or in ``kernels/`` if all kernels share it.
     """
     folder = resources.files("flashsim.backends") / "kernels"
     room = file.rpartition("/")[0]

@@ -129,10 +129,9 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
     """Return the span of inner tiles that each outer tile visits under a mask function, or None.
 
     The result is None if the visits of some outer tile do not have consecutive inner tiles. It is
-    also None if the FULL visits of some outer tile do not.
-
-    A span is the range of inner tiles that an outer tile visits. Kernels compute the visits of a
-    span by themselves. If there are no spans, kernels read a list of visits from memory.
+    also None if the FULL visits of some outer tile do not. A span is the range of inner tiles that
+    an outer tile visits. Kernels compute the visits of a span by themselves. If there are no spans,
+    kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr

@@ -240,14 +240,13 @@ def remainder(
 ) -> tuple[tuple[int, int], ...]:
     """Return extra launches for the work tiles that are left after the full waves.
 
-    Each returned launch is a pair (blocks per cluster, number of work tiles).
-
-    The function requires work tiles with equal numbers of visits. After the full waves, a few work
-    tiles are left (the tail). Without extra launches, most SMs would be idle during the tail. The
-    returned launches run first, and take as many work tiles as would be left. The blocks of a
-    cluster share each of these work tiles. Either all clusters have the same size, or as many
-    clusters as possible have two blocks and the others have more. The result is empty if the extra
-    launches would not save at least `_LAUNCHED` µs each.
+    Each returned launch is a pair (blocks per cluster, number of work tiles). The function requires
+    work tiles with equal numbers of visits. After the full waves, a few work tiles are left (the
+    tail). Without extra launches, most SMs would be idle during the tail. The returned launches run
+    first, and take as many work tiles as would be left. The blocks of a cluster share each of these
+    work tiles. Either all clusters have the same size, or as many clusters as possible have two
+    blocks and the others have more. The result is empty if the extra launches would not save at
+    least `_LAUNCHED` µs each.
 
     Parameters
     ----------

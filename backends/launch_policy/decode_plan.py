@@ -421,9 +421,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
 def _latent(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for latent attention.
 
-    Latent attention has one KV head, and V consists of columns of K.
-
-    A thread block takes all shared memory of an SM, and a second kernel merges the splits.
+    Latent attention has one KV head, and V consists of columns of K. A thread block takes all
+    shared memory of an SM, and a second kernel merges the splits.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     kernel = kernels.latent_kernel(p, variant, page)

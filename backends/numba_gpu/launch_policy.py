@@ -1,7 +1,6 @@
 """Define the families of Python kernels, which are `TENSOR` and `HOPPER`.
 
 `TENSOR` uses the instruction `mma.sync`, and `HOPPER` uses instructions that only Hopper has.
-
 `TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
 except for the differences that `launch.Variant` names. The Python kernels and the C++ kernels
 otherwise differ only in language and compiler.

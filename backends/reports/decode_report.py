@@ -132,10 +132,9 @@ def timeline(
 ) -> np.ndarray:
     """Return the SM and the time span of each visit, store and merge.
 
-    Times are in ns since the first thread block started.
-
-    The first warp of a thread block records the time stamps. Each warp computes different keys of
-    a tile, so the time stamps only describe the first warp's keys.
+    Times are in ns since the first thread block started. The first warp of a thread block records
+    the time stamps. Each warp computes different keys of a tile, so the time stamps only describe
+    the first warp's keys.
 
     Parameters
     ----------

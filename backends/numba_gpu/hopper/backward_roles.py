@@ -208,9 +208,8 @@ def _sums(
 ) -> Any:
     """Return ``add_up(a, shared)``, the loop of the warpgroup that accumulates dV^T or dK^T.
 
-    The warpgroup accumulates dV^T if `values` is true.
-
-    For every 64 columns, the warpgroup computes one product: dV^T = dO^T P, or dK^T = Q^T dS.
+    The warpgroup accumulates dV^T if `values` is true. For every 64 columns, the warpgroup computes
+    one product: dV^T = dO^T P, or dK^T = Q^T dS.
     """
     block_q, block_k, bf16 = c.block_q, c.block_k, bool(c.bf16)
     tile_at, scores_at = (at.region(x) for x in (("dout", "p") if values else ("q", "ds")))

@@ -114,13 +114,11 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
         """Load a work tile's V, and then its K.
 
-        The buffer of V becomes free before the buffer of K.
-
-        A block of a cluster has only one work tile, so it need not wait for a previous work tile to
-        free the buffers. Such a wait would even be wrong. A cluster's blocks load each other's
-        tiles, so a block without visits may be done with K and V before its producer reaches the
-        wait. The producer would then mistake this phase of the barrier for the previous phase, and
-        wait forever.
+        The buffer of V becomes free before the buffer of K. A block of a cluster has only one work
+        tile, so it need not wait for a previous work tile to free the buffers. Such a wait would
+        even be wrong. A cluster's blocks load each other's tiles, so a block without visits may be
+        done with K and V before its producer reaches the wait. The producer would then mistake this
+        phase of the barrier for the previous phase, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)

@@ -26,12 +26,11 @@ def own_statistics(
 ) -> list[Any]:
     """Load the log-sum-exp and delta of a thread's rows, and return these and a byte count.
 
-    The function is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``.
-
-    The log-sum-exp is returned in base 2. For a row that is past the end or sees no key, the
-    log-sum-exp is +inf, so that the row's P is exactly 0. The argument `row` is the first row of
-    the warp. The arguments `lse` and `delta` are the addresses of row 0. The result `bytes` counts
-    each row once, although several threads load it.
+    The function is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``. The log-sum-exp
+    is returned in base 2. For a row that is past the end or sees no key, the log-sum-exp is +inf,
+    so that the row's P is exactly 0. The argument `row` is the first row of the warp. The arguments
+    `lse` and `delta` are the addresses of row 0. The result `bytes` counts each row once, although
+    several threads load it.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)

@@ -284,7 +284,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def narrow(self) -> int:
-        """A warpgroup's other columns: its half of the middle one of three chunks."""
+        """The number of a warpgroup's other columns: half of the middle chunk of three."""
         return 0 if self.d == 256 else 32
 
     @property

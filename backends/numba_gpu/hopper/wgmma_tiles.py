@@ -166,7 +166,10 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha
 
 
 def named_sync(threads: int) -> Any:
-    """Return ``named_sync(barrier)``: arrive at a named barrier and wait for `threads` arrivals."""
+    """Return ``named_sync(barrier)``: it arrives at a named barrier, and then waits.
+
+    The wait ends when `threads` threads have arrived.
+    """
     return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
@@ -255,7 +258,7 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
 
 
 def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
-    """Return a function that copies a tile by TMA, whose chunks have barriers of their own.
+    """Return a function that copies a tile by TMA, where each chunk has its own barriers.
 
     The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
     starts once its readers have released the previous tile. `parity` is that of the tile's number;

@@ -41,9 +41,8 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
     """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
 
-    The function is ``scores_place(tile, group) -> address``.
-
-    A warpgroup has 32 of the row's 64 queries. The result can be passed to `gradients.store_ds`.
+    The function is ``scores_place(tile, group) -> address``. A warpgroup has 32 of the row's 64
+    queries. The result can be passed to `gradients.store_ds`.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -304,9 +303,8 @@ def queue_dq(bf16: bool, n: int, keys: int) -> Any:
 def queue_sum(bf16: bool, keys: int) -> Any:
     """Return ``queue_sum(sum, chunk, scores) -> sum``, which queues a product and adds it to `sum`.
 
-    The function computes dV^T += dO^T P, or dK^T += Q^T dS.
-
-    The product has a row for each of the 64 columns of a chunk of dO or Q, and `keys` columns.
+    The function computes dV^T += dO^T P, or dK^T += Q^T dS. The product has a row for each of the
+    64 columns of a chunk of dO or Q, and `keys` columns.
     """
     left_at = [ptx_hopper.down_rows(x) for x in range(4)]
     right_at = [ptx_hopper.along_row(x, keys) for x in range(4)]
@@ -374,11 +372,9 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
     """Return the shared-memory address at which this thread stages its part of dQ.
 
-    The function is ``rows_place(dq) -> address``.
-
-    A row of the staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
-    the row number. A thread whose row is odd begins with the other half of a box's columns.
-    Otherwise two rows would use the same banks.
+    The function is ``rows_place(dq) -> address``. A row of the staging area has 32 columns per box.
+    The 16-byte pieces of a row are swizzled with the row number. A thread whose row is odd begins
+    with the other half of a box's columns. Otherwise two rows would use the same banks.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
