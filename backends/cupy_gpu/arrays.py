@@ -99,7 +99,10 @@ class CupySpace(Space):
         self.device = device
 
     def view(self, array: Any) -> View:
-        """Implement `Space.view` for any array with ``__cuda_array_interface__``."""
+        """Return an array's `View`, copying it only if kernels cannot read it in place.
+
+        The array may be any object with ``__cuda_array_interface__``.
+        """
         if type(array) is not cupy.ndarray:
             array = cupy.asarray(array)
         size = array.itemsize
@@ -115,27 +118,27 @@ class CupySpace(Space):
         return cupy.ascontiguousarray(cupy.asarray(array))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """Implement `Space.empty`."""
+        """Return an uninitialised array of the type of `like`, or of float32 if `like` is None."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
 
     def duplicate(self, array: Any) -> Any:
-        """Implement `Space.duplicate`."""
+        """Return a contiguous copy of an array."""
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Implement `Space.full`."""
+        """Return an array for the caller that is filled with `value`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
-        """Implement `Space.prototype`."""
+        """Return an empty array of the type that `dtype` names."""
         return _empty((0,), numpy_dtype(dtype))
 
     def pointer(self, array: Any) -> int:
-        """Implement `Space.pointer`."""
+        """Return the GPU address of an array."""
         return array.data.ptr
 
     def stream(self) -> int:
-        """Implement `Space.stream`."""
+        """Return the handle of the library's current CUDA stream."""
         return cupy.cuda.get_current_stream().ptr
 
     def active(self) -> AbstractContextManager[Any]:
@@ -154,7 +157,7 @@ class NumpySpace(CupySpace):
         self.dtype = numpy_dtype(dtype)
 
     def view(self, array: Any) -> View:
-        """Implement `Space.view`: copy the NumPy array to the GPU."""
+        """Copy a NumPy array to the GPU, and return the copy's `View`."""
         if isinstance(array, np.ndarray):
             raw = _RAW.get(array.itemsize)
             bits = array if raw is None else array.view(raw)
@@ -162,16 +165,16 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Implement `Space.full`."""
+        """Return an array for the caller that is filled with `value`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """Implement `Space.prototype`."""
+        """Return an empty array of the type that `dtype` names."""
         size = numpy_dtype(dtype).itemsize
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Implement `Space.result`."""
+        """Return the first `keep` of an array's `width` columns, copied to a NumPy array."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
@@ -192,7 +195,7 @@ class TorchSpace(Space):
         )
 
     def view(self, array: Any) -> View:
-        """Implement `Space.view`."""
+        """Return a tensor's `View`, copying it only if kernels cannot read it in place."""
         batch, head, row, last = array.stride()
         pointer, size = array.data_ptr(), array.element_size()
         if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
@@ -204,7 +207,7 @@ class TorchSpace(Space):
         return array.contiguous()
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """Implement `Space.empty`."""
+        """Return an uninitialised array of the type of `like`, or of float32 if `like` is None."""
         # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
@@ -226,30 +229,30 @@ class TorchSpace(Space):
         return partial(make, shape, strides, kind)
 
     def duplicate(self, array: Any) -> Any:
-        """Implement `Space.duplicate`."""
+        """Return a contiguous copy of an array."""
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Implement `Space.full`."""
+        """Return an array for the caller that is filled with `value`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """Implement `Space.prototype`."""
+        """Return an empty array of the type that `dtype` names."""
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """Implement `Space.counters` in memory that torch allocates.
+        """Return an array of 32-bit zeros, in memory that torch allocates.
 
         torch may allocate memory while a CUDA graph is captured.
         """
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:
-        """Implement `Space.pointer`."""
+        """Return the GPU address of an array."""
         return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
 
     def stream(self) -> int:
-        """Implement `Space.stream`."""
+        """Return the handle of the library's current CUDA stream."""
         return self._stream(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
@@ -429,7 +432,10 @@ def dtype_name(array: Any) -> str:
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """Return a CuPy array over the array's memory; a NumPy array is copied to the GPU."""
+    """Return a CuPy array that shares an array's memory.
+
+    Only a NumPy array is copied to the GPU.
+    """
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 

@@ -156,7 +156,9 @@ class _Ready:
         capacity: int = 0,
         given: ReadByFunctions = NOTHING,
     ) -> None:
-        """Launch the decode kernel; the arrays' device must be CuPy's current device.
+        """Launch the decode kernel on `stream`.
+
+        The arrays' device must be CuPy's current device.
 
         Parameters
         ----------
@@ -206,9 +208,10 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
 
 
 class Decoder:
-    """Decodes torch tensors; the kernel reads sequence lengths from GPU memory at run time.
+    """Decodes torch tensors with a kernel that reads sequence lengths at run time.
 
-    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it.
+    The kernel reads the lengths from GPU memory. Every call is one launch that does not wait for
+    the GPU, so a CUDA graph can capture it.
 
     Parameters
     ----------

@@ -20,7 +20,9 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays of any library; the caller passes the arrays' addresses.
+    """A forward pass on contiguous arrays, whose addresses the caller passes.
+
+    The arrays may belong to any library.
 
     Parameters
     ----------
@@ -39,7 +41,10 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch the forward pass on `stream`; the other arguments are the arrays' addresses."""
+        """Launch the forward pass on `stream`.
+
+        The other arguments are the arrays' addresses.
+        """
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):

@@ -156,7 +156,9 @@ class FixedLaunch:
         self._run, self._args = launcher.fixed(stream, parameters)
 
     def __call__(self) -> None:
-        """Launch the kernel; several threads may make the same launch at the same time.
+        """Launch the kernel.
+
+        Several threads may make the same launch at the same time.
 
         Raises
         ------

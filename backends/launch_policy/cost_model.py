@@ -163,7 +163,7 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
     The delta kernel's time is left out, since every form except "flash2-once" begins with that
-    kernel; for "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
+    kernel. For "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
     the previous kernel has left that SM. So the kernel for dQ overlaps with the kernel for dK and
     dV. The kernel that converts dQ waits for all SMs.
     """
@@ -350,8 +350,9 @@ def last_items(
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
     """Return the time at which all work tiles are done, if the longest ones start first.
 
-    The argument `items` holds the times of one head's work tiles; there are `walks` such heads. The
-    argument `places` is the number of SMs (or clusters) that work at the same time.
+    The argument `items` holds the times of one head's work tiles, and there are `walks` heads with
+    the same times. The argument `places` is the number of SMs (or clusters) that work at the same
+    time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 

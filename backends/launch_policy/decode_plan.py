@@ -266,7 +266,7 @@ def plan(
 ) -> Decode:
     """Return the decode launch's plan for a batch whose sequences have `lengths` keys.
 
-    Without `splits`, the sequences get as many splits as needed to fill all SMs once. With
+    If `splits` is None, the sequences get as many splits as needed to fill all SMs once. With
     `splits`, a sequence with fewer than `splits` key tiles gets one split per key tile. With a
     `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles; the
     other row tiles get parts in proportion to their key tiles.
@@ -437,8 +437,8 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for sequences that share a prefix.
 
     The prefix is read once for all sequences. A second kernel merges the prefix's partial results
-    with those of each sequence's own keys. Without `splits`, the number of parts is chosen so that
-    no part is longer than the average load of an SM.
+    with those of each sequence's own keys. If no number of splits is requested, the prefix gets so
+    many parts that no part is longer than the average load of an SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:

@@ -1,6 +1,6 @@
 """The interface of a kernel family: the tiles it supports, and the kernel of each stage.
 
-`launch_policy.portable` defines two families and `launch_policy.hopper` one;
+`launch_policy.portable` defines two families, and `launch_policy.hopper` defines one.
 `numba_gpu.launch_policy` defines families of kernels written in Python. Arrays, errors and traces
 are handled by `cupy_gpu.engine`, not by a family. Nothing in this module needs a GPU.
 """
@@ -100,7 +100,7 @@ class HandOut(NamedTuple):
     Attributes
     ----------
     clump : int
-        Heads of a head group, which run together.
+        The number of heads in a head group, which run together.
     in_step : bool
         Whether a KV-outer pass alternates between the query heads of a GQA group.
     launches : tuple of Shared

@@ -63,7 +63,7 @@ class Hopper(Family):
     brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why the Hopper kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm, _ = asked
         if gpu.compute_capability != CAPABILITY:
             return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
@@ -135,24 +135,24 @@ class Hopper(Family):
         )
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Implement `Family.fastest`."""
+        """Return the fastest of the tilings with which the Hopper kernels can run this pass."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
 
     def refused(self, reason: str) -> UnsupportedError:
-        """Implement `Family.refused`."""
+        """Return the error to raise if `why_not` returned `reason`."""
         return UnsupportedError(
             f"the Hopper kernels do not run this: {reason}; try kernel={self.instead!r}, or leave "
             "kernel= out to select a family that does"
         )
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Implement `Family.orders_dq`."""
+        """Return whether the fused backward with ordered dQ can run and beats three passes."""
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """Implement `Family.stores_dq`, by the time model (`cost_model`).
+        """Return whether "flash2-once" can run and is predicted to be the fastest backward.
 
         With few work tiles, three passes are faster, since the kernel for dQ runs beside the kernel
         for dK and dV. The fused backward with ordered dQ is never faster than "flash2-once",
@@ -164,7 +164,7 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Implement `Family.fuses`."""
+        """Return whether the fused backward with unordered dQ is faster than three passes."""
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
@@ -191,7 +191,7 @@ class Hopper(Family):
         return [backward_microseconds(passes, gpu) for passes in made]
 
     def cluster(self, walk: Walked) -> int:
-        """Implement `Family.cluster`.
+        """Return the number of thread blocks that share a work tile.
 
         The result exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
         result is always 1 for the kernel whose warpgroups have roles, which does not support
@@ -214,7 +214,7 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Implement `Family.remainder`.
+        """Return the launches that run before the main launch and take some of its work tiles.
 
         If work tiles are equally long, clusters of blocks share the work tiles of the tail. The
         tail is the last, partial wave.
@@ -226,7 +226,7 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Implement `Family.defers`.
+        """Return whether a fused pass should compute a visit's dQ during the next visit.
 
         The result is True only for blocks with a long loop, since deferral costs time once, at the
         end of the loop.
@@ -236,7 +236,7 @@ class Hopper(Family):
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """Implement `Family.clump`.
+        """Return the number of heads in a head group, which run together.
 
         The head group's size depends on whether all work tiles are equally long.
 
@@ -272,7 +272,7 @@ class Hopper(Family):
         return size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Implement `Family.in_step`.
+        """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
         The result is True if the tensors that a head group loops over, together with its dQ, are
         larger than L2. The result is False for a left window, since work tiles then begin at
@@ -306,7 +306,10 @@ class Hopper(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Implement `Family.kernel`; the row-wise kernels are those of the portable family."""
+        """Return the kernel that runs a stage of a pass.
+
+        The row-wise kernels are those of the portable family.
+        """
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)

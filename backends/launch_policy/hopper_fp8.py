@@ -30,7 +30,7 @@ class HopperFp8(Family):
     """The kernel family of FlashAttention-3's forward in FP8, which has no backward."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why these kernels cannot run this pass, or None if they can."""
         p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
             has = ".".join(map(str, gpu.compute_capability))
@@ -61,21 +61,21 @@ class HopperFp8(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Implement `Family.possible`."""
+        """Return all tilings that the FP8 kernel supports for this head_dim."""
         return TILINGS[asked.problem.head_dim]
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Implement `Family.fastest`."""
+        """Return the FP8 kernel's fastest tiling for this pass, or None if no tiling fits."""
         p = asked.problem
         fit = (t for t in self.possible(asked) if t.divides(p.block_mask))
         return next((t for t in fit if _one_scale_a_tile(p, t)), None)
 
     def refused(self, reason: str) -> UnsupportedError:
-        """Implement `Family.refused`."""
+        """Return the error to raise if `why_not` returned `reason`."""
         return UnsupportedError(f"the FP8 kernels do not run this: {reason}; {self.elsewhere}")
 
     def clump(self, walk: Walked) -> int:
-        """Implement `Family.clump`.
+        """Return the number of heads in a head group, which run together.
 
         The result is the head group's size for the 16-bit kernels, or a smaller size if that is
         faster. The smaller size is the next one that divides the number of heads evenly.
@@ -90,7 +90,7 @@ class HopperFp8(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Implement `Family.kernel`."""
+        """Return the FP8 kernel that runs the forward pass."""
         p = problem
         stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
         shared = shared_bytes(p, tiling, stages)

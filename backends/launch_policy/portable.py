@@ -22,7 +22,7 @@ class Portable(Family):
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why these kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
             return (
@@ -64,7 +64,7 @@ class Portable(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Implement `Family.kernel`."""
+        """Return the portable kernel that runs a stage of a pass."""
         if stage in kernels.WALKING:
             return kernels.WALKING[stage](problem, tiling, variant, gpu)
         return kernels.rows_kernel(stage, problem, tiling, variant)

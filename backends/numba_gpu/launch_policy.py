@@ -38,13 +38,13 @@ class PythonHopper(hopper.Hopper):
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why the Python Hopper kernels cannot run this pass, or None if they can."""
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
             return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Implement `Family.possible`.
+        """Return all tilings with which the Python Hopper kernels can run this pass.
 
         The result has the tilings of the C++ kernels that were also tested with the Python kernels.
         """

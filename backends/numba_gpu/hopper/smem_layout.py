@@ -125,13 +125,13 @@ class OnChip(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`."""
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -225,12 +225,12 @@ class KeysOutside(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """Implement `ByKeys.dq_columns`."""
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
         return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -240,7 +240,7 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`.
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
         writes a part of dS^T, and each warpgroup reads the rows of all keys.
@@ -294,12 +294,12 @@ class ColumnsDivided(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """Implement `ByKeys.dq_columns`."""
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
         return ((0, 128, self.wide), (64, 32, self.narrow)) if self.staged else ((0, 0, 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -309,7 +309,10 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`; the barrier "full" is that of `KeysOutside`."""
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+
+        The barrier "full" has the same arrivals as in `KeysOutside`.
+        """
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -338,12 +341,12 @@ class Roles(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """Implement `ByKeys.dq_columns`."""
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
         return ((0, 0, self.dq_wide),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -353,11 +356,11 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`; the barrier "full" is that of `KeysOutside`.
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
 
-        The warps that compute dK release a stage of Q. Since these warps wait for dS, all other
-        readers of Q are done by that time. The warps that compute dP and those that compute dV read
-        each chunk of dO.
+        The barrier "full" has the same arrivals as in `KeysOutside`. The warps that compute dK
+        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by that
+        time. The warps that compute dP and those that compute dV read each chunk of dO.
         """
         chunks = self.chunks
         return {
@@ -397,7 +400,7 @@ class DqAlone(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -406,7 +409,7 @@ class DqAlone(SmemLayout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`."""
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
