@@ -114,7 +114,7 @@ class CupySpace(Space):
         return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """Implement `Space.vector`."""
+        """Return a contiguous array with one float32 per row, copied only if necessary."""
         return cupy.ascontiguousarray(cupy.asarray(array))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
@@ -142,7 +142,7 @@ class CupySpace(Space):
         return cupy.cuda.get_current_stream().ptr
 
     def active(self) -> AbstractContextManager[Any]:
-        """Implement `Space.active`."""
+        """Return a context manager that makes this space's device and stream current in CuPy."""
         return cupy.cuda.Device(self.device)
 
 
@@ -203,7 +203,7 @@ class TorchSpace(Space):
         return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """Implement `Space.vector`."""
+        """Return a contiguous array with one float32 per row, copied only if necessary."""
         return array.contiguous()
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
@@ -256,7 +256,7 @@ class TorchSpace(Space):
         return self._stream(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
-        """Implement `Space.active`."""
+        """Return a context manager that makes this space's device and stream current in CuPy."""
         return ForeignStream(self.device, self.stream())
 
 

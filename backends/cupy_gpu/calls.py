@@ -293,7 +293,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Repeat the launches that `note` cached for `key`; return False if none are cached.
+        """Repeat the launches that `note` cached for `key`, or return False if none are cached.
 
         Parameters
         ----------
@@ -308,7 +308,10 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call so that `launch` can repeat it; none of the call's arrays may be a copy."""
+        """Note a call so that `launch` can repeat it.
+
+        None of the call's arrays may be a copy.
+        """
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -407,7 +410,7 @@ class Plan:
         places : tuple of int
             Address and strides of q, k, v, out and dout.
         lse, dlse : int
-            Addresses; `dlse` is 0 if there is no gradient of the LSE.
+            The addresses of the LSE and of its gradient. `dlse` is 0 if the LSE has no gradient.
         like : array
             An array of the gradients' type.
         """

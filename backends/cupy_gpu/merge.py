@@ -109,7 +109,7 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Merge two partial results, and return the output and the LSE over the keys of both.
 
-    The results are new arrays. The arguments are arrays that `held` returned; the results have the
+    The results are new arrays. The arguments are arrays that `held` returned. The results have the
     library and type of `out_a` and `lse_a`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")

@@ -51,7 +51,7 @@ class BiasTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The array's size as (planes, queries, keys); each head reads one of the planes."""
+        """The array's size as (planes, queries, keys), where each head reads one of the planes."""
         *planes, rows, columns = self.spec.shape
         return math.prod(planes), rows, columns
 

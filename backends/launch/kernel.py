@@ -226,9 +226,9 @@ class Kernel:
 def padded(head_dim: int, other: int = 0) -> int:
     """Return head_dim rounded up as a kernel needs it: to a multiple of 16, or of 32 above 128.
 
-    Tensor cores take 16 columns at a time; rows that are split between warps need 32. `other` is
-    the problem's other head dimension (head_dim_v for head_dim): if either exceeds 128, the rows of
-    both are split.
+    Tensor cores take 16 columns at a time. Rows that are split between warps need a multiple of 32
+    columns. `other` is the problem's other head dimension (head_dim_v for head_dim): if either
+    exceeds 128, the rows of both are split.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
     return -(-head_dim // step) * step

@@ -268,7 +268,7 @@ def plan(
 
     If `splits` is None, the sequences get as many splits as needed to fill all SMs once. With
     `splits`, a sequence with fewer than `splits` key tiles gets one split per key tile. With a
-    `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles; the
+    `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles. The
     other row tiles get parts in proportion to their key tiles.
 
     Parameters

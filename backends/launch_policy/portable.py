@@ -56,7 +56,10 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Implement `Family.fastest`; docs/notebooks/speed_gpu.md has the measurements."""
+        """Return the fastest tiling that runs on this GPU, or None if no tiling runs.
+
+        The notebook docs/notebooks/speed_gpu.md has the measurements.
+        """
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)

@@ -175,7 +175,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
 
 @contextmanager
 def _steps(b: ir.IRBuilder, first: ir.Value, stop: int, step: int) -> Iterator[ir.Value]:
-    """Emit ``for at in range(first, stop, step)`` as a loop; `first` must be below `stop`."""
+    """Emit the loop ``for at in range(first, stop, step)``, where `first` must be below `stop`."""
     body, after = b.append_basic_block("steps"), b.append_basic_block("steps_end")
     before = b.block
     b.cbranch(b.icmp_unsigned("<", first, i32(stop)), body, after)
@@ -259,7 +259,7 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     (start, stop, offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts
     the inner loop of an outer tile. ``begin`` returns the index of the tile's first visit, the
     number of its visits, and the span of inner tiles that they cover. ``visit(a, walk, n)`` returns
-    (inner tile, masked) of the n-th visit; `walk` is the result of ``begin``.
+    (inner tile, masked) of the n-th visit, where `walk` is the result of ``begin``.
 
     If the kernel is built for reports, ``report(slot, bytes)`` reports the bytes that a whole warp
     moves. ``report_one`` reports the bytes that a single thread moves, and ``stamp(address, slot)``

@@ -13,7 +13,7 @@ phases. The tiles arrive later. A consumer's "load" is the time for which the co
 them.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
-covers the rest. The fused backward adds a visit's dQ at the start of the next visit; this time is
+covers the rest. The fused backward adds a visit's dQ at the start of the next visit. This time is
 part of the next visit's "scores".
 """
 

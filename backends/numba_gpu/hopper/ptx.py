@@ -3,8 +3,8 @@
 The module `backends.numba_gpu.ptx` has the instructions of sm_80.
 
 Each function's docstring names the section of NVIDIA's *PTX ISA* that describes its instruction.
-Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps; the number of its
-first warp is a multiple of four.
+Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps, of which the first
+has a number that is a multiple of four.
 
 A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
 128 bytes at offset 128 r, and TMA permutes the row's eight 16-byte pieces by r % 8 (the 128-byte

@@ -84,7 +84,7 @@ class SmemLayout(ABC):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of shared memory that the whole layout takes."""
+        """The number of bytes of shared memory that the whole layout takes."""
         return self.items + 2 * ITEM
 
 
@@ -110,7 +110,7 @@ class OnChip(SmemLayout):
 
     @property
     def q_bytes(self) -> int:
-        """The bytes of the rows of Q that one warpgroup reads."""
+        """The size in bytes of the rows of Q that one warpgroup reads."""
         return 64 * 128 * self.chunks
 
     @property
@@ -170,7 +170,7 @@ class ByKeys(SmemLayout):
 
     @property
     def dq_bytes(self) -> int:
-        """The bytes of one warpgroup's piece of dQ, in float32."""
+        """The size in bytes of the float32 piece of dQ that one warpgroup writes."""
         return self.dq_rows * 4 * sum(wide for _, _, wide in self.dq_columns)
 
     @property

@@ -261,8 +261,8 @@ def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
     """Return a function that copies a tile by TMA, where each chunk has its own barriers.
 
     The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
-    starts once its readers have released the previous tile. `parity` is that of the tile's number;
-    for `packed` see `copy_tile`.
+    starts once its readers have released the previous tile. `parity` is the parity of the tile's
+    number. The argument `packed` is that of `copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 

@@ -1,9 +1,9 @@
 """Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
 
 P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. They are transposed,
-so each row belongs to one key and has 64 queries. `backward_wide` computes transposed scores, with
-keys in rows; `backward_roles` computes scores with queries in rows. dQ is computed with queries in
-rows, so its staging differs from that of `gradients`.
+so each row belongs to one key and has 64 queries. `backward_wide` computes transposed scores, in
+which each row belongs to a key. `backward_roles` computes scores in which each row belongs to a
+query. Each row of dQ belongs to a query, so the staging of dQ differs from that in `gradients`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
     ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
     its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
-    of the wide columns come first, then those of the narrow ones; each part is a group of products.
+    of the wide columns come first, and then those of the narrow columns. The products of each of
+    these two parts form one group.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -322,8 +323,8 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
     """Return the function that rounds and stores three sums of `queue_sum`, as rows of keys.
 
     The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
-    bytes``. `first` is the tile's first key; keys from `stop` on, and columns past the width of
-    `row_of`, are not stored.
+    bytes``. `first` is the tile's first key. The function does not store keys from `stop` on, or
+    columns past the width of `row_of`.
     """
     kind = floats(keys // 2)
 

@@ -230,7 +230,7 @@ class _Simulator:
 class _Gpu:
     """Handles arrays and launches on the GPU of the job's arrays, on their library's stream.
 
-    Kernels get CuPy arrays that share the caller's memory; only NumPy arrays are copied.
+    Kernels get CuPy arrays that share the caller's memory. Only NumPy arrays are copied.
     """
 
     def __init__(self, space: Any) -> None:

@@ -87,8 +87,8 @@ def _lane_sums(lanes: int) -> Any:
 def _write_rows(apart: int) -> Any:
     """Return ``write_rows(to, sums, left)``: it writes one float32 per row to HBM.
 
-    Successive rows are `apart` rows apart. Only the first `left` rows exist; the function writes no
-    other rows.
+    Successive rows are `apart` rows apart. Only the first `left` rows exist, and the function
+    writes no other rows.
     """
 
     @emitted(None, int64, floats(DEEP), int32)
