@@ -178,9 +178,9 @@ def _own_stream(device: int) -> Any:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Return a context manager whose body runs in a separate stream, and wait for that stream.
+    """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
-    A plan's uploads and compilations run in this context. So a call that prepares a plan does not
+    A plan's uploads and compilations run in such a body. So a call that prepares a plan does not
     wait for the caller's other GPU work. Such a call may also run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)

@@ -195,8 +195,9 @@ class Hopper(Family):
 
         The result exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
         result is always 1 for the kernel whose warpgroups have roles, which does not support
-        clusters. Above 128 columns, all blocks must run at once. Otherwise clusters are slower: on
-        an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without clusters.
+        clusters. With a head_dim above 128, the result is limited so that all blocks run at once.
+        If they did not, clusters would be slower: on an H100, 128 work tiles took 92 µs in clusters
+        of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:

@@ -210,7 +210,7 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 
 
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
-    """Return ``multiply(c, a..., b...) -> c + A B``, where C is (16 `blocks`, n).
+    """Return ``multiply(c, a..., b...)``: it returns c + A B, a fragment of (16 `blocks`, n).
 
     Parameters
     ----------

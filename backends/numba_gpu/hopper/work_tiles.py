@@ -52,9 +52,10 @@ def item_functions(
     slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the number of the
     next work tile. ``take(shared, item)`` waits for a work tile and returns its slot.
     ``leave(shared, item, speaking)`` signals that a warp is done with the slot. ``visits(slot)``
-    returns the work tile's visits in the form of ``begin`` of `w`. ``place(row, stop, batch)``
-    returns the coordinates that a tensor map needs for a row. ``visit_stamps(a, walk, first,
-    role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's time stamps.
+    returns the work tile's visits in the form in which ``begin`` of `w` returns them. ``place(row,
+    stop, batch)`` returns the coordinates that a tensor map needs for a row. ``visit_stamps(a,
+    walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's
+    time stamps.
     """
     # block size of the inner loop's side
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)
