@@ -1,4 +1,4 @@
-"""Translate failures of the GPU, its driver or its compilers into `BackendUnavailable` errors.
+"""Translate errors of the GPU, its driver or its compilers into `BackendUnavailable` errors.
 
 Errors of CuPy, torch, numba-cuda and cuda.core are recognised by the names of their classes, so
 that none of these libraries is imported only for this check.
@@ -28,7 +28,10 @@ _UNLOADED = frozenset({"CudaSupportError", "NvvmSupportError", "NvrtcSupportErro
 
 
 def require_cupy(backend: str) -> None:
-    """Raise `BackendUnavailable`, which names the requested backend, if CuPy cannot be imported."""
+    """Raise `BackendUnavailable` if CuPy cannot be imported.
+
+    The error text names the requested backend.
+    """
     try:
         import cupy  # noqa: F401
     except ImportError as error:
@@ -43,9 +46,9 @@ def require_cupy(backend: str) -> None:
 
 
 class Explaining:
-    """A context manager that turns GPU failures into `BackendUnavailable`.
+    """A context manager that turns exceptions about GPU failures into `BackendUnavailable`.
 
-    Errors of other kinds pass through unchanged.
+    Exceptions of other kinds pass through unchanged.
     """
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""A single interface to the NumPy, CuPy or torch arrays of a GPU call.
+"""Give the NumPy, CuPy or torch arrays of a GPU call a single interface.
 
 If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
 another library, results are CuPy arrays. The inputs' library can import a CuPy array through DLPack
@@ -44,7 +44,7 @@ class View(NamedTuple):
 
 
 class Space:
-    """The "space" of a call's arrays: the arrays' library, device and CUDA stream.
+    """The "space" of a call's arrays, which is their library, device and CUDA stream.
 
     Besides the methods below, every space has these methods:
 
@@ -88,7 +88,7 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, as an array for the caller."""
+        """Return the first `keep` of an array's `width` columns, in the library of the inputs."""
         return array if keep == width else _copy(array[..., :keep])
 
 
@@ -99,7 +99,10 @@ class CupySpace(Space):
         self.device = device
 
     def view(self, array: Any) -> View:
-        """Implement `Space.view` for any array with ``__cuda_array_interface__``."""
+        """Return an array's `View`, copying it only if kernels cannot read it in place.
+
+        The array may be any object with ``__cuda_array_interface__``.
+        """
         if type(array) is not cupy.ndarray:
             array = cupy.asarray(array)
         size = array.itemsize
@@ -111,35 +114,35 @@ class CupySpace(Space):
         return self.view(_padded(array, cupy))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """Implement `Space.vector`."""
+        """Return a contiguous array with one float32 per row, copied only if necessary."""
         return cupy.ascontiguousarray(cupy.asarray(array))
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """Implement `Space.empty`."""
+        """Return an uninitialised array of the type of `like`, or of float32 if `like` is None."""
         return _empty(shape, np.dtype(np.float32) if like is None else like.dtype)
 
     def duplicate(self, array: Any) -> Any:
-        """Implement `Space.duplicate`."""
+        """Return a contiguous copy of an array."""
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Implement `Space.full`."""
+        """Return an array for the caller that is filled with `value`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
-        """Implement `Space.prototype`."""
+        """Return an empty array of the type that `dtype` names."""
         return _empty((0,), numpy_dtype(dtype))
 
     def pointer(self, array: Any) -> int:
-        """Implement `Space.pointer`."""
+        """Return the GPU address of an array."""
         return array.data.ptr
 
     def stream(self) -> int:
-        """Implement `Space.stream`."""
+        """Return the handle of the library's current CUDA stream."""
         return cupy.cuda.get_current_stream().ptr
 
     def active(self) -> AbstractContextManager[Any]:
-        """Implement `Space.active`."""
+        """Return a context manager that makes this space's device and stream current in CuPy."""
         return cupy.cuda.Device(self.device)
 
 
@@ -154,7 +157,7 @@ class NumpySpace(CupySpace):
         self.dtype = numpy_dtype(dtype)
 
     def view(self, array: Any) -> View:
-        """Implement `Space.view`: copy the NumPy array to the GPU."""
+        """Copy a NumPy array to the GPU, and return the copy's `View`."""
         if isinstance(array, np.ndarray):
             raw = _RAW.get(array.itemsize)
             bits = array if raw is None else array.view(raw)
@@ -162,16 +165,16 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Implement `Space.full`."""
+        """Return an array for the caller that is filled with `value`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """Implement `Space.prototype`."""
+        """Return an empty array of the type that `dtype` names."""
         size = numpy_dtype(dtype).itemsize
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Implement `Space.result`."""
+        """Return the first `keep` of an array's `width` columns, copied to a NumPy array."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
@@ -192,7 +195,7 @@ class TorchSpace(Space):
         )
 
     def view(self, array: Any) -> View:
-        """Implement `Space.view`."""
+        """Return a tensor's `View`, copying it only if kernels cannot read it in place."""
         batch, head, row, last = array.stride()
         pointer, size = array.data_ptr(), array.element_size()
         if _readable((batch | head | row) * size | pointer, last, array.shape[-1]):
@@ -200,17 +203,20 @@ class TorchSpace(Space):
         return self.view(_padded(array, self.torch))._replace(copied=_padded_bytes(array, size))
 
     def vector(self, array: Any) -> Any:
-        """Implement `Space.vector`."""
+        """Return a contiguous array with one float32 per row, copied only if necessary."""
         return array.contiguous()
 
     def empty(self, shape: tuple[int, ...], like: Any = None) -> Any:
-        """Implement `Space.empty`."""
+        """Return an uninitialised array of the type of `like`, or of float32 if `like` is None."""
         # torch parses separate integers in half the time of a tuple.
         made = (self._float32 if like is None else like).new_empty
         return made(*shape) if shape else made(())
 
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
-        """Return a function that returns a new uninitialised tensor on the current device."""
+        """Return a function that allocates an uninitialised tensor of this shape and type.
+
+        Each call of the function returns a new tensor on the current device.
+        """
         kind = getattr(self.torch, dtype)
         try:
             # torch's allocation for compiled code takes half the time, but it is private.
@@ -223,39 +229,39 @@ class TorchSpace(Space):
         return partial(make, shape, strides, kind)
 
     def duplicate(self, array: Any) -> Any:
-        """Implement `Space.duplicate`."""
+        """Return a contiguous copy of an array."""
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Implement `Space.full`."""
+        """Return an array for the caller that is filled with `value`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
-        """Implement `Space.prototype`."""
+        """Return an empty array of the type that `dtype` names."""
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """Implement `Space.counters` in memory that torch allocates.
+        """Return an array of 32-bit zeros, in memory that torch allocates.
 
         torch may allocate memory while a CUDA graph is captured.
         """
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:
-        """Implement `Space.pointer`."""
+        """Return the GPU address of an array."""
         return array.data.ptr if isinstance(array, cupy.ndarray) else array.data_ptr()
 
     def stream(self) -> int:
-        """Implement `Space.stream`."""
+        """Return the handle of the library's current CUDA stream."""
         return self._stream(self.device)
 
     def active(self) -> AbstractContextManager[Any]:
-        """Implement `Space.active`."""
+        """Return a context manager that makes this space's device and stream current in CuPy."""
         return ForeignStream(self.device, self.stream())
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return address and strides of a tensor for kernels, and the tensor that owns the memory.
+    """Return a tensor's address and strides, and the tensor that owns the memory at that address.
 
     The tensor is copied only if it is broadcast, or if kernels cannot read it in place.
     """
@@ -346,7 +352,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` is in the library and device of the forward pass."""
+    """Raise `DTypeError` unless `array` has the forward pass's library and is on its device."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
@@ -356,7 +362,7 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """Return the space that contains all of `arrays`.
+    """Return the space (library, device and CUDA stream) that contains all of `arrays`.
 
     Raises
     ------
@@ -387,7 +393,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return one and the same object for equal spaces, so that `is` can compare spaces."""
+    """Return the same object for equal arguments, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -426,7 +432,10 @@ def dtype_name(array: Any) -> str:
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """Return a CuPy array over the array's memory; a NumPy array is copied to the GPU."""
+    """Return a CuPy array that shares an array's memory.
+
+    Only a NumPy array is copied to the GPU.
+    """
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 
@@ -454,7 +463,7 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Return whether a kernel's 16-byte accesses can read an array.
+    """Return whether a kernel can read an array in place with 16-byte accesses.
 
     Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
     long. The argument `steps` is the bitwise OR of the address and all strides in bytes. The number

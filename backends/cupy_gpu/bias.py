@@ -17,7 +17,7 @@ NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """Return a job whose bias, if any, is turned into an array that its score function captures.
+    """Return the job, with its bias (if any) turned into an array that its score function captures.
 
     With `gradient`, the backward pass also computes the bias's gradient.
     """
@@ -38,9 +38,9 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """Return a score function that adds a bias, then applies the score function `score`, if any.
+    """Return a score function that adds a bias, and then applies `score` if it is not None.
 
-    The bias is the last captured array.
+    The bias is the last of the returned function's captured arrays.
     """
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
@@ -60,6 +60,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Give the bias's gradient the name that the caller expects."""
+    """Return the gradients `found`, with the bias's gradient under the name "dbias"."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

@@ -1,4 +1,4 @@
-"""A job's launches: a part that is prepared once, and a part that each call fills in.
+"""Prepare a job's kernel launches once, so that each call only fills in its arrays.
 
 A `Plan` holds what repeated calls share: passes, compiled functions, and tables in GPU memory. A
 `ReadyPass` is one pass of a plan with its parameter buffer. A call writes the addresses and strides
@@ -62,12 +62,12 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return the tables in GPU memory, to which they are copied once per device."""
+    """Copy the tables to GPU memory once per device, and return these copies."""
     return Uploaded(tables)
 
 
 class NewArray(NamedTuple):
-    """Shape and strides of a contiguous (batch, heads, n, width) array.
+    """The shape and strides of a contiguous (batch, heads, n, width) array.
 
     The field `strides` has the strides of the first three axes, in elements.
     """
@@ -121,10 +121,10 @@ class Call:
     ----------
     space : arrays.Space
     head : sequence of int
-        The fields of ``struct Args`` that change from call to call, in its order. First come
-        address and strides of each of `launch.TENSORS`, or `ABSENT` for a tensor that the call
-        lacks. Then come the addresses of contiguous float32 arrays, those of `launch.SCRATCH`, or
-        0.
+        The fields of ``struct Args`` that change from call to call, in the struct's order. First
+        come the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if the call
+        lacks the tensor. Then comes the address of each contiguous float32 array in
+        `launch.SCRATCH`, or 0 if the call lacks the array.
     captured : ReadByFunctions
         The captured arrays of functions, and the sinks.
     keeps : optional
@@ -183,10 +183,11 @@ class ReadyPass:
         args: Argument | None = None,
         counter: ctypes.c_uint64 | None = None,
     ) -> Parameters:
-        """Return the parameters of a launch, including tensor maps for these addresses and strides.
+        """Return the kernel parameters of a launch, including its tensor maps.
 
-        The argument `made_of` has address and strides per tensor, in the order of the kernel's
-        boxes. By default, `args` and `counter` are the buffers that all launches of the pass share.
+        The argument `made_of` holds the address and strides from which each tensor map is made, in
+        the order of the kernel's boxes. By default, `args` and `counter` are the buffers that all
+        launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args = self._args if args is None else args
@@ -209,7 +210,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """Return a launch of this call's stream and arrays that can be repeated."""
+        """Return a launch on this call's stream and arrays, which can be repeated."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer
@@ -233,7 +234,10 @@ class ReadyPass:
             record[name] = values[name] if name in values else getattr(p, name)
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
-        """Launch the pass on the stream of `call`, whose device must be CuPy's current device."""
+        """Launch the pass on the stream of `call`.
+
+        CuPy's current device must be the device of that stream.
+        """
         made_of = self._made_of(call.head)
         if self._tiled:
             made_of = *made_of, call.captured.tile
@@ -289,7 +293,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Repeat the launches that `note` cached for `key`; return False if none are cached.
+        """Repeat the launches that `note` cached for `key`, or return False if none are cached.
 
         Parameters
         ----------
@@ -304,7 +308,10 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call so that `launch` can repeat it; none of the call's arrays may be a copy."""
+        """Note a call so that `launch` can repeat it.
+
+        None of the call's arrays may be a copy.
+        """
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -327,7 +334,7 @@ def _makes_its_counter(stream: int) -> bool:
 
 
 def _map_of(box: launch.Box) -> range:
-    """Return the range of `Call.head` with the address and strides for a box's tensor map.
+    """Return the range of `Call.head` that holds the address and strides of a box's tensor.
 
     For dQ's accumulator, the range has only the address, since the strides never change. For a
     captured array the range is empty, since `Call.head` does not hold captured arrays.
@@ -342,7 +349,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the size of a backward's float32 dQ accumulator in elements, or None.
+    """Return the number of elements in a backward pass's float32 dQ accumulator, or None.
 
     The result is None if the backward needs neither the accumulator nor delta.
     """
@@ -396,14 +403,14 @@ class Plan:
     def gradients(
         self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
     ) -> tuple[Call, Any, Any, Any]:
-        """Return a backward pass's `Call`, and the arrays that it will fill: dQ, dK and dV.
+        """Return a backward pass's `Call`, and the arrays dQ, dK and dV that it will fill.
 
         Parameters
         ----------
         places : tuple of int
             Address and strides of q, k, v, out and dout.
         lse, dlse : int
-            Addresses; `dlse` is 0 if there is no gradient of the LSE.
+            The addresses of the LSE and of its gradient. `dlse` is 0 if the LSE has no gradient.
         like : array
             An array of the gradients' type.
         """
@@ -412,7 +419,10 @@ class Plan:
         return Call(space, head, keeps=made), *made[:3]
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Allocate a backward's dQ, dK, dV, scratch memory and semaphores (`turns`, or None)."""
+        """Allocate and return a backward's dQ, dK, dV, scratch memory and semaphores.
+
+        An array that the backward does not need is None.
+        """
         sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
@@ -433,7 +443,10 @@ class Plan:
         dlse: int,
         made: Sequence[Any],
     ) -> tuple[int, ...]:
-        """Return a backward's `Call.head`; results go to `made`, the arrays of `new_arrays`."""
+        """Return the `Call.head` of a backward whose results go to the arrays `made`.
+
+        The method `new_arrays` allocates these arrays.
+        """
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (
@@ -444,9 +457,9 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch every pass in order; return each stage's events and the timeline.
+        """Launch every pass in order, and return the stages' trace events and the timeline.
 
-        Without a request by `trace`, events and timeline are None.
+        Each of the two results is None unless `trace` requests it.
         """
         if not trace:
             for launch_one in self.launches:
@@ -488,7 +501,7 @@ class Plan:
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
-        """Return each visit's SM and time span, in ns since the first block started."""
+        """Return the SM and the time span of each visit, in ns since the first block started."""
         parts = [
             timeline.spans(
                 number,

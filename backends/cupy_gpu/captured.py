@@ -1,4 +1,4 @@
-"""The arrays that mask and score functions capture, and attention sinks, in GPU memory."""
+"""Copy captured arrays of mask and score functions, and attention sinks, to GPU memory."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class ReadByFunctions(NamedTuple):
         The bytes of ``struct FlashCaptured``: `plain` for kernels without gradients of captured
         arrays, and `summing` for kernels with such gradients.
     sinks : int
-        The address of one float32 per query head; 0 without sinks.
+        The address of an array with one float32 per query head, or 0 if there are no sinks.
     tile : int
-        The address of the array that TMA loads tile by tile, or 0 without such an array.
+        The address of the array that TMA loads tile by tile, or 0 if there is no such array.
     gradients : dict
         For each array that gets a gradient, "d:<name>" maps to a float32 array of zeros, to which
         the kernel adds.
@@ -47,9 +47,10 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """Return a job's captured arrays and sinks; arrays on the CPU are copied to the GPU.
+    """Return a job's captured arrays and sinks, all of them in GPU memory.
 
-    In a backward pass, the function also allocates the gradients that `problem.score_grads` names.
+    Arrays on the CPU are copied to the GPU. In a backward pass, the function also allocates the
+    gradients that `problem.score_grads` names.
     """
     p = job.problem
     if not p.has_functions:
@@ -113,7 +114,10 @@ def _rounded(array: Any, dtype: str) -> Any:
 
 
 def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:
-    """Return a float32 array over the memory at an address; the caller keeps the memory alive."""
+    """Return a float32 array that uses the memory at an address.
+
+    The caller must keep the memory alive.
+    """
     size = 4 * int(np.prod(shape))
     memory = cupy.cuda.UnownedMemory(address, size, None, space.device)
     return cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0))
@@ -121,7 +125,10 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
-    """Return a mask's captured arrays on CuPy's current device; each array is copied only once."""
+    """Return a mask function's captured arrays in the memory of CuPy's current device.
+
+    The arrays are copied at the first call with this mask and device, and then cached.
+    """
     pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
     made = [_typed(x, spec) for x, spec in pairs]
     cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
@@ -139,7 +146,10 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """Return any library's array as a CuPy array on the current device; copy only if necessary."""
+    """Return any library's array as a CuPy array on the current device.
+
+    The array is copied only if necessary.
+    """
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):
@@ -151,7 +161,7 @@ def _on_gpu(array: Any) -> cupy.ndarray:
 
 
 def _of_torch(tensor: Any) -> cupy.ndarray:
-    """Return a CUDA tensor as a CuPy array; bfloat16 is passed as raw bits."""
+    """Return a CUDA tensor as a CuPy array, which holds raw bits if the tensor is bfloat16."""
     import torch
 
     if tensor.dtype == torch.bfloat16:

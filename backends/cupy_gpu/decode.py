@@ -53,7 +53,7 @@ class Workspace:
         self._held: dict[str, tuple[Any, Any]] = {}
 
     def results(self, space: arrays.Space, problem: Problem, like: Any) -> tuple[Any, Any]:
-        """Return uncleared arrays for `out`, whose rows are padded, and for `lse`."""
+        """Return uninitialised arrays for `out` (with padded rows) and for `lse`."""
         p, width = problem, launch.row_elements(problem.head_dim_v)
         shape = (p.batch, p.heads, p.n_q)
         key, held = (space, p.dtype, shape, width), self._held.get("results")
@@ -63,7 +63,7 @@ class Workspace:
         return held[1]
 
     def partial(self, space: arrays.Space, made: decode_plan.Decode) -> tuple[int, int, int]:
-        """Return the addresses of the partial O, the partial LSE and the arrival counters."""
+        """Return the addresses of the partial O, of the partial LSE and of the arrival counters."""
         outputs, sums = made.partial_elements
         if not outputs:
             return 0, 0, 0
@@ -87,11 +87,12 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """Return the addresses of `Workspace.partial`, and an object that keeps the memory alive.
+    """Return the three addresses of `Workspace.partial`, and an object that owns the memory.
 
-    While a CUDA graph is captured, a call without a workspace allocates from the graph's private
-    memory. The reason is that the graph may later run in any stream, beside other work. The arrival
-    counters of such a call are never freed.
+    The object is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
+    is captured, a call without a workspace allocates from the graph's private memory. The reason is
+    that the graph may later run in any stream, beside other work. The arrival counters of such a
+    call are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -156,7 +157,9 @@ class _Ready:
         capacity: int = 0,
         given: ReadByFunctions = NOTHING,
     ) -> None:
-        """Launch the decode kernel; the arrays' device must be CuPy's current device.
+        """Launch the decode kernel on `stream`.
+
+        The arrays' device must be CuPy's current device.
 
         Parameters
         ----------
@@ -170,7 +173,7 @@ class _Ready:
         capacity : int
             The rows per sequence in the cache, for a kernel that reads live lengths at run time.
         given : ReadByFunctions
-            What functions read, and sinks.
+            The arrays that mask and score functions read, and the sinks.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
@@ -206,9 +209,10 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
 
 
 class Decoder:
-    """Decodes torch tensors; the kernel reads sequence lengths from GPU memory at run time.
+    """Decodes torch tensors with a kernel that reads sequence lengths at run time.
 
-    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it.
+    The kernel reads the lengths from GPU memory. Every call is one launch that does not wait for
+    the GPU, so a CUDA graph can capture it.
 
     Parameters
     ----------
@@ -239,14 +243,15 @@ class Decoder:
         starts: Any = None,
         entries: Any = None,
     ) -> tuple[Any, Any]:
-        """Return out and the LSE.
+        """Return the attention output and the LSE.
 
         Parameters
         ----------
         q : Tensor, (batch, heads, n_q, head_dim)
         k, v : Tensor, (entries, kv_heads, n, width); with a table (pages, kv_heads, page, width)
         lengths, starts, entries : Tensor of int32, (batch,), contiguous, optional
-            Per sequence: the end and the begin of its live keys, and its entry in the cache.
+            For each sequence, the end of its live keys, the begin of its live keys, and the index
+            of its entry in the cache.
         table : Tensor of int32, (batch, pages of a sequence), with contiguous rows, optional
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
@@ -391,7 +396,7 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 
 
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
-    """Return each sequence's number of keys, and the length of the prefix that all share.
+    """Return the number of keys of each sequence, and of the prefix that all sequences share.
 
     The function does not check a block table on the GPU, since the call would have to wait for the
     GPU to copy the table. Instead, the kernel skips pages that the pool lacks, and a sequence whose
@@ -420,7 +425,7 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """Return the address and row length of a block table on the GPU, and the array that owns it."""
+    """Return the address and row length of a block table, and the GPU array that owns it."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):

@@ -20,7 +20,9 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays of any library; the caller passes the arrays' addresses.
+    """A forward pass on contiguous arrays, whose addresses the caller passes.
+
+    The arrays may belong to any library.
 
     Parameters
     ----------
@@ -39,7 +41,10 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch the forward pass on `stream`; the other arguments are the arrays' addresses."""
+        """Launch the forward pass on `stream`.
+
+        The other arguments are the arrays' addresses.
+        """
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
@@ -70,10 +75,11 @@ class Forward:
         self._out, self._lse = space.maker(sizes.out.shape, plan.dtype), space.maker(sizes.lse)
 
     def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
-        """Return new arrays for out (with padded rows) and the LSE, and None if they are filled.
+        """Return new arrays for out and the LSE, and None if a cached launch will fill them.
 
-        If no launch is prepared for these addresses, the last value is the key for `note`. The
-        space's device must be the current one.
+        If no launch is cached for these addresses, the third result is the key to pass to `note`,
+        and the caller must launch the pass. The rows of out are padded. The space's device must be
+        the current device.
         """
         space = self._space
         out, lse, stream = self._out(), self._lse(), space.stream()
@@ -84,11 +90,14 @@ class Forward:
         return out, lse, None if self._repeated.launch(key, stream) else key
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Remember a call that launched on the tensors themselves, without copies."""
+        """Note a call under `key`, so that `again` can repeat its launches.
+
+        The call must have used the tensors themselves, without copies.
+        """
         self._repeated.note(key, call)
 
     def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Return out, with padded rows, and the LSE."""
+        """Return the attention output, whose rows are padded, and the LSE."""
         out, lse, key = self.again(q, k, v)
         if key is not None:
             space = self._space
@@ -181,7 +190,7 @@ class Direct:
 
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
-    """Return functions that return the arrays of `Plan.new_arrays`."""
+    """Return five functions, each of which allocates one of the arrays of `Plan.new_arrays`."""
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
     scratch = _none if summed is None else space.maker((summed + sizes.rows,))
@@ -190,4 +199,4 @@ def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
 
 
 def _none() -> None:
-    """Return no array."""
+    """Return None in place of an array that the pass does not need."""

@@ -72,7 +72,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass: as three passes, or fused with dQ accumulated in HBM."""
+    """Run the backward pass as three passes, or as a fused pass that accumulates dQ in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
     job = bias.as_function(job, gradient=True)
@@ -93,7 +93,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, like `constant`, for a job that was checked before."""
+    """Do the same as `constant` for a job that was checked before."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -102,10 +102,10 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 
 
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
-    """Return a checked job's passes as functions of torch tensors, which do not check again.
+    """Return a checked job's passes as functions of torch tensors, or None.
 
-    The result is None if the job's arrays are not torch tensors, or if the job's launches need more
-    data than the tensors' addresses and strides.
+    The functions do not check their arguments again. The result is None if the job's arrays are not
+    torch tensors, or if the job's launches need more data than the tensors' addresses and strides.
 
     Parameters
     ----------
@@ -131,10 +131,10 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 
 
 def placed(job: Job, *, few: bool) -> Placed | None:
-    """Return a checked job's forward pass as a function of contiguous arrays' addresses.
+    """Return a checked job's forward pass as a function of array addresses, or None.
 
-    The result is None if the kernels cannot read contiguous arrays in place, because a head_dim is
-    not a multiple of 8.
+    The arrays at these addresses must be contiguous. The result is None if the kernels cannot read
+    contiguous arrays in place, for example because a head_dim is not a multiple of 8.
 
     Parameters
     ----------
@@ -212,7 +212,7 @@ def fuses(job: Job, saved: Mapping[str, Any]) -> bool:
 
 
 def forward_with(family_of: FamilyOf, job: Job) -> Outcome:
-    """Run the forward pass with the kernels that `family_of` picks."""
+    """Run the forward pass with the kernel family that the function `family_of` picks."""
     p = job.problem
     require_gpu()
     space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, p.result_dtype)
@@ -256,14 +256,17 @@ def _outcome(
     stages: Any = None,
     spans: Any = None,
 ) -> Outcome:
-    """Return the results of a forward pass, of which `out` has padded rows."""
+    """Return the `Outcome` of a forward pass, with the padding of `out` removed."""
     out = space.result(out, p.head_dim_v, plan.sizes.out.width)
     results = {"out": out, "lse": space.result(lse)}
     return Outcome(results, plan.tiling, stages, plan.name, saved, spans, plan.gpu.name)
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return the job's prepared launches; None if they need more than three torch tensors."""
+    """Return the object that repeats the job's forward launches, or None.
+
+    The result is None if the launches need more than the addresses of three torch tensors.
+    """
     p = job.problem
     if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
         return None
@@ -310,7 +313,7 @@ def _saved(
 def backward_with(
     family_of: FamilyOf, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None
 ) -> Outcome:
-    """Run the backward pass with the kernels that `family_of` picks."""
+    """Run the backward pass with the kernel family that the function `family_of` picks."""
     p, space = job.problem, saved["space"]
     arrays.check_space("dout", dout, p.dtype, space)
     if dlse is not None:
@@ -349,7 +352,7 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """Return the job's launches, prepared at its first call and then cached (`Job.memo`).
+    """Return the plan of a job's launches, which is prepared once and then cached in `Job.memo`.
 
     The launches depend on everything in the job except its arrays.
     """
@@ -451,7 +454,7 @@ def preset() -> Device:
 
 
 def _hbm_bandwidth(device: int) -> float:
-    """Return HBM's bandwidth in bytes per second: bus width times twice the memory clock."""
+    """Return HBM's bandwidth in bytes per second, which is bus width times twice the clock."""
     runtime = cupy.cuda.runtime
     khz = runtime.deviceGetAttribute(runtime.cudaDevAttrMemoryClockRate, device)
     bits = runtime.deviceGetAttribute(runtime.cudaDevAttrGlobalMemoryBusWidth, device)
@@ -517,7 +520,11 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the requested kernel family; "auto" means Hopper's family if it supports the job."""
+    """Return the kernel family that the job requests.
+
+    The option "auto" means the Hopper family if that family supports the job, and otherwise a
+    portable family.
+    """
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

@@ -1,4 +1,4 @@
-"""Prepare FP8 inputs for the Hopper forward: a transposed V, and the scales in GPU memory."""
+"""Prepare a transposed V and the scales of FP8 inputs for the Hopper forward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ _SCALES = ("q_scale", "k_scale", "v_scale")
 
 
 def transposed(space: arrays.Space, job: Job, v: arrays.View) -> arrays.View:
-    """Return V^T, with keys permuted for the kernel: `v_transposed` if passed, else a new copy.
+    """Return V^T, in which the keys are permuted as the kernel expects.
+
+    The result is the option `v_transposed` if it was passed, and otherwise a new array.
 
     Raises
     ------
@@ -78,11 +80,11 @@ def launch(
     Parameters
     ----------
     inputs : dict
-        Those of q, k and v that the kernels read.
+        The arrays among q, k and v that the kernels read, by name.
     others : dict
         Other arrays of ``struct Args``, by name.
     q, k : (batch, heads, n, d)
-        Shapes; q may be None (`launch_policy.quantize.sizes`).
+        The shapes of Q and K. `q` may be None, as for `launch_policy.quantize.sizes`.
     """
     record = np.zeros((), family.ARGS)
     for name, view in inputs.items():

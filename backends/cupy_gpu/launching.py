@@ -1,4 +1,4 @@
-"""Launches kernels through the CUDA driver: the memory of arguments, and the launch call.
+"""Launch kernels through the CUDA driver, and hold the memory of their arguments.
 
 CuPy cannot set launch attributes. Two features need them: thread-block clusters, and launches that
 may begin before the previous kernel ends (programmatic dependent launch). So this module launches
@@ -130,7 +130,9 @@ class Launcher:
         return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
-        """Launch the kernel on a stream; two threads must not call the launcher at the same time.
+        """Launch the kernel on a stream.
+
+        Two threads must not call the same launcher at the same time.
 
         Raises
         ------
@@ -154,7 +156,9 @@ class FixedLaunch:
         self._run, self._args = launcher.fixed(stream, parameters)
 
     def __call__(self) -> None:
-        """Launch the kernel; several threads may make the same launch at the same time.
+        """Launch the kernel.
+
+        Several threads may make the same launch at the same time.
 
         Raises
         ------
@@ -174,10 +178,10 @@ def _own_stream(device: int) -> Any:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Run a plan's uploads and compilations in a separate stream, and wait for their end.
+    """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
-    So a call that prepares a plan does not wait for the caller's other GPU work. Such a call may
-    also run while a CUDA graph is captured.
+    A plan's uploads and compilations run in such a body. So a call that prepares a plan does not
+    wait for the caller's other GPU work. Such a call may also run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -192,7 +196,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """Return the driver's number for the CUDA graph capture that includes a stream, or 0."""
+    """Return the driver's number for the CUDA graph capture of a stream, or 0 if there is none."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -203,7 +207,9 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return how many clusters of each size run at once, with one block per SM.
+    """Return how many thread-block clusters of each size the GPU runs at once.
+
+    Each SM runs one block.
 
     Parameters
     ----------

@@ -51,9 +51,9 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
     Parameters
     ----------
     out : torch.Tensor, (batch, heads, n, width), float32 or part's type
-        Rows of a contiguous tensor: ``whole[:, :, a:b]``; changed in place.
+        Rows ``whole[:, :, a:b]`` of a contiguous tensor, which the function changes in place.
     lse : torch.Tensor, (batch, heads, n), float32
-        Rows of a contiguous tensor, likewise; changed in place.
+        Rows of a contiguous tensor, which the function changes in place.
     part, part_lse : torch.Tensor, contiguous, of the same shapes
     """
     space = arrays.space_of({"out": out, "part": part}, "float32")
@@ -62,7 +62,10 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Launch the merge; `strides` are the strides, in elements, between heads of out and of LSE."""
+    """Launch the merging kernel on a space's stream.
+
+    The argument `strides` holds the strides, in elements, between heads of out and of the LSE.
+    """
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
@@ -78,9 +81,10 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments for `merged`: torch tensors unchanged, other arrays as CuPy arrays.
+    """Return `given` as the arrays that `merged` takes.
 
-    The CuPy arrays share the memory of the originals.
+    Torch tensors are returned unchanged, and other arrays as CuPy arrays. The CuPy arrays share the
+    memory of the originals.
 
     Raises
     ------
@@ -103,10 +107,10 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
-    """Return output and LSE over the keys of both partial results, as new arrays.
+    """Merge two partial results, and return the output and the LSE over the keys of both.
 
-    The arguments are arrays that `held` returned; the results have the library and type of `out_a`
-    and `lse_a`.
+    The results are new arrays. The arguments are arrays that `held` returned. The results have the
+    library and type of `out_a` and `lse_a`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

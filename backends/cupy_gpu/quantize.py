@@ -45,14 +45,17 @@ def quantize(
     signs: np.ndarray | None,
     dtype: str,
 ) -> Fp8Arrays:
-    """Round 16-bit arrays to FP8, in one launch if each scale covers 64 or 128 rows.
+    """Round 16-bit arrays to FP8, and return them with their scales and a transposed V.
+
+    The function needs only one launch if each scale covers 64 or 128 rows.
 
     Parameters
     ----------
     q, k, v : array on a GPU, (batch, heads, n, d)
     granularity : {"tensor", "head", "block"}
     block : (int, int)
-        The rows of Q, and of K and V, that share a scale, for "block".
+        If `granularity` is "block", the number of rows of Q that share a scale, and the number of
+        rows of K and of V.
     signs : ndarray, (d,), or None
         If passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the Hadamard
         matrix.
@@ -102,7 +105,7 @@ def quantize(
 
 @lru_cache(maxsize=64)
 def _uploaded(signs: bytes, device: int) -> cupy.ndarray:
-    """Return a Hadamard rotation's signs in GPU memory, to which they are copied only once."""
+    """Copy a Hadamard rotation's signs to GPU memory once per device, and return the copy."""
     made = cupy.asarray(np.frombuffer(signs, np.float32))
     cupy.cuda.get_current_stream().synchronize()  # other streams may use them from now on
     return made

@@ -1,4 +1,4 @@
-"""Tensor maps: descriptions of arrays for Hopper's TMA, encoded by the CUDA driver.
+"""Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver.
 
 ``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which are passed by value as a kernel argument.
 This module calls the driver's library directly. Every GPU backend needs that library, so the call
@@ -74,7 +74,9 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return a captured array's tensor map, in which all leading axes become the axis of heads.
+    """Return a captured array's tensor map, in which all leading axes are merged into one.
+
+    That one axis is the tensor map's axis of heads.
 
     Raises
     ------
@@ -97,7 +99,7 @@ def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
 def _encoded(
     element: int, pointer: int, shape: list[int], steps: list[int], box: Box
 ) -> tuple[np.ndarray, int]:
-    """Return a tensor map, and the driver's error code or 0.
+    """Return a tensor map, and the driver's error code, which is 0 if there was no error.
 
     The argument `steps` has the byte strides of all axes except the first.
     """
@@ -124,7 +126,7 @@ def _encoded(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return the CUDA driver's library, or raise an error if it is not found."""
+    """Return the CUDA driver's library, or raise an error if the library is not found."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

@@ -1,4 +1,4 @@
-"""Measures the throughput or latency of each GPU unit with a kernel that uses only that unit.
+"""Measure the throughput or latency of each GPU unit with a kernel that uses only that unit.
 
 The function `flashsim.predict` uses the results as its constants for the GPU, in addition to its
 constants for each kernel. The measurement takes about ten seconds and runs on NVIDIA GPUs from
@@ -27,7 +27,7 @@ _TIMES = 5
 
 
 class Unit(NamedTuple):
-    """A measured rate or time of one hardware unit: the number `value`, in `unit`."""
+    """The measured rate or time of one hardware unit, as a number `value` in the unit `unit`."""
 
     name: str
     value: float
@@ -90,7 +90,10 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Return a block's cycles when every SM runs one block: the median over SMs and runs."""
+        """Return how many cycles one block of a kernel takes while every SM runs one block.
+
+        The result is the median over SMs and runs.
+        """
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):
@@ -100,7 +103,7 @@ class _Bench:
         return statistics.median(taken)
 
     def in_seconds(self, work: Callable[[], None], times: int = 1) -> float:
-        """Queue `times` calls one after another, and return the median seconds per call."""
+        """Queue `times` calls of `work`, and return the median number of seconds per call."""
         work()
         taken = []
         for _ in range(_TIMES):

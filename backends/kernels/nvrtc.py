@@ -20,10 +20,10 @@ _PATIENCE_S = 0.5
 
 @cache
 def source(file: str) -> str:
-    """Return a kernel's source with its headers inserted, so that a changed header recompiles it.
+    """Return a kernel's source text with its headers inserted.
 
-    A header is in the folder of the file that includes it, or in ``kernels/`` if all kernels share
-    it.
+    Because the headers are part of the text, a changed header recompiles the kernel. A header is in
+    the folder of the file that includes it, or in ``kernels/`` if all kernels share it.
     """
     folder = resources.files("flashsim.backends") / "kernels"
     room = file.rpartition("/")[0]
@@ -36,7 +36,7 @@ def source(file: str) -> str:
 
 
 def text(kernel: Kernel) -> str:
-    """Return the CUDA text to compile: generated functions, then the kernel's source."""
+    """Return the CUDA text to compile: the generated functions, followed by the kernel's source."""
     ahead = "" if kernel.functions is None else kernel.functions.text
     return ahead + source(kernel.file)
 
@@ -94,7 +94,7 @@ def _say_uncached(why: str) -> None:
 
 
 def _last_cached() -> int:
-    """Return when a file was last added to CuPy's disk cache, in ns; 0 if there is no cache."""
+    """Return the time in ns at which CuPy's disk cache last changed, or 0 if there is no cache."""
     folder = os.environ.get("CUPY_CACHE_DIR") or Path.home() / ".cupy" / "kernel_cache"
     try:
         return os.stat(folder).st_mtime_ns

@@ -1,4 +1,4 @@
-"""Descriptions of kernel launches: kernel, arguments, schedule tables, passes.
+"""Describe kernel launches by their kernels, arguments, schedule tables and passes.
 
 Nothing in this package needs a GPU.
 """

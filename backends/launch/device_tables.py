@@ -40,7 +40,7 @@ class Lowered:
         The number of visits per outer tile, and how many of them need a mask.
     order : ndarray of int32, (tiles,)
         Outer tiles in the order in which blocks take them. Tiles with the most visits come first,
-        since blocks that start late should be short. `in_turns` uses another order.
+        since blocks that start late should have little work. `in_turns` uses another order.
     ranks : ndarray of int32, (n_visits,), or None
         See `in_turns`.
     """
@@ -62,7 +62,7 @@ class Lowered:
 
     @property
     def n_visits(self) -> int:
-        """The number of visits in one loop over the schedule, for one head."""
+        """The number of visits in one head's loop over the whole schedule."""
         return int(self.visits.sum())
 
     @property
@@ -94,7 +94,7 @@ class Lowered:
 
     @property
     def descending(self) -> bool:
-        """Whether the loop visits the tiles of a span from the last to the first."""
+        """Whether the loop visits the inner tiles of each outer tile from the last to the first."""
         return self.by == "row" and self.schedule.key_order == "descending"
 
 
@@ -126,10 +126,12 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Return a mask function's spans; None if a tile's visits, or its FULL visits, have gaps.
+    """Return the span of inner tiles that each outer tile visits under a mask function, or None.
 
-    A span is the range of inner tiles that an outer tile visits. Kernels compute the visits of a
-    span by themselves; without spans they read a list of visits from memory.
+    The result is None if the visits of some outer tile do not have consecutive inner tiles. It is
+    also None if the FULL visits of some outer tile do not. A span is the range of inner tiles that
+    an outer tile visits. Kernels compute the visits of a span by themselves. If there are no spans,
+    kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -156,8 +158,8 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order of the tiles, and at which position of the fixed order each
-    visit adds to dQ.
+    `schedule.turns` computes the order in which blocks take the outer tiles. It also computes the
+    position in the fixed order at which each visit adds to dQ.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
@@ -184,8 +186,9 @@ def refuse(problem: Problem) -> None:
 def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    `kernels` names the kernels that support none of these, and `instead` says what to do. A bias
-    was turned into a score function before.
+    The error text contains `kernels`, a name of the kernels that support none of these, and
+    `instead`, which tells the user what to do. A bias is refused too, because callers turn it into
+    a score function first.
     """
     for name, text in (
         ("mask_mod", "mask_mod"),

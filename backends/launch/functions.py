@@ -1,4 +1,4 @@
-"""Mask and score functions as CUDA C++ kernels take them: generated text, and packed bytes.
+"""Turn mask and score functions into the CUDA text and the packed bytes that kernels take.
 
 `flashsim.functions.emit` generates the text from traced functions. The text defines
 ``FlashCaptured`` (the captured arrays and numbers), ``flash_mask``, ``flash_score`` and
@@ -34,12 +34,12 @@ _AFTER = "#pragma nv_diagnostic pop\n"
 
 
 class BiasTile(NamedTuple):
-    """An array that a score function reads at [.., q, k] and that TMA can load tile by tile.
+    """An array that a score function reads at index [.., q, k] and that TMA can load tile by tile.
 
     Attributes
     ----------
     array : int
-        Its number among the score function's captured arrays.
+        The array's index among the score function's captured arrays.
     spec : ArraySpec
     node : int
         The load's index among the score function's nodes.
@@ -51,13 +51,13 @@ class BiasTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The array's size as (planes, queries, keys); each head reads one of the planes."""
+        """The array's size as (planes, queries, keys), where each head reads one of the planes."""
         *planes, rows, columns = self.spec.shape
         return math.prod(planes), rows, columns
 
 
 class TableBand(NamedTuple):
-    """An array that a score function reads by distance, at [.., sign * (q - k) + offset].
+    """An array that a score function reads at index [.., sign * (q - k) + offset].
 
     A tile pair has few different distances q - k, so a kernel can load their elements to shared
     memory, once per tile pair.
@@ -80,7 +80,8 @@ class Ramp(NamedTuple):
     Attributes
     ----------
     factors : tuple of int
-        Nodes of the score function that depend on nothing but the batch entry and the head.
+        The indices of the score function's nodes that depend on nothing but the batch entry and the
+        head.
     steps : int
         The function adds the product of `factors` and of an integer. This integer is linear in the
         positions, and grows by `steps` per key.
@@ -104,19 +105,21 @@ class Generated:
     sums : bool
         Whether ``flash_score_grad`` adds to the gradients of captured arrays.
     reads : bool
-        Whether captured arrays are read at query or key positions, which then must exist.
+        Whether the functions read captured arrays at query or key positions. If so, a kernel must
+        call the functions only at positions that exist.
     reads_beside : bool
-        Whether arrays other than the tile or the band are read at such positions.
+        Whether the functions read arrays other than `tile` or `band` at query or key positions.
     tile : BiasTile or None
         The array that a kernel may load to shared memory tile by tile.
     band : TableBand or None
-        Without such a tile, the array whose elements a kernel may load by distance.
+        If `tile` is None, the array whose elements a kernel may load by the distance q - k.
     ramp : Ramp or None
-        What the score function adds to scores, if that is linear in the positions.
+        The term that the score function adds to scores, if that term is linear in the positions, or
+        None.
     graphs : (Graph or None, Graph or None)
         The mask and the score function, for kernels in Python.
     wanted : tuple of str
-        The captured arrays whose gradients are added.
+        The names of the captured arrays whose gradients the kernel computes.
     """
 
     text: str
@@ -150,8 +153,9 @@ class Functions:
     Attributes
     ----------
     plain, summing : Generated
-        The text for kernels that add no gradients of captured arrays, and for those that do. In a
-        backward pass, only the KV-outer kernel adds them, since it computes every score once.
+        The generated code for two kinds of kernels. Kernels with `plain` compute no gradients of
+        captured arrays. Kernels with `summing` add up these gradients. In a backward pass, only the
+        KV-outer kernel uses `summing`, since it computes every score once.
     """
 
     plain: Generated
@@ -159,7 +163,7 @@ class Functions:
 
 
 def functions_of(problem: Problem) -> Functions | None:
-    """Return the mask and score functions of a problem, or None if the problem has no function."""
+    """Return the CUDA texts of a problem's mask and score functions, or None if it has neither."""
     if problem.mask_mod is None and problem.score_mod is None:
         return None
     return _functions(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
@@ -179,7 +183,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Return whether the score function's derivative does not depend on the score.
+    """Return True if the score function's derivative does not depend on the score.
 
     For example, the derivative of a function that adds a bias, or multiplies by a factor, does not.
     """
@@ -195,7 +199,7 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """Return the largest array that the score function reads at [.., q, k] and TMA can load.
+    """Return the largest array that the score function reads at [.., q, k] and that TMA can load.
 
     The result is None if there is no such array. TMA needs rows whose length is a multiple of 16
     bytes. The result is also None for packed sequences, because a token's position among the packed
@@ -252,14 +256,15 @@ def _ahead(
 ) -> tuple[BiasTile | None, TableBand | None]:
     """Return the array that kernels load before they call the score function.
 
-    The result is a pair: a `BiasTile` if there is one, else a `TableBand`, with None for the other.
+    The result is a pair (tile, band). If there is a `BiasTile`, it is the first item and the second
+    is None. Otherwise the first item is None, and the second is a `TableBand` or None.
     """
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
 
 def _linear(graph: Graph, n: int) -> np.ndarray | None:
-    """Return (a, b, c) if node `n` is the index a * q + b * k + c, else None."""
+    """Return the integers (a, b, c) if node `n` computes a * q + b * k + c, or None otherwise."""
     node = graph.nodes[n]
     if node.op == "const":
         return np.array([0, 0, node.value])
@@ -283,10 +288,11 @@ _SCALES = 1e-9, 1e9
 
 
 def ramp_of(problem: Problem) -> Ramp | None:
-    """Return what the score function adds, if the Hopper forward's tensor cores can add it.
+    """Return the linear term that the score function adds, or None if tensor cores cannot add it.
 
-    See Ramp in hopper/forward.cu. bfloat16 has the exponents of float32, so three bfloat16 numbers
-    hold any float32 step.
+    The Hopper forward's tensor cores add the term while they compute the scores (Ramp in
+    hopper/forward.cu). bfloat16 has the exponents of float32, so three bfloat16 numbers hold any
+    float32 step.
     """
     functions = functions_of(problem)
     if functions is None or problem.dtype != "bfloat16" or problem.softcap:
@@ -321,7 +327,7 @@ def _ramp_of(graph: Graph) -> Ramp | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """Return a bound on a score's absolute value before the softmax; infinity without a bound."""
+    """Return an upper bound of all scores' absolute values before the softmax, or infinity."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -333,7 +339,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Return whether all heads read the same array by query and key, of at least `least` bytes."""
+    """Return whether all heads read one array of at least `least` bytes by query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least
@@ -344,7 +350,10 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """Return the CUDA sources of a problem's functions: `plain` and `summing` of `Functions`."""
+    """Return a problem's functions as CUDA text, without and with gradients of captured arrays.
+
+    The two results are the texts of `plain` and of `summing` in `Functions`.
+    """
     return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 
@@ -398,5 +407,5 @@ def _sources(
 
 
 def packed_bytes(packed: np.ndarray) -> int:
-    """Return how many bytes a packed struct takes behind ``struct Args``."""
+    """Return the size of a packed struct in bytes, rounded up to a multiple of 8."""
     return -(-packed.nbytes // 8) * 8

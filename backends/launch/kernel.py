@@ -48,8 +48,9 @@ ARGS = np.dtype(
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
     """Return `ARGS` with the fields that functions and sinks add.
 
-    The added fields are ``captured`` (captured arrays and numbers), the address of the sequences'
-    starts if sequences are packed, and the address of the sinks.
+    The function adds up to three fields. The field ``captured`` holds captured arrays and numbers.
+    The other two are the address of the sequences' starts, if sequences are packed, and the address
+    of the sinks.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -89,8 +90,9 @@ class Gpu:
     hbm_bandwidth : float
         Bytes per second, as the data sheet states it.
     clusters : tuple of (int, int)
-        Blocks per cluster, and how many such clusters run at once with one block per SM. A GPU's
-        processing clusters differ in their number of SMs from chip to chip.
+        Pairs of a cluster size (in blocks) and the number of such clusters that run at once, with
+        one block per SM. This number must be measured on each chip, because the SMs are divided
+        differently between the processing clusters of different chips.
     """
 
     name: str
@@ -103,7 +105,10 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """Return how many clusters of this size run at once, measured or by the SM count."""
+        """Return how many clusters of `cluster` blocks run at once.
+
+        If the number was not measured, the function estimates it from the number of SMs.
+        """
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
@@ -128,7 +133,7 @@ class Variant:
     `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
 
     With `overlap`, a kernel lets the next kernel start before it has ended. A kernel with `overlap`
-    also waits for the previous kernel, at the point where it needs that kernel's results.
+    also waits for the previous kernel before it reads that kernel's results.
 
     With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
     loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes
@@ -137,8 +142,8 @@ class Variant:
     `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
     previous launch has begun. With `more`, a launch lets the next launch begin.
 
-    With `once`, each row tile visits a single key tile. `fused` kernels compute dQ in one pass with
-    dK and dV, and add to it in a fixed order if `ordered`.
+    With `once`, each row tile visits a single key tile. With `fused`, kernels compute dQ in one
+    pass with dK and dV. If `ordered` is also set, the kernels add to dQ in a fixed order.
     """
 
     spans: bool
@@ -212,7 +217,7 @@ class Kernel:
 
     @property
     def options(self) -> tuple[str, ...]:
-        """NVRTC's compiler options."""
+        """The compiler options with which NVRTC compiles this kernel."""
         hopper = self.file.startswith("hopper/")
         arch = ("-arch=sm_90a",) if hopper else ()  # enables Hopper's own instructions
         return ("-std=c++17", *arch, *(f"-D{name}={value}" for name, value in self.constants))
@@ -221,9 +226,9 @@ class Kernel:
 def padded(head_dim: int, other: int = 0) -> int:
     """Return head_dim rounded up as a kernel needs it: to a multiple of 16, or of 32 above 128.
 
-    Tensor cores take 16 columns at a time; rows that are split between warps need 32. `other` is
-    the problem's other head dimension (head_dim_v for head_dim): if either exceeds 128, the rows of
-    both are split.
+    Tensor cores take 16 columns at a time. Rows that are split between warps need a multiple of 32
+    columns. `other` is the problem's other head dimension (head_dim_v for head_dim): if either
+    exceeds 128, the rows of both are split.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
     return -(-head_dim // step) * step
@@ -316,7 +321,7 @@ def constants(problem: Problem, tiling: Tiling, variant: Variant) -> dict[str, i
 
 
 def macros(values: dict[str, int]) -> tuple[tuple[str, int], ...]:
-    """Return constants as (macro name, value) pairs for `Kernel.constants`."""
+    """Convert a dict of constants to (macro name, value) pairs for `Kernel.constants`."""
     return tuple((f"FS_{name}", int(value)) for name, value in values.items())
 
 
@@ -332,10 +337,10 @@ def built(
     *,
     outer: str | None = "queries",
 ) -> Kernel:
-    """Return the `Kernel` called `name` in `file`, with `constants` and those in `more`.
+    """Return the `Kernel` called `name` in `file`, with `constants` and the extra constants `more`.
 
-    `outer` says whether the kernel's outer loop is over "queries" or "keys"; it is None for a
-    row-wise kernel. A kernel with "keys" also adds up the gradients of arrays that functions
+    The argument `outer` is "queries" or "keys", depending on the kernel's outer loop. It is None
+    for a row-wise kernel. A kernel with "keys" also adds up the gradients of arrays that functions
     capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more

@@ -1,4 +1,4 @@
-"""The launches of a stage of the forward or backward pass: kernels and their tables."""
+"""Describe the kernel launches of a forward or backward pass, with their schedule tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class KernelPass:
     grid : tuple of int
         Thread blocks: in one dimension for a loop over tile pairs, in two for a row-wise kernel.
     walks : int
-        How many heads of the batch the loop runs for: query heads, or KV heads if KV-outer.
+        How many heads the loop runs for, over the whole batch. These are KV heads for a KV-outer
+        loop, and otherwise query heads.
     clump : int
         Heads of a head group, which run together so that their tensors stay in L2 (`take_work` in
         common.cuh).

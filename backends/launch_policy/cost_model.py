@@ -1,4 +1,4 @@
-"""A model that predicts a launch's time, to find the fastest tile size.
+"""Predict how long a kernel launch takes, in order to find the fastest tile size.
 
 A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one
 iteration of a work tile's inner loop: one query tile times one key tile. Persistent thread blocks
@@ -26,8 +26,8 @@ from flashsim.schedule.tiling import Tiling
 class Times(NamedTuple):
     """A thread block's times, in µs: a fixed time per work tile, and a time per visit.
 
-    The field `item` is the time per work tile without its visits. The field `visit` is the time per
-    visit (tile pair).
+    The field `item` is the fixed time per work tile, to which its visits add. The field `visit` is
+    the time per visit (tile pair).
     """
 
     item: float
@@ -75,7 +75,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of the Hopper backward's kernels: for dK and dV, for dQ, and fused for all."""
+    """The times of three Hopper backward kernels: for dK and dV, for dQ, and for all three."""
 
     dkdv: Times
     dq: Times
@@ -123,7 +123,10 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a forward launch: one block per SM, longest work tiles first."""
+    """Return the predicted µs of a forward launch.
+
+    The prediction assumes that each SM runs one block, and that the longest work tiles start first.
+    """
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
@@ -157,10 +160,10 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 
 @lru_cache(maxsize=512)
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
-    """Return the predicted µs of a Hopper backward, without its delta kernel.
+    """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
     The delta kernel's time is left out, since every form except "flash2-once" begins with that
-    kernel; for "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
+    kernel. For "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
     the previous kernel has left that SM. So the kernel for dQ overlaps with the kernel for dK and
     dV. The kernel that converts dQ waits for all SMs.
     """
@@ -198,7 +201,7 @@ def shared_out(
     Parameters
     ----------
     walks : int
-        The number of heads, each of which has these work tiles.
+        The number of heads. Every head has the work tiles that `steps` lists.
     steps : ndarray of int64, (tiles,)
         The number of visits (tile pairs) of each work tile of one head.
     times : Times
@@ -223,9 +226,9 @@ def ends_of_launch(
 ) -> list[float]:
     """Return the predicted times in µs, unordered, at which SMs finish their work in a launch.
 
-    A `cluster` of SMs works on each work tile, and `places` clusters run at a time. A cluster
-    begins when the last of its SMs is free, and consists of SMs that become free at about the same
-    time. The other parameters are those of `ends`.
+    `cluster` SMs work on each work tile, and `places` clusters run at a time. A cluster consists of
+    SMs that become free at about the same time, and begins when the last of them is free. The other
+    parameters are those of `ends`.
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
@@ -235,13 +238,15 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Return extra launches for the tail, as (blocks per cluster, number of work tiles).
+    """Return extra launches for the work tiles that are left after the full waves.
 
-    The function requires work tiles with equal numbers of visits. After the full waves, a few work
-    tiles are left (the tail), during which most SMs would be idle. The returned launches run as
-    many work tiles first. The blocks of a cluster share each of these work tiles. Either all
-    clusters have the same size, or as many clusters as possible have two blocks and the others have
-    more. The result is empty if the launches would not save `_LAUNCHED` µs each.
+    Each returned launch is a pair (blocks per cluster, number of work tiles). The function requires
+    work tiles with equal numbers of visits. After the full waves, a few work tiles are left (the
+    tail). Without extra launches, most SMs would be idle during the tail. The returned launches run
+    first, and take as many work tiles as would be left. The blocks of a cluster share each of these
+    work tiles. Either all clusters have the same size, or as many clusters as possible have two
+    blocks and the others have more. The result is empty if the extra launches would not save at
+    least `_LAUNCHED` µs each.
 
     Parameters
     ----------
@@ -277,10 +282,10 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the number of blocks per work tile (cluster size) that is predicted to be fastest.
+    """Return the number of blocks that should share each work tile, by predicted time.
 
-    The result is 1 if there are enough work tiles to fill the SMs. The parameters are those of
-    `shared_out`.
+    The number is the size of a cluster. It is 1 if there are enough work tiles to fill the SMs. The
+    parameters are those of `shared_out`.
     """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
@@ -295,7 +300,7 @@ def fastest_cluster(
 
 @lru_cache(maxsize=512)
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
-    """Return how many thread blocks are busy on average in a Q-outer and in a KV-outer pass.
+    """Return the average number of busy thread blocks in a Q-outer pass, and in a KV-outer pass.
 
     The estimate assumes that each thread block has one work tile. A block is busy for this fraction
     of the time: its visits divided by the visits of the longest work tile.
@@ -327,10 +332,10 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
 def last_items(
     takes: Sequence[float], walks: int, clump: int, free: Sequence[float]
 ) -> list[tuple[float, int, int]]:
-    """Return each SM's (or cluster's) last work tile, as (end, SM, index in `takes`).
+    """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
 
-    The parameters are those of `ends`. A work tile goes to the SM or cluster that is free first.
-    The index is -1 for an SM or cluster that gets no work tile.
+    If clusters share the work tiles, "SM" means a cluster. The parameters are those of `ends`. A
+    work tile goes to the SM that is free first. The index is -1 for an SM that gets no work tile.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)
@@ -345,14 +350,15 @@ def last_items(
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
     """Return the time at which all work tiles are done, if the longest ones start first.
 
-    The argument `items` holds the times of one head's work tiles; there are `walks` such heads. The
-    argument `places` is the number of SMs (or clusters) that work at the same time.
+    The argument `items` holds the times of one head's work tiles, and there are `walks` heads with
+    the same times. The argument `places` is the number of SMs (or clusters) that work at the same
+    time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
 def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
-    """Return whether running all heads at once is faster than one head group after another.
+    """Return whether running all heads together beats running one head group after another.
 
     The gain must exceed the possible cost of additional L2 misses. If there are many waves, the
     function returns False without a comparison.
@@ -369,11 +375,12 @@ def fastest_first(
     processors: int,
     launch: Callable[[Problem, Tiling, Times, int], float] = microseconds,
 ) -> tuple[Tiling, ...]:
-    """Return the tilings of `times`, sorted by the time that the function `launch` predicts.
+    """Return the tilings of `times`, sorted from the fastest to the slowest predicted launch.
 
-    In a long launch, the first tiling of `times` stays first unless another tiling's gain exceeds
-    the uncertainty of the prediction. The reason is that the first tiling does the most arithmetic
-    per byte of shared memory, which helps when a hot GPU lowers its clock.
+    The argument `launch` is the function that predicts a launch's time. In a long launch, the first
+    tiling of `times` stays first unless another tiling's gain exceeds the uncertainty of the
+    prediction. The reason is that the first tiling does the most arithmetic per byte of shared
+    memory, which helps when a hot GPU lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

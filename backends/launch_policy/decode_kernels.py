@@ -99,7 +99,7 @@ def latent_kernel(problem: Problem, variant: Variant, page: int) -> Kernel:
 
 
 def check_latent(problem: Problem, gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for latent attention that this kernel cannot decode."""
+    """Raise `UnsupportedError` if `latent_kernel` cannot decode this latent attention."""
     if gpu.compute_capability != (9, 0):
         raise UnsupportedError(
             f"latent attention is decoded on Hopper GPUs (sm_90) only, not on {gpu.name}; pass "
@@ -113,7 +113,10 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Return the rows per tile: a power of two times 16, limited by a warp's registers."""
+    """Return the number of rows per row tile, limited by the registers of a warp.
+
+    The number is a power of two times 16.
+    """
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -136,11 +139,11 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Return warps, pipeline stages, bytes of shared memory, and the most splits to merge in it.
+    """Return a decode block's warps, pipeline stages, shared memory in bytes, and most splits.
 
-    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The number of splits is limited
-    because the splits' weights must fit into the memory of the stages. The stages together keep up
-    to `ring` bytes in flight per SM.
+    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The last number is the largest
+    number of splits that a block can merge: the splits' weights must fit into the memory of the
+    stages. The stages together keep up to `ring` bytes in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -155,7 +158,7 @@ def on_chip(
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Return the bytes of a block's shared memory for the results of its cluster's blocks."""
+    """Return how many bytes of a block's shared memory receive results of its cluster's blocks."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)

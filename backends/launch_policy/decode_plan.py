@@ -74,11 +74,11 @@ class Decode:
     ----------
     kernel : Kernel
     items : ndarray of int32, (n, 8)
-        One entry per thread block of a KV head and row tile. Fields 0 to 3 are the sequence, the
-        first key tile, the key tile after the last, and the slot of the partial results. Fields 4
-        to 6 are the sequence's first slot, its number of splits and its length. Field 7 is 0, or
-        the row tile if there is a prefix. The longest entries come first. If the splits of a
-        sequence form a cluster, their entries stay together.
+        One entry (a row of 8 integers) per thread block that works on the same KV head and row
+        tile. Fields 0 to 3 are the sequence, the first key tile, the key tile after the last, and
+        the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its number of
+        splits and its length. Field 7 is 0, or the row tile if there is a prefix. The longest
+        entries come first. If the splits of a sequence form a cluster, their entries stay together.
     splits : tuple of int
         The number of splits per sequence.
     rows : int
@@ -88,7 +88,7 @@ class Decode:
     block_k : int
         Keys per tile.
     n_visits : int
-        Key tiles of the longest sequence.
+        The number of key tiles of the longest sequence.
     split : Split
         The rule by which the keys are divided; `splits` is the result of this rule.
     merge : Kernel, optional
@@ -192,14 +192,14 @@ class Decode:
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """Return a launch's argument struct, complete except for addresses and strides.
+    """Return a launch's argument struct, in which only addresses and strides are not yet set.
 
     Parameters
     ----------
     table_row : int
         The number of entries per sequence in the block table.
     pages : int
-        Pages of the pool.
+        The number of pages in the page pool.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}
@@ -212,7 +212,7 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the same problem with packed sequences, each of which has only its live keys.
+    """Return the same problem with packed sequences that contain only the live keys.
 
     All sequences share their first `prefix` keys.
 
@@ -266,9 +266,9 @@ def plan(
 ) -> Decode:
     """Return the decode launch's plan for a batch whose sequences have `lengths` keys.
 
-    Without `splits`, the sequences get as many splits as needed to fill all SMs once. With
+    If `splits` is None, the sequences get as many splits as needed to fill all SMs once. With
     `splits`, a sequence with fewer than `splits` key tiles gets one split per key tile. With a
-    `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles; the
+    `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles. The
     other row tiles get parts in proportion to their key tiles.
 
     Parameters
@@ -280,11 +280,11 @@ def plan(
     splits : int, optional
         The number of splits of every sequence.
     page : int
-        Rows per page; 0 if the cache is contiguous.
+        The number of rows per page, or 0 if the cache is contiguous.
     counts, timeline : bool
         Whether the kernel reports the bytes that it moves, and when it moves them.
     prefix : int
-        Keys that all sequences share.
+        The number of keys that all sequences share.
 
     Raises
     ------
@@ -347,7 +347,7 @@ class _DecodeRequest(NamedTuple):
 
 
 def _plain(asked: _DecodeRequest) -> Decode:
-    """Return the decode launch for ordinary attention without a shared prefix.
+    """Return the plan of a decode launch for ordinary attention without a shared prefix.
 
     If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
     block. The batch may have more blocks than the GPU has SMs even without splits. In this case,
@@ -419,9 +419,10 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
 
 def _latent(asked: _DecodeRequest) -> Decode:
-    """Return the decode launch for latent attention: one KV head, and V consists of columns of K.
+    """Return the plan of a decode launch for latent attention.
 
-    A thread block takes all shared memory of an SM, and a second kernel merges the splits.
+    Latent attention has one KV head, and V consists of columns of K. A thread block takes all
+    shared memory of an SM, and a second kernel merges the splits.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     kernel = kernels.latent_kernel(p, variant, page)
@@ -433,11 +434,11 @@ def _latent(asked: _DecodeRequest) -> Decode:
 
 
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
-    """Return the decode launch for sequences that share a prefix.
+    """Return the plan of a decode launch for sequences that share a prefix.
 
     The prefix is read once for all sequences. A second kernel merges the prefix's partial results
-    with those of each sequence's own keys. Without `splits`, the number of parts is chosen so that
-    no part is longer than the average load of an SM.
+    with those of each sequence's own keys. If no number of splits is requested, the prefix gets so
+    many parts that no part is longer than the average load of an SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -467,14 +468,17 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return a rule for `splits` splits or, if None, for parts of at most `longest` key tiles."""
+    """Return a rule that divides a sequence's keys into `splits` splits.
+
+    If `splits` is None, the rule makes splits of at most `longest` key tiles.
+    """
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the range of key tiles that each sequence's queries see, and the ranges' lengths.
+    """Return the range of key tiles that each sequence's queries see, and each range's length.
 
     A range begins after tile 0 if a sliding window hides the first tiles.
     """
@@ -494,11 +498,11 @@ def _launch(
     merge: Kernel | None = None,
     prefix: int = 0,
 ) -> Decode:
-    """Return the launch of a decode kernel, if sequence b has key tiles ``range(*ranges[b])``.
+    """Return the plan of a decode launch in which sequence b has key tiles ``range(*ranges[b])``.
 
-    The argument `parts` says into how many parts `split` divides each sequence. With a prefix,
-    `lengths` exclude the prefix's keys, and the last entry of `parts` is the prefix's number of
-    parts.
+    The argument `parts` holds the number of parts into which `split` divides each sequence. With a
+    prefix, `lengths` exclude the prefix's keys, and the last entry of `parts` is the prefix's
+    number of parts.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

@@ -1,6 +1,6 @@
 """The interface of a kernel family: the tiles it supports, and the kernel of each stage.
 
-`launch_policy.portable` defines two families and `launch_policy.hopper` one;
+`launch_policy.portable` defines two families, and `launch_policy.hopper` defines one.
 `numba_gpu.launch_policy` defines families of kernels written in Python. Arrays, errors and traces
 are handled by `cupy_gpu.engine`, not by a family. Nothing in this module needs a GPU.
 """
@@ -59,7 +59,7 @@ class PassRequest(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """A stage, the schedule tables that its kernel loops over, and the GPU that runs the kernel."""
+    """A stage of a pass, its kernel's schedule tables, and the GPU that runs the kernel."""
 
     stage: plans.Stage
     tables: Lowered
@@ -100,7 +100,7 @@ class HandOut(NamedTuple):
     Attributes
     ----------
     clump : int
-        Heads of a head group, which run together.
+        The number of heads in a head group, which run together.
     in_step : bool
         Whether a KV-outer pass alternates between the query heads of a GQA group.
     launches : tuple of Shared
@@ -128,7 +128,7 @@ class Family(ABC):
     takes_functions : bool
         Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
     elsewhere : str
-        The advice that error texts give if the kernels do not take functions and sinks.
+        The advice that error texts give to the user if the kernels do not take functions and sinks.
     """
 
     name: str
@@ -148,22 +148,22 @@ class Family(ABC):
 
     @abstractmethod
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings that the kernels run on this GPU."""
+        """Return all tilings with which the kernels can run the pass on this GPU."""
 
     @abstractmethod
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the tiling that was fastest on an H200; None if `why_not` has a reason."""
+        """Return the fastest tiling on an H200, or None if the kernels cannot run the pass."""
 
     def refused(self, reason: str) -> FlashSimError:
-        """Return the error to raise for a reason that `why_not` returned."""
+        """Return the error to raise if `why_not` returned `reason`."""
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """Build ``PassRequest(problem, *asked)``, and return the result of `why_not` for it."""
+        """Return why the kernels cannot run ``PassRequest(problem, *asked)``, or None."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
-        """Return `possible` for ``PassRequest(*asked)``."""
+        """Return all tilings with which the kernels can run ``PassRequest(*asked)``."""
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
@@ -172,7 +172,7 @@ class Family(ABC):
         Raises
         ------
         TilingError, UnsupportedError
-            The error of `refused`, if the kernels cannot run the pass.
+            If the kernels cannot run the pass, the error that `refused` returns.
         """
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
@@ -192,7 +192,7 @@ class Family(ABC):
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether the fused, ordered-dQ backward can run and is faster than three passes."""
+        """Return whether the fused backward with ordered dQ can run and beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
@@ -210,7 +210,7 @@ class Family(ABC):
     # -- how work tiles are assigned ------------------------------------------------------------
 
     def clump(self, walk: Walked) -> int:
-        """Return how many heads run together as a head group."""
+        """Return the number of heads in a head group, which run together."""
         room = {"l2_bytes": walk.gpu.l2_bytes, "processors": walk.gpu.multiprocessors}
         return clump_size(walk.stage, walk.problem, walk.tables.tiles, **room)
 
@@ -219,8 +219,9 @@ class Family(ABC):
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return extra launches that come first, as (blocks per cluster, number of work tiles).
+        """Return the launches that run before the main launch and take some of its work tiles.
 
+        Each returned launch is a pair (blocks per cluster, number of work tiles). The argument
         `cluster` is the number of blocks that share each work tile of the main launch.
         """
         return ()
@@ -265,14 +266,15 @@ class Family(ABC):
     def forward_passes(
         self, problem: Problem, tiling: Tiling | None, gpu: Gpu, key_order: KeyOrder, report: str
     ) -> tuple[KernelPass, ...]:
-        """Return the launches of the forward pass (a tuple of one).
+        """Return a tuple that holds the single launch of the forward pass.
 
         Parameters
         ----------
         tiling : Tiling or None
             If None, the method `choose` chooses the tiling.
         report : {"", "counts", "timeline"}
-            What the kernels record.
+            What the kernels record: nothing, the bytes that they move, or the times at which they
+            move them.
 
         Raises
         ------

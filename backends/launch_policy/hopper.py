@@ -63,7 +63,7 @@ class Hopper(Family):
     brings_tiles: bool = False
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why the Hopper kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm, _ = asked
         if gpu.compute_capability != CAPABILITY:
             return f"they need compute capability 9.0, and {gpu.name} has " + ".".join(
@@ -94,7 +94,7 @@ class Hopper(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return the kernels' tilings, fastest first (docs/reference/hopper.md)."""
+        """Return all tilings that the kernels support, fastest first (docs/reference/hopper.md)."""
         problem, gpu, d = asked.problem, asked.gpu, asked.wide
         if asked.direction == "backward":
             if asked.algorithm == "flash2-once":
@@ -135,24 +135,24 @@ class Hopper(Family):
         )
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Implement `Family.fastest`."""
+        """Return the fastest of the tilings with which the Hopper kernels can run this pass."""
         possible = [t for t in self.possible(asked) if t.divides(asked.problem.block_mask)]
         # With ordered dQ, fewer row tiles mean fewer waits for a turn.
         return max(possible, key=lambda t: t.block_q) if asked.ordered else possible[0]
 
     def refused(self, reason: str) -> UnsupportedError:
-        """Implement `Family.refused`."""
+        """Return the error to raise if `why_not` returned `reason`."""
         return UnsupportedError(
             f"the Hopper kernels do not run this: {reason}; try kernel={self.instead!r}, or leave "
             "kernel= out to select a family that does"
         )
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Implement `Family.orders_dq`."""
+        """Return whether the fused backward with ordered dQ can run and beats three passes."""
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
-        """Implement `Family.stores_dq`, by the time model (`cost_model`).
+        """Return whether "flash2-once" can run and is predicted to be the fastest backward.
 
         With few work tiles, three passes are faster, since the kernel for dQ runs beside the kernel
         for dK and dV. The fused backward with ordered dQ is never faster than "flash2-once",
@@ -164,7 +164,7 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Implement `Family.fuses`."""
+        """Return whether the fused backward with unordered dQ is faster than three passes."""
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
@@ -191,12 +191,13 @@ class Hopper(Family):
         return [backward_microseconds(passes, gpu) for passes in made]
 
     def cluster(self, walk: Walked) -> int:
-        """Implement `Family.cluster`.
+        """Return the number of thread blocks that share a work tile.
 
-        The result exceeds 1 for a KV-outer backward with too few work tiles for the SMs. Only the
-        kernel whose warpgroups have roles has no clusters. Above 128 columns, all blocks must run
-        at once. Otherwise clusters are slower: on an H100, 128 work tiles took 92 µs in clusters of
-        two, and 72 µs without clusters.
+        The result exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
+        result is always 1 for the kernel whose warpgroups have roles, which does not support
+        clusters. With a head_dim above 128, the result is limited so that all blocks run at once.
+        If they did not, clusters would be slower: on an H100, 128 work tiles took 92 µs in clusters
+        of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
@@ -214,9 +215,10 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Implement `Family.remainder`.
+        """Return the launches that run before the main launch and take some of its work tiles.
 
-        If work tiles are equally long, clusters take the tail: the last, partial wave.
+        If work tiles are equally long, clusters of blocks share the work tiles of the tail. The
+        tail is the last, partial wave.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
@@ -225,16 +227,17 @@ class Hopper(Family):
         return remainder(items, steps, *_item_times(walk), gpu)
 
     def defers(self, walk: Walked, cluster: int) -> bool:
-        """Implement `Family.defers`.
+        """Return whether a fused pass should compute a visit's dQ during the next visit.
 
-        The result is True for blocks with a long loop, since deferral costs time at the loop's end.
+        The result is True only for blocks with a long loop, since deferral costs time once, at the
+        end of the loop.
         """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
         return walk.stage.name == "fused" and widest(p) <= 128 and rows >= _LONG_WALK * cluster
 
     def clump(self, walk: Walked) -> int:
-        """Implement `Family.clump`.
+        """Return the number of heads in a head group, which run together.
 
         The head group's size depends on whether all work tiles are equally long.
 
@@ -270,12 +273,13 @@ class Hopper(Family):
         return size
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Implement `Family.in_step`.
+        """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
-        The result is True if the tensors that a head group loops over, and its dQ, exceed L2. The
-        result is False for a left window, since work tiles then begin at different row tiles and no
-        order can align them. If there are more work tiles than SMs, work tiles that run at the same
-        time are about equally long and drift apart slowly, so the threshold is twice the L2 size.
+        The result is True if the tensors that a head group loops over, together with its dQ, are
+        larger than L2. The result is False for a left window, since work tiles then begin at
+        different row tiles and no order can align them. If there are more work tiles than SMs, work
+        tiles that run at the same time are about equally long and drift apart slowly, so the
+        threshold is twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
@@ -283,9 +287,11 @@ class Hopper(Family):
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
-        """Return the forward's ring buffers, with three stages of K and V if these fit, else two.
+        """Return the sizes of the ring buffers that the forward kernel uses.
 
-        Elements of captured arrays get a ring of their own if it fits beside two stages of K and V.
+        The rings of K and V have three stages if these fit into shared memory, and otherwise two.
+        Elements of captured arrays get a ring buffer of their own if it fits beside two stages of K
+        and V.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -301,7 +307,10 @@ class Hopper(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Implement `Family.kernel`; the row-wise kernels are those of the portable family."""
+        """Return the kernel that runs a stage of a pass.
+
+        The row-wise kernels are those of the portable family.
+        """
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
@@ -322,20 +331,20 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """Return the times of a backward work tile, and the extra µs if a cluster shares the tile."""
+    """Return the times of a backward work tile, and the extra µs if a cluster shares that tile."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
 
 
 def _drifts(walk: Walked) -> bool:
-    """Return whether blocks of a KV head that start together soon work on different query heads."""
+    """Return whether blocks that start on one KV head soon drift to different query heads."""
     uneven = walk.tables.ranks is None and not walk.alike
     return walk.stage.outer == "keys" and walk.problem.group > 1 and uneven
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """Return how many heads (at most 4) have about a whole number of waves of work tiles, or 0.
+    """Return how many heads, at most 4, together fill about a whole number of waves, or 0 if none.
 
     Co-scheduled work tiles of a wave loop over the row tiles in the same direction. In a wave that
     two head groups share, work tiles would loop in different directions.

@@ -1,4 +1,4 @@
-"""The FP8 forward for Hopper (kernels/hopper/forward_fp8.cu): its inputs and its launch."""
+"""Choose the launch of the FP8 forward for Hopper (kernels/hopper/forward_fp8.cu)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class HopperFp8(Family):
     """The kernel family of FlashAttention-3's forward in FP8, which has no backward."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why these kernels cannot run this pass, or None if they can."""
         p, gpu = asked.problem, asked.gpu
         if gpu.compute_capability != hopper.CAPABILITY:
             has = ".".join(map(str, gpu.compute_capability))
@@ -61,24 +61,24 @@ class HopperFp8(Family):
         return None
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Implement `Family.possible`."""
+        """Return all tilings that the FP8 kernel supports for this head_dim."""
         return TILINGS[asked.problem.head_dim]
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Implement `Family.fastest`."""
+        """Return the FP8 kernel's fastest tiling for this pass, or None if no tiling fits."""
         p = asked.problem
         fit = (t for t in self.possible(asked) if t.divides(p.block_mask))
         return next((t for t in fit if _one_scale_a_tile(p, t)), None)
 
     def refused(self, reason: str) -> UnsupportedError:
-        """Implement `Family.refused`."""
+        """Return the error to raise if `why_not` returned `reason`."""
         return UnsupportedError(f"the FP8 kernels do not run this: {reason}; {self.elsewhere}")
 
     def clump(self, walk: Walked) -> int:
-        """Implement `Family.clump`.
+        """Return the number of heads in a head group, which run together.
 
-        The result is the 16-bit kernels' group size, or a smaller size if that is faster. The
-        smaller size is the next one that divides the number of heads evenly.
+        The result is the head group's size for the 16-bit kernels, or a smaller size if that is
+        faster. The smaller size is the next one that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -90,7 +90,7 @@ class HopperFp8(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Implement `Family.kernel`."""
+        """Return the FP8 kernel that runs the forward pass."""
         p = problem
         stages = next(n for n in _STAGES if shared_bytes(p, tiling, n) <= gpu.shared_bytes)
         shared = shared_bytes(p, tiling, stages)
@@ -125,7 +125,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """Return the granularity of scales, and how many rows of Q and of K share a scale."""
+    """Return the granularity of scales, and how many rows of Q and of K share one scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):
@@ -134,7 +134,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether every K tile, V tile and warpgroup (64 rows of Q) has one scale of its own."""
+    """Return whether a single scale covers each K tile, V tile and warpgroup (64 rows of Q)."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

@@ -1,4 +1,4 @@
-"""The Hopper kernels' launches: threads, shared memory (``struct OnChip``), TMA boxes.
+"""Compute the Hopper kernels' thread counts, shared memory (``struct OnChip``) and TMA boxes.
 
 `launch_policy.hopper` selects the kernel of a stage.
 """
@@ -26,9 +26,10 @@ class Rings(NamedTuple):
     Attributes
     ----------
     stages : int
-        Stages of K and of V.
+        The number of pipeline stages of K, and of V.
     tile : int
-        Stages of captured elements; 0 if TMA does not load these elements.
+        The number of pipeline stages of captured elements, or 0 if TMA does not load these
+        elements.
     """
 
     stages: int
@@ -65,7 +66,7 @@ _DISTANCES = 2
 
 
 def adds_ramp(problem: Problem) -> bool:
-    """Return whether the product of the scores adds the score function; see Ramp in forward.cu."""
+    """Return whether the matrix product Q K^T also adds the score function (Ramp in forward.cu)."""
     return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
 
 
@@ -75,10 +76,10 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return the compile-time constant that omits the running maximum if scores are bounded.
+    """Return a dict of the constant that lets the kernel omit the running maximum.
 
-    The kernels' BoundedSoftmax explains this constant. The dict is empty if the kernel needs a
-    running maximum.
+    A kernel for bfloat16 can omit it if the scores have a small enough bound (BoundedSoftmax in the
+    kernels). The dict is empty if the kernel needs a running maximum.
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
@@ -177,7 +178,10 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """Return the TMA boxes for pairs of (tensor, rows); each box is one chunk wide."""
+    """Return a TMA box for each pair (tensor, rows).
+
+    Each box is 64 columns wide and has the given number of rows.
+    """
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
@@ -191,7 +195,7 @@ def on_chip(data: int, barriers: int) -> int:
 
 
 def _wide(head_dim: int) -> int:
-    """Return a tile's columns in shared memory: head_dim rounded up to whole 64-column chunks."""
+    """Return a tile's columns in shared memory: head_dim rounded up to a multiple of 64."""
     return -(-head_dim // _CHUNK) * _CHUNK
 
 
@@ -210,14 +214,15 @@ def _shared_dim(problem: Problem) -> int:
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Return the columns a backward's products compute, and the extra columns of some products.
+    """Return how many columns each backward product computes, and the total of extra columns.
 
     The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
-    cluster shares a work tile). The second number is a sum over the products that compute all
-    columns of a tile in shared memory. One such product is dQ^T, whose rows are the tile's columns.
-    (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim
-    of 128, dK and dV are two more, because their columns are divided between warpgroups. If one
-    warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32 instead.
+    cluster shares a work tile). The second number adds up the extra columns of the products that
+    compute all columns of a tile in shared memory. One such product is dQ^T, whose rows are the
+    tile's columns. (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.)
+    Beyond a head_dim of 128, dK and dV are two more, because their columns are divided between
+    warpgroups. If one warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32
+    instead.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16

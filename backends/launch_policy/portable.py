@@ -1,4 +1,4 @@
-"""The portable kernels (sm_80 and later): which tile sizes they support, and the default."""
+"""Choose the tile sizes of the portable kernels, which run on GPUs from sm_80 on."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Portable(Family):
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why these kernels cannot run this pass, or None if they can."""
         problem, gpu, direction, algorithm, _ = asked
         if direction == "backward" and algorithm == "flash2-once":
             return (
@@ -51,12 +51,15 @@ class Portable(Family):
         return why
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings that the kernels run on this GPU, smallest first."""
+        """Return all tilings with which the kernels can run on this GPU, smallest first."""
         every = (Tiling(q, k) for q in kernels.SIDES for k in kernels.SIDES)
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Implement `Family.fastest`; docs/notebooks/speed_gpu.md has the measurements."""
+        """Return the fastest tiling that runs on this GPU, or None if no tiling runs.
+
+        The notebook docs/notebooks/speed_gpu.md has the measurements.
+        """
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
@@ -64,7 +67,7 @@ class Portable(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Implement `Family.kernel`."""
+        """Return the portable kernel that runs a stage of a pass."""
         if stage in kernels.WALKING:
             return kernels.WALKING[stage](problem, tiling, variant, gpu)
         return kernels.rows_kernel(stage, problem, tiling, variant)
@@ -87,7 +90,10 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the shared memory, in bytes, of a pass's largest kernel; None without a kernel."""
+        """Return the largest number of bytes of shared memory that any kernel of the pass needs.
+
+        The result is None if some kernel cannot be built with this tiling.
+        """
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

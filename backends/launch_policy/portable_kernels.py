@@ -1,4 +1,4 @@
-"""The portable kernels' launches: threads, shared memory and compile-time constants."""
+"""Compute the portable kernels' thread counts, shared memory and compile-time constants."""
 
 from __future__ import annotations
 
@@ -104,7 +104,10 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return the kernel `flash_dq`, the last of three passes; errors are as in `forward_kernel`."""
+    """Return the kernel `flash_dq`, which computes dQ in the last of three passes.
+
+    The function raises the same errors as `forward_kernel`.
+    """
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
@@ -126,7 +129,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel of stage "delta" or "convert": `flash_delta` or `flash_convert`.
+    """Return `flash_delta` for the stage "delta", or `flash_convert` for the stage "convert".
 
     The kernel works row by row and uses no shared memory.
     """
@@ -145,14 +148,17 @@ WALKING = {
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
-    """Return the tile's sides and the padded head dims; raise `TilingError` for an invalid tile."""
+    """Return the tile's sides and the padded head dims.
+
+    The function raises `TilingError` if the tile is invalid.
+    """
     bq, bk = tiling.block_q, tiling.block_k
     _require(tiling, bq in SIDES and bk in SIDES)
     return bq, bk, *padded_dims(problem)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Return whether products are float32 multiply-adds by 256 threads, without tensor cores."""
+    """Return whether 256 threads compute products in float32, without tensor cores."""
     return problem.dtype == "float32" and not variant.tf32
 
 
@@ -165,7 +171,7 @@ def _require(tiling: Tiling, fits: bool) -> None:
 
 
 def _mat(rows: int, cols: int) -> int:
-    """Return the bytes of a float32 tile in shared memory, with each row padded by 16 bytes."""
+    """Return the size in bytes of a float32 tile whose rows are padded by 16 bytes each."""
     return 4 * rows * (cols + 4)
 
 

@@ -43,12 +43,14 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """Return the quantising kernels: only one if each thread block has all rows of a scale.
+    """Return the kernels that quantise q, k and v to FP8.
+
+    There is only one kernel if each thread block has all rows that share a scale.
 
     Raises
     ------
     UnsupportedError
-        If the kernels are not built for this case.
+        If the kernels do not support these arguments.
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
@@ -118,12 +120,12 @@ def scale_shape(granularity: str, batch: int, heads: int, n: int, rows: int) -> 
 def sizes(
     q: tuple[int, int, int, int] | None, k: tuple[int, int, int, int], processors: int
 ) -> tuple[dict[str, int], int]:
-    """Return the integer fields of ``struct Args``, and a launch's number of thread blocks.
+    """Return the integer fields of ``struct Args``, and the number of thread blocks in a launch.
 
     Parameters
     ----------
     q, k : (batch, heads, n, d)
-        The shapes of Q and K. Without `q`, the launch only transposes V.
+        The shapes of Q and K. If `q` is None, the launch only transposes V.
     processors : int
         The SMs of the GPU.
     """

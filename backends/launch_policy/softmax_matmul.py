@@ -1,4 +1,4 @@
-"""The kernel that fuses a softmax with a matrix product: its block sizes and its constants."""
+"""Choose block sizes and constants of the kernel that fuses a softmax with a matrix product."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiles the Python tensor-core kernels, and caches them on disk; only `load` needs a GPU.
+"""Compile the Python tensor-core kernels, and cache them on disk. Only `load` needs a GPU.
 
 numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. Kernels with
 Hopper's own instructions are an exception: the driver compiles their PTX as a whole program. The
@@ -99,7 +99,7 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
 
 
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """Compile PTX to a cubin; also return the report of registers, stack and spills.
+    """Compile PTX to a cubin, and return the cubin and a report of registers, stack and spills.
 
     The report comes from the assembler (ptxas -v).
     """
@@ -135,7 +135,7 @@ def _sources() -> bytes:
 
 
 def image(kernel: Kernel, capability: tuple[int, int]) -> bytes:
-    """Return a compiled kernel (cubin or PTX) from the cache, or compile it and cache it.
+    """Return a compiled kernel (cubin or PTX), which is compiled only if the cache lacks it.
 
     Each compilation of a kernel prints a message. A cache file holds a checksum and the compiled
     kernel, and a damaged file is rewritten. If a file cannot be written, the function still returns

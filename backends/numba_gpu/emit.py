@@ -1,4 +1,4 @@
-"""Turns Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
+"""Turn Python functions that emit LLVM IR into functions that a Numba-CUDA kernel can call.
 
 A register fragment is a tuple in the kernel, and a list of LLVM values in the emitting function. A
 tuple cannot be indexed at run time, so a fragment always stays in registers. Loops over a
@@ -51,7 +51,7 @@ def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], An
         The type of the result. A Numba type stands for a value, a list for a fragment, and a list
         of lists for several fragments.
     *parameters : Numba type
-        The parameters' types. Scalars are cast to their parameter's type; a fragment must have
+        The parameters' types. Scalars are cast to their parameter's type. A fragment must have
         exactly its parameter's type.
     """
 
@@ -118,7 +118,7 @@ def asm(
     effects: bool = False,
     together: bool = False,
 ) -> ir.Value:
-    """Emit one PTX instruction; ``$n`` in `text` is operand n, counting from the first result.
+    """Emit one PTX instruction. ``$n`` in `text` is operand n, counting from the first result.
 
     With `effects`, the compiler does not move the instruction across barriers and other memory
     accesses, and keeps it even if its result is unused. With `together`, LLVM also keeps the

@@ -83,9 +83,9 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, of the job's array library and device.
+    """Return an array filled with `value`, in the job's array library and on the job's device.
 
-    No kernel runs.
+    The function launches no kernel.
     """
     _kernel(job)  # or say what is not taken
     if teaching_run.simulated():
@@ -94,7 +94,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fastest deterministic backward is the fused one with ordered dQ.
+    """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
 
     Parameters
     ----------
@@ -128,7 +128,8 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """Return the family of tensor-core kernels that runs the forward or backward pass.
 
-    The default is `HOPPER` if its kernels can run the pass, else `TENSOR`.
+    If the job names no family, the function returns `HOPPER` if its kernels can run the pass, and
+    otherwise `TENSOR`.
     """
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR
 
@@ -148,7 +149,7 @@ def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
 def _kernel(job: Job) -> str:
     """Return the kernel family's name: "teaching", "tensor" or "hopper".
 
-    A family that the caller requested is returned if it supports the job.
+    If the caller requested a family that supports the job, the function returns that family.
 
     Raises
     ------

@@ -1,5 +1,6 @@
-"""The families of Python kernels: `TENSOR` uses `mma.sync`, `HOPPER` Hopper's own instructions.
+"""Define the families of Python kernels, which are `TENSOR` and `HOPPER`.
 
+`TENSOR` uses the instruction `mma.sync`, and `HOPPER` uses instructions that only Hopper has.
 `TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
 except for the differences that `launch.Variant` names. The Python kernels and the C++ kernels
 otherwise differ only in language and compiler.
@@ -37,13 +38,13 @@ class PythonHopper(hopper.Hopper):
     """
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
-        """Implement `Family.why_not`."""
+        """Return why the Python Hopper kernels cannot run this pass, or None if they can."""
         if asked.direction == "backward" and asked.algorithm == "flash2-once":
             return "they have no algorithm='flash2-once', since they accumulate dQ in memory"
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Implement `Family.possible`.
+        """Return all tilings with which the Python Hopper kernels can run this pass.
 
         The result has the tilings of the C++ kernels that were also tested with the Python kernels.
         """
@@ -78,7 +79,7 @@ class PythonHopper(hopper.Hopper):
 
 
 def _keys_outside(kernel: Kernel, tiling: Tiling, variant: Variant) -> ByKeys:
-    """Return the layout of a KV-outer kernel."""
+    """Return the shared-memory layout of a KV-outer backward kernel."""
     known = dict(kernel.constants)
     sides = (tiling.block_q, tiling.block_k, known["FS_D"])
     if kernel.name == "hopper_backward_wide":

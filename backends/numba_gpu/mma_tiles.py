@@ -37,7 +37,7 @@ class Tile:
 
     @property
     def nbytes(self) -> int:
-        """The tile's bytes in shared memory."""
+        """The number of bytes that the tile takes in shared memory."""
         return self.rows * self.cols * 2
 
     @property
@@ -56,17 +56,18 @@ class Tile:
         return {8: 0, 4: 1, 2: 2}[self.spread]
 
     def offset(self, b: ir.IRBuilder, row: ir.Value, chunk: ir.Value) -> ir.Value:
-        """Emit the byte offset in the tile of a row's chunk."""
+        """Emit the byte offset, from the tile's start, of chunk `chunk` of row `row`."""
         swizzle = b.and_(b.lshr(row, i32(self.shift)), i32(self.spread - 1))
         return b.add(b.mul(row, i32(self.cols * 2)), b.shl(b.xor(chunk, swizzle), i32(4)))
 
     def at(
         self, b: ir.IRBuilder, base: ir.Value, row: int, col: int, extra: Any = None
     ) -> ir.Value:
-        """Emit the address of the 16 x 16 piece at (row, col [+ extra]), from that of piece (0, 0).
+        """Emit the address of the 16 x 16 piece at (row, col), given that of the piece at (0, 0).
 
-        The swizzle of row r depends on r % 8 alone, so the address takes one XOR and one added
-        constant: `row` must be a multiple of 8 and `col` of 16.
+        If `extra` is passed, the piece's column is col + extra. `row` must be a multiple of 8, and
+        `col` a multiple of 16. Since the swizzle of row r depends on r % 8 alone, the address then
+        takes one XOR and one added constant.
         """
         if extra is None:
             low = col // 8 & (self.spread - 1)
@@ -122,12 +123,12 @@ def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
 
 
 def zeros(count: int) -> Any:
-    """Return ``zeros() -> fragment``: all elements are 0."""
+    """Return ``zeros() -> fragment``: it returns a fragment whose elements are all 0."""
     return full(count, 0.0)
 
 
 def full(count: int, value: float) -> Any:
-    """Return ``full() -> fragment``: all elements are `value`."""
+    """Return ``full() -> fragment``: it returns a fragment whose elements are all `value`."""
 
     @emitted(floats(count))
     def full_(b: ir.IRBuilder) -> Values:
@@ -137,7 +138,7 @@ def full(count: int, value: float) -> Any:
 
 
 def scale_all(count: int) -> Any:
-    """Return ``scale_all(c, factor) -> c``: every element is multiplied by the factor."""
+    """Return ``scale_all(c, factor) -> c``: it multiplies every element by the factor."""
 
     @emitted(floats(count), floats(count), types.float32)
     def scale_all_(b: ir.IRBuilder, c: Values, factor: ir.Value) -> Values:
@@ -153,9 +154,9 @@ def scale_all(count: int) -> Any:
 class Operand:
     """An operand of a matrix product, stored in shared memory.
 
-    The field `swapped` says that the tile is stored transposed. A [m][k] and B [k][n] are straight;
-    A [k][m] and B [n][k] (K in Q K^T) are swapped. With `extra`, the operand begins at a column
-    that is known only at run time.
+    The field `swapped` says that the tile is stored transposed. Tiles A [m][k] and B [k][n] are
+    straight. Tiles A [k][m] and B [n][k] (such as K in Q K^T) are swapped. If `extra` is true, the
+    operand begins at a column that is known only at run time.
     """
 
     tile: Tile
@@ -173,10 +174,11 @@ class Operand:
 
 
 def pieces(tile: Tile, *, transposed: bool) -> Any:
-    """Return ``pieces(address) -> address``: the row that a lane loads of a tile's first piece.
+    """Return ``pieces(address)``: it returns the address of a lane's row in a tile's first piece.
 
-    In straight order, `ldmatrix` then loads the A fragment, or two B fragments, of a straight tile.
-    With `transposed`, `ldmatrix` loads the fragments of a swapped tile.
+    The lane passes this address to `ldmatrix`. If `transposed` is false, `ldmatrix` then loads the
+    A fragment, or two B fragments, of a straight tile. If `transposed` is true, `ldmatrix` loads
+    the fragments of a swapped tile.
     """
 
     @emitted(types.int32, types.int32)
@@ -208,14 +210,14 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 
 
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
-    """Return ``multiply(c, a..., b...) -> c + A B``, where C is (16 `blocks`, n).
+    """Return ``multiply(c, a..., b...)``: it returns c + A B, a fragment of (16 `blocks`, n).
 
     Parameters
     ----------
     a : Operand, "registers" or "accumulators"
-        The place of A (16 `blocks`, depth). An `Operand` is in shared memory. "registers" means a
-        fragment of `load_fragments`. "accumulators" means an earlier product's accumulators, which
-        this function rounds to 16 bits.
+        Where A (16 `blocks`, depth) is stored. An `Operand` is in shared memory. "registers" means
+        a fragment of `load_fragments`. "accumulators" means an earlier product's accumulators,
+        which this function rounds to 16 bits.
     right : Operand
         B (depth, n).
     """

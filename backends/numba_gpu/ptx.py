@@ -76,7 +76,7 @@ def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
 def cp_async_16(
     b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value | None = None
 ) -> None:
-    """Copy 16 bytes from HBM to shared memory, past the registers and L1.
+    """Copy 16 bytes from HBM to shared memory, without using registers or L1.
 
     If `taken` < 16, only `taken` bytes are read, and the other bytes become zero ("Non-bulk copy":
     the src-size operand of `cp.async`).
@@ -89,13 +89,19 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes like `cp_async_16`, but through L1, which such small copies cannot bypass."""
+    """Copy 4 bytes from HBM to shared memory like `cp_async_16`, except that they pass through L1.
+
+    Such small copies cannot bypass L1.
+    """
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
 
 def cp_async_wait(b: ir.IRBuilder) -> None:
-    """Wait until this thread's copies have arrived; for other threads' copies, add a barrier."""
+    """Wait until the copies that this thread started have arrived.
+
+    To wait for other threads' copies, threads need a barrier in addition.
+    """
     asm(b, "cp.async.wait_all;", "", [], effects=True)
 
 
@@ -127,7 +133,7 @@ def copy_out_16(b: ir.IRBuilder, to: ir.Value, address: ir.Value) -> None:
 
 
 def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values:
-    """Load 16 bytes from HBM if `condition` holds, else return zeros.
+    """Load 16 bytes from HBM if `condition` holds, or otherwise return zeros.
 
     The load is predicated, so no branch separates this load from the next load.
     """
@@ -141,9 +147,9 @@ def load_16_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> Values
 
 
 def load_float_if(b: ir.IRBuilder, source: ir.Value, condition: ir.Value) -> ir.Value:
-    """Load a float32 from HBM if `condition` holds, else return 0 ("ld").
+    """Load a float32 from HBM if `condition` holds, or otherwise return 0 ("ld").
 
-    The load bypasses L1, which may be stale.
+    The load bypasses L1, because L1 may hold an old value.
     """
     text = (
         "{.reg .pred p; setp.ne.b32 p, $2, 0; mov.f32 $0, 0f00000000; "
@@ -159,7 +165,7 @@ def store_16(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
 
 
 def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
-    """Add to 1 or (from sm_90 on) 2 or 4 neighbouring float32 in HBM.
+    """Add values to neighbouring float32 in HBM: to one or, from sm_90 on, to two or four.
 
     The instruction is described in the PTX section "Parallel Synchronization: red".
     """
@@ -189,7 +195,10 @@ def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
 
 
 def let_what_runs_next_start(b: ir.IRBuilder) -> None:
-    """Let the next launch in the stream start, which then runs until it waits for this launch."""
+    """Let the next launch in the stream start before this launch has ended.
+
+    The next launch runs up to the point at which it waits for this launch.
+    """
     asm(b, "griddepcontrol.launch_dependents;", "", [], effects=True)
 
 
@@ -242,7 +251,7 @@ def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
 
 
 def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a 32-bit integer unchanged, hidden from LLVM.
+    """Return a 32-bit integer unchanged, in such a way that LLVM does not know its value.
 
     LLVM cannot assume that the results of two calls with the same integer are equal.
     """

@@ -1,4 +1,4 @@
-"""Code that all tensor-core kernels share: the loop over tile pairs, the copies and the reports.
+"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
 
 The device functions are built for one kernel's compile-time constants. The device functions read
 the order of tiles, and the begin and end of each tile, from the schedule's tables.
@@ -27,12 +27,15 @@ SLOTS, VISIT_STAMPS, TILE_STAMPS = launch.SLOTS, launch.VISIT_STAMPS, launch.TIL
 
 
 def constants(kernel: Kernel) -> SimpleNamespace:
-    """Return a kernel's compile-time constants as attributes: ``FS_BLOCK_Q`` as ``block_q``."""
+    """Return an object whose attributes are a kernel's compile-time constants.
+
+    For example, the constant ``FS_BLOCK_Q`` is the attribute ``block_q``.
+    """
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
 def by_name(*functions: Any) -> SimpleNamespace:
-    """Return device functions as attributes of an object, under their own names."""
+    """Return an object whose attributes are the given device functions, under their own names."""
     return SimpleNamespace(**{function.__name__: function for function in functions})
 
 
@@ -64,7 +67,10 @@ def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
 
 @emitted(types.int32, types.int32, types.int32)
 def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return x // y for non-negative 32-bit integers (Python's operator would use 64 bits)."""
+    """Return x // y for non-negative 32-bit integers.
+
+    Python's own operator would compute with 64 bits.
+    """
     return b.udiv(x, y)
 
 
@@ -87,7 +93,7 @@ copies_wait = emitted(None)(ptx.cp_async_wait)
 
 
 def rows_of(c: SimpleNamespace) -> tuple[RowWidth, RowWidth]:
-    """Return the width of rows in HBM of Q, K, dQ and dK, and the width for V, O, dO and dV."""
+    """Return the row width in HBM of Q, K, dQ and dK, and the row width of V, O, dO and dV."""
     return RowWidth(c.head_dim, c.counted), RowWidth(c.head_dim_v, c.counted_v)
 
 
@@ -169,7 +175,7 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
 
 @contextmanager
 def _steps(b: ir.IRBuilder, first: ir.Value, stop: int, step: int) -> Iterator[ir.Value]:
-    """Emit ``for at in range(first, stop, step)`` as a loop; `first` must be below `stop`."""
+    """Emit the loop ``for at in range(first, stop, step)``, where `first` must be below `stop`."""
     body, after = b.append_basic_block("steps"), b.append_basic_block("steps_end")
     before = b.block
     b.cbranch(b.icmp_unsigned("<", first, i32(stop)), body, after)
@@ -193,9 +199,9 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: the bytes of a row's 16-byte piece that are not padding.
+    """Return ``piece_bytes(piece)``: it returns how many bytes of a 16-byte piece are not padding.
 
-    The row's elements have 16 bits.
+    The piece belongs to a row in HBM whose elements have 16 bits.
     """
 
     @emitted(types.int32, types.int32)
@@ -206,7 +212,10 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``: it loads a float32 per row, and 0 past the last row."""
+    """Return ``load(to, source, rows)``: it loads one float32 per row to shared memory.
+
+    Past the last existing row, it stores 0.
+    """
 
     @device
     def load(to, source, rows):
@@ -248,14 +257,14 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
     ``take_work(a)`` returns that of this block. ``row_tile`` and ``col_tile`` return a tile's
     (start, stop, offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts
-    the inner loop of an outer tile. ``begin`` returns the number of the tile's first visit, the
-    number of its visits, and their span. ``visit(a, walk, n)`` returns (inner tile, masked) of the
-    n-th visit; `walk` is the result of ``begin``.
+    the inner loop of an outer tile. ``begin`` returns the index of the tile's first visit, the
+    number of its visits, and the span of inner tiles that they cover. ``visit(a, walk, n)`` returns
+    (inner tile, masked) of the n-th visit, where `walk` is the result of ``begin``.
 
-    In a kernel that is built for reports, ``report(slot, bytes)`` reports the bytes of a whole
-    warp, ``report_one`` those of a single thread, and ``stamp(address, slot)`` writes a time stamp.
-    Of every `every` threads, one thread writes time stamps. If launches do not overlap,
-    ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing.
+    If the kernel is built for reports, ``report(slot, bytes)`` reports the bytes that a whole warp
+    moves. ``report_one`` reports the bytes that a single thread moves, and ``stamp(address, slot)``
+    writes a time stamp. One thread of every `every` threads writes time stamps. If launches do not
+    overlap, ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)

@@ -1,10 +1,11 @@
-"""Convert the bytes that a GPU kernel's threads report into a stage's events.
+"""Convert the bytes that a GPU kernel's threads report into trace events.
 
-Every GPU backend uses this module. A kernel reports into two uint32 arrays: ``(walks, tiles,
-SLOTS)`` for outer steps and ``(batch * heads, n_visits, SLOTS)`` for visits (tile pairs). Slot n is
-for the n-th transfer that the stage's description (`plans.Stage`) lists: before and after an outer
-step's visits, or at a visit. The events have the reported bytes. Kernels do not report the events
-in between that stay on chip (alloc, free, compute); these are taken from the stage's description.
+Every GPU backend uses this module. A kernel reports into two uint32 arrays. The array for
+iterations of the outer loop is ``(walks, tiles, SLOTS)``, and the array for visits (tile pairs) is
+``(batch * heads, n_visits, SLOTS)``. Slot n holds the bytes of the n-th transfer that the stage's
+description (`plans.Stage`) lists for a visit, or for an outer iteration before and after its
+visits. The events have the reported bytes. Kernels do not report the events that stay on chip
+(alloc, free, compute). These events are taken from the stage's description.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: plans.Stage, schedule: Schedule, tile_counts: np.ndarray, visit_counts: np.ndarray
 ) -> StageTrace:
-    """Return the events of one stage, from the bytes that its kernel reported.
+    """Return one stage's trace events, which contain the bytes that the stage's kernel reported.
 
     Parameters
     ----------
@@ -34,7 +35,7 @@ def stage_trace(
     Raises
     ------
     TraceError
-        If two heads did not move the same bytes, which only a broken kernel can cause.
+        If two heads did not move the same number of bytes. Only a broken kernel can cause this.
     """
     repeat, stride = plans.heads_of(stage, schedule.problem)
     tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))
@@ -55,7 +56,10 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """Return the first head's counts, as int64; raise `TraceError` if another head's differ."""
+    """Return the first head's counts as int64.
+
+    The function raises `TraceError` if another head's counts differ.
+    """
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(

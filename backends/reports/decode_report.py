@@ -1,8 +1,8 @@
-"""Convert the reports of the decode kernel's threads into events and times of two stages.
+"""Convert what the decode kernel's threads report into the events and times of two stages.
 
 In a single launch, the kernel loops over parts of a sequence's keys and merges the partial results.
-A trace shows these as two stages, as the simulator does. Kernels do not report events that stay on
-chip; these are taken from the stage's description (`plans.Stage`).
+A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report
+events that stay on chip. These events are taken from the stage's description (`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     Raises
     ------
     UnsupportedError
-        If a schedule cannot express the launch: there is no key at all, or several row tiles under
-        a mask (the kernel visits for each tile what any of them sees). A shared prefix is not
-        reported visit by visit.
+        If a schedule cannot express the launch. This is so if there is no key at all, or if there
+        are several row tiles under a mask: for each row tile, the kernel visits all key tiles that
+        any row tile sees. This is also so for a shared prefix, which is not reported visit by
+        visit.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -70,7 +71,7 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
 def stages(
     launch: Decode, schedule: Schedule, visit_counts: np.ndarray, item_counts: np.ndarray
 ) -> tuple[StageTrace, ...]:
-    """Return the events of both stages: the loop over parts of the keys, and the merge.
+    """Return the events of two stages: the loop over parts of the keys, and the merge.
 
     Parameters
     ----------
@@ -80,7 +81,7 @@ def stages(
     Raises
     ------
     TraceError
-        If two KV heads did not move the same bytes, which only a broken kernel can cause.
+        If two KV heads did not move the same number of bytes. Only a broken kernel can cause this.
     """
     p, heads, slots = launch.problem, launch.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
@@ -129,10 +130,11 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the SM and time span of each visit, store and merge, in ns since the first start.
+    """Return the SM and the time span of each visit, store and merge.
 
-    The first warp of a thread block records the time stamps. Each warp computes different keys of
-    a tile, so the time stamps only describe the first warp's keys.
+    Times are in ns since the first thread block started. The first warp of a thread block records
+    the time stamps. Each warp computes different keys of a tile, so the time stamps only describe
+    the first warp's keys.
 
     Parameters
     ----------
@@ -196,7 +198,7 @@ def _named(names: tuple[str, ...], values: np.ndarray) -> dict[str, int]:
 def _step(
     stage: plans.Stage, i: int, rows: int, moved: dict[str, int], visits: Sequence[_Seen]
 ) -> list[Row]:
-    """Return all events of one outer step, with the reported bytes."""
+    """Return all events of one iteration of the outer loop, with the reported bytes."""
     begin = _moves(stage.before, moved, i, -1, -1, rows, 0)
     rows_of_events = list(begin)
     for at, j, cols, said in visits:
@@ -217,7 +219,10 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return an event per move, with its reported bytes, but none for an unreported store."""
+    """Return an event for each of `moves`, with the bytes that the kernel reported for it.
+
+    A store for which the kernel reported no bytes gets no event.
+    """
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -227,6 +232,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """Return a free event for each buffer that `events` loaded or allocated, in the same order."""
+    """Return a free event for each buffer that `events` load or allocate, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

@@ -2,17 +2,18 @@
 
 The array ``visit_stamps`` holds SM cycles (clock64). The time stamps mark when a visit (one tile
 pair) began, when its tiles had arrived, and when its scores, its softmax and its products were
-done. Each block also records its start and end on both clocks: in cycles of its SM, and in
-nanoseconds of the GPU (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are
+done. Each block also records its start and its end on two clocks: its SM's cycle counter, and the
+GPU's nanosecond clock (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are
 converted by one straight line, through the start of its first block and the end of its last block.
 
 In a warp-specialised kernel, each warp role records time stamps: first the producer, then the
 consumer warpgroups. The producer's "visit" begins when it waits for free shared memory. The
-producer's "load" lies between its first and its last TMA instruction, and the producer has no
-other phases. The tiles arrive later; a consumer's "load" is the time for which it waits for them.
+producer's "load" lies between its first and its last TMA instruction, and the producer has no other
+phases. The tiles arrive later. A consumer's "load" is the time for which the consumer waits for
+them.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
-covers the rest. The fused backward adds a visit's dQ at the start of the next visit; this time is
+covers the rest. The fused backward adds a visit's dQ at the start of the next visit. This time is
 part of the next visit's "scores".
 """
 
@@ -37,7 +38,7 @@ def spans(
     visit_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the time spans of one stage, in absolute ns of the GPU's clock.
+    """Return the time spans of one stage's phases, in ns of the GPU's clock.
 
     Parameters
     ----------
@@ -46,8 +47,9 @@ def spans(
     schedule, by
         The schedule that the stage loops over, by "row" or by "col".
     tile_stamps : ndarray of uint64, (walks, tiles, roles, 5)
-        SM, cycles and ns at the block's start, cycles and ns at its end. One role is the whole
-        block; of several, the first is the producer.
+        Five numbers per role of a block: its SM, then cycles and ns at the block's start, then
+        cycles and ns at its end. If there is one role, it is the whole block. If there are several,
+        the first is the producer.
     visit_stamps : ndarray of uint64, (batch * heads, n_visits, roles, 5)
     clock_khz : int
         The SM clock to assume for an SM whose blocks were too short to measure it.
@@ -55,8 +57,8 @@ def spans(
     Returns
     -------
     ndarray of dtype `events.TIMELINE`
-        For a block or a consumer: five spans per visit and one per outer tile. For a producer: two
-        spans per visit.
+        A whole block or a consumer gets five spans per visit and one per outer tile. A producer
+        gets two spans per visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
     heads, n_visits, roles, _ = visit_stamps.shape
@@ -85,7 +87,10 @@ def spans(
 
 
 def _stores(stage, by, blocks, clock, times, ptr, group, role) -> np.ndarray:
-    """Return "store" spans: from a block's last visit (without visits, its start) to its end."""
+    """Return a "store" span for each block, from the end of its last visit to the block's end.
+
+    If a block has no visits, its span begins at the block's start.
+    """
     walks, tiles, _ = blocks.shape
     part = np.zeros((walks, tiles), TIMELINE)
     sm = blocks[..., 0]
@@ -118,6 +123,6 @@ class SmClocks:
                 self.rate[sm] = (last[4] - first[2]) / (last[3] - first[1])
 
     def ns(self, sm: np.ndarray, cycles: np.ndarray) -> np.ndarray:
-        """Return the times on the GPU's clock, int64 in ns, at which SMs had these cycle counts."""
+        """Return the times in ns (int64) at which the SMs `sm` had the cycle counts `cycles`."""
         since = (cycles - self.cycle0[sm]) * self.rate[sm]
         return self.ns0[sm] + np.rint(since).astype(np.int64)

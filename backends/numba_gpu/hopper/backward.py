@@ -10,9 +10,9 @@ other one's dS.
 
 TMA adds dQ to a float32 accumulator in HBM. If the constant ORDERED is set, the additions follow
 the order of the key tiles. One producer thread loads tiles, a second warp loads the rows'
-log-sum-exp and delta, and two more warps send dQ to HBM. Without FUSED, this kernel computes no dQ,
-and the kernel in the module `dq` computes dQ. The blocks of a CLUSTER share the visits of a work
-tile, and sum dK and dV through each other's shared memory.
+log-sum-exp and delta, and two more warps send dQ to HBM. If FUSED is not set, this kernel computes
+no dQ, and the kernel in the module `dq` computes dQ. The blocks of a CLUSTER share the visits of a
+work tile, and sum dK and dV through each other's shared memory.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The fused backward for head dims of 129 to 192 on Hopper, in Python, with warpgroup roles.
 
 The kernel is structured like kernels/hopper/backward_roles.cu. It is KV-outer, but each warpgroup
-computes different products. One consumer warpgroup computes the scores, P and dS of a whole tile,
-64 queries by 96 keys, and dQ; one accumulates dV^T, and one dK^T, each for all keys and columns. P
-and dS pass through shared memory, transposed. Rows of the scores are queries.
+computes different products. One consumer warpgroup computes dQ, and the scores, P and dS of a whole
+tile of 64 queries by 96 keys. A second warpgroup accumulates dV^T and a third dK^T, each for all
+keys and columns. P and dS are transposed and pass through shared memory. Each row of the scores
+belongs to one query.
 """
 
 from __future__ import annotations
@@ -205,9 +206,10 @@ def _scores(c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespac
 def _sums(
     c: SimpleNamespace, at: Roles, w: SimpleNamespace, i: SimpleNamespace, *, values: bool
 ) -> Any:
-    """Return ``add_up(a, shared)``, the loop of a warpgroup that accumulates dV^T (values) or dK^T.
+    """Return ``add_up(a, shared)``, the loop of the warpgroup that accumulates dV^T or dK^T.
 
-    dV^T = dO^T P, and dK^T = Q^T dS: a product for every 64 columns.
+    The warpgroup accumulates dV^T if `values` is true. For every 64 columns, the warpgroup computes
+    one product: dV^T = dO^T P, or dK^T = Q^T dS.
     """
     block_q, block_k, bf16 = c.block_q, c.block_k, bool(c.bf16)
     tile_at, scores_at = (at.region(x) for x in (("dout", "p") if values else ("q", "ds")))

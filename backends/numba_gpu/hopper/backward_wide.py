@@ -1,11 +1,12 @@
 """The KV-outer backward for head dims of 192 and 256 on Hopper, in Python.
 
 The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators of dK and dV for 64
-keys fill the registers of both consumer warpgroups, so the warpgroups divide the columns. Each
-computes the scores of all 64 keys by its half of the queries. P^T and dS^T pass through shared
-memory as a whole, and each warpgroup then multiplies them for its own columns of dV, dK and dQ.
-At 256 columns dQ does not fit in shared memory beside the rest, and is added to the accumulator
-from registers. Without FUSED there is no dQ, which `dq` then computes. For the fused backward with
+keys fill the registers of both consumer warpgroups. So the warpgroups divide the columns of dK and
+dV. Each warpgroup computes the scores of all 64 keys for one half of the queries. The warpgroups
+exchange all of P^T and dS^T through shared memory. Each warpgroup then uses them in the products
+for its own columns of dV, dK and dQ. With 256 columns, dQ does not fit in shared memory beside the
+other tiles. So the warpgroups add dQ to the accumulator from registers. If FUSED is not set, this
+kernel computes no dQ, and the kernel in the module `dq` computes dQ. For the fused backward with
 many work tiles, `backward_roles` is faster. The blocks of a CLUSTER share the visits of a work
 tile, as in `backward`.
 """
@@ -99,8 +100,8 @@ def _consumer(
 ) -> Any:
     """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
 
-    The warpgroup computes the scores of its 32 queries of every visit, and its columns of dV, dK
-    and dQ.
+    In every visit (tile pair), the warpgroup computes the scores of its 32 queries. It also
+    computes its columns of dV, dK and dQ.
     """
     block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
     dq_row_bytes = c.head_dim * 4  # of the accumulator

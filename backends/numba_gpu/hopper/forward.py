@@ -38,7 +38,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def hopper_forward_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, for compile-time constants.
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
     The kernel takes tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
     whose value is 0 at the start. The address is 0 (no counter) if no block gets more than one work
@@ -176,10 +176,10 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
 
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
-    """Return the function that starts the copy of a tile of K or V into its stage of the ring.
+    """Return a function that starts the copy of a tile of K or V to its stage of the ring buffer.
 
-    The tile has the number `position` in the ring, and begins at key `key`. The barrier `barrier`
-    counts the tile's bytes.
+    The tile has the position `position` in the ring buffer, and begins at key `key`. The barrier
+    `barrier` counts the tile's bytes.
     """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
@@ -238,7 +238,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return the masked scores S of visit n.
+        """Return the masked scores S of visit (tile pair) number n.
 
         The function also scales and softcaps the scores if the exponential cannot apply the scale.
         """

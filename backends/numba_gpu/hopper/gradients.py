@@ -60,7 +60,10 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """Return ``put_rows(address, values)``, which stores `load_statistics` values on chip."""
+    """Return ``put_rows(address, values)``: it stores values per row in shared memory.
+
+    The values come from the function that `load_statistics` returns.
+    """
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -146,12 +149,13 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
     n, d : int
         Queries and columns of dO.
     slices : int
-        Number of slices. If there are few, long slices (n = 128), the function waits for dP in the
-        middle of the slices, and computes part of dS = P dP during the second half;
-        `products_ahead` says how much.
+        The number of slices. If there are few, long slices (n = 128), the function waits for dP in
+        the middle of the slices. It then computes part of dS = P dP during the second half of the
+        slices. The function `products_ahead` returns how large this part is.
     softcap, start : bool
-        With a softcap, p is P times the softcap's derivative, 1 - tanh^2. Unless scores `start` at
-        the statistics, `lse` is the shared-memory address of each column's -lse in base 2.
+        If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If `start` is
+        false, the scores do not start at the statistics, and `lse` is the shared-memory address of
+        each column's -lse in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -220,7 +224,10 @@ def waits_halfway(n: int) -> bool:
 
 
 def score_gradients(bf16: bool, n: int) -> Any:
-    """Return ``score_gradients(p, dp) -> ds``: dS = P dP as a left operand."""
+    """Return ``score_gradients(p, dp) -> ds``: it computes dS = P dP.
+
+    The result has the layout of a matrix product's left operand.
+    """
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)
@@ -239,7 +246,7 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``: the address of this thread's row of dS^T.
+    """Return ``ds_place(ds, group) -> address``: it returns the address of a thread's row of dS^T.
 
     The row is swizzled. The argument `wide` is the number of queries per chunk of dS^T.
     """
@@ -296,7 +303,7 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``: the place of this thread's part of dQ for TMA.
+    """Return ``dq_place(dq) -> address``: it returns where a thread stages its part of dQ for TMA.
 
     A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
     a row are swizzled with the row number.
@@ -365,7 +372,10 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait for `mine` additions by other blocks to a piece of dQ, before this block adds to it."""
+    """Wait until other blocks have made `mine` additions to a piece of dQ.
+
+    After that, this block may add to the piece.
+    """
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -386,10 +396,10 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``, which stores a thread's part of 64 x n sums.
+    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
 
-    The sums are stored in shared memory, where the function that `add_from` returns reads them.
-    Consecutive sums of a thread lie `apart` bytes apart.
+    The function that `add_from` returns reads these sums. Consecutive sums of a thread lie `apart`
+    bytes apart.
     """
 
     @emitted(None, int32, floats(n // 2))
@@ -418,10 +428,10 @@ def add_from(n: int, apart: int) -> Any:
 
 
 def unit_of_starts(start: bool) -> Any:
-    """Return ``unit(scale)``: the factor by which `load_statistics` multiplies a log-sum-exp.
+    """Return ``unit(scale)``: it returns the factor for the log-sum-exp in `load_statistics`.
 
-    If score accumulators `start` at the log-sum-exp, the factor is -1 / scale. Otherwise the factor
-    is -log2 e, because the product is added to the exponent of exp2.
+    If `start` is true, score accumulators start at the scaled log-sum-exp, and the factor is -1 /
+    scale. Otherwise the factor is -log2 e, because the product is added to the exponent of exp2.
     """
 
     @emitted(float32, float32)

@@ -1,4 +1,4 @@
-"""The KV-outer backward's warps that load tiles and send dQ.
+"""Define the warps of the KV-outer backward that load tiles and that send dQ.
 
 The warps do the same as those of kernels/hopper/kv_outer.cuh.
 """
@@ -21,7 +21,7 @@ int32, int64 = types.int32, types.int64
 
 
 def share_of(c: SimpleNamespace) -> Any:
-    """Return ``share(group, count) -> member, n, left``: a block's visits of a work tile.
+    """Return ``share(group, count) -> member, n, left``, which selects a block's visits.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
     of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
@@ -112,13 +112,13 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, then its K: the order in which their buffers become free.
+        """Load a work tile's V, and then its K.
 
-        A block of a cluster has only one work tile, so it need not wait for a previous work tile to
-        free the buffers. Such a wait would even be wrong. A cluster's blocks load each other's
-        tiles, so a block without visits may be done with K and V before its producer reaches the
-        wait. The producer would then mistake this phase of the barrier for the previous phase, and
-        wait forever.
+        The buffer of V becomes free before the buffer of K. A block of a cluster has only one work
+        tile, so it need not wait for a previous work tile to free the buffers. Such a wait would
+        even be wrong. A cluster's blocks load each other's tiles, so a block without visits may be
+        done with K and V before its producer reaches the wait. The producer would then mistake this
+        phase of the barrier for the previous phase, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -185,8 +185,8 @@ def statistics(
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
     For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO. Unless the scores' accumulators `start` at them, the
-    scores' values are -lse in base 2.
+    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators do not
+    start at these values, and the values for the scores are -lse in base 2.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
@@ -260,8 +260,8 @@ def sender(
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
     As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
-    accumulator in HBM. The first warpgroup's named barriers are `barriers`: its piece is free, and
-    its piece is full.
+    accumulator in HBM. The argument `barriers` holds two named barriers of the first warpgroup. One
+    signals that the warpgroup's piece is free, and the other that it is full.
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

@@ -3,8 +3,8 @@
 The module `backends.numba_gpu.ptx` has the instructions of sm_80.
 
 Each function's docstring names the section of NVIDIA's *PTX ISA* that describes its instruction.
-Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps; the number of its
-first warp is a multiple of four.
+Addresses in shared memory are 32-bit. A *warpgroup* is four consecutive warps, of which the first
+has a number that is a multiple of four.
 
 A tile of 16-bit elements lies in shared memory as *chunks* of 64 columns. Row r of a chunk is the
 128 bytes at offset 128 r, and TMA permutes the row's eight 16-byte pieces by r % 8 (the 128-byte
@@ -203,7 +203,7 @@ def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Return a 32-bit integer in HBM and increment it; the number after `last` is 0 ("atom")."""
+    """Return a 32-bit integer in HBM and increment it; after `last`, it becomes 0 ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -213,20 +213,20 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
     """Store four 8 x 8 matrices of 16-bit elements to shared memory.
 
-    The instruction is "stmatrix"; its layout is that of `ptx.ldmatrix`.
+    The instruction is "stmatrix". Its layout is the same as that of `ptx.ldmatrix`.
     """
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
 
 def store_transposed(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Store four 8 x 8 matrices as `store_matrices` does, each transposed."""
+    """Transpose four 8 x 8 matrices, and store them in shared memory as `store_matrices` does."""
     text = "stmatrix.sync.aligned.m8n8.x4.trans.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
 
 def transposed(b: ir.IRBuilder, word: ir.Value) -> ir.Value:
-    """Transpose an 8 x 8 matrix of which each lane holds two neighbours of a row ("movmatrix")."""
+    """Transpose an 8 x 8 matrix, of which each lane holds two neighbours in a row ("movmatrix")."""
     text = "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;"
     return asm(b, text, "=r,r", [word], I32, effects=True, together=True)
 
@@ -284,7 +284,7 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset of 16-column step `step` in a tile of `rows` rows.
+    """Return the offset of column 16 `step` in a tile of `rows` rows.
 
     The offset is in descriptor units of 16 bytes.
     """
@@ -292,7 +292,7 @@ def along_row(step: int, rows: int) -> int:
 
 
 def down_rows(step: int) -> int:
-    """Return the offset of 16-row step `step`, in descriptor units of 16 bytes."""
+    """Return the offset of row 16 `step` of a tile, in descriptor units of 16 bytes."""
     return step * 16 * 128 // 16
 
 

@@ -1,4 +1,4 @@
-"""The Python Hopper kernels' layout of shared memory, and their registers per thread."""
+"""Compute the Python Hopper kernels' layout of shared memory and their registers per thread."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ITEM = 48
 
 
 def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
-    """Return the columns that products compute: the wider head_dim in whole `step`s.
+    """Return how many columns products compute: the larger head_dim, rounded up to `step`.
 
     A tile in shared memory may have more columns, which TMA pads with zeros.
     """
@@ -40,15 +40,16 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """The bytes of each region of tiles or rows, with all its stages, in layout order."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """The number and the arrivals per phase of each kind of mbarrier, in layout order.
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
 
-        A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
-        barrier waits for one arrival from each warp that reads the stage.
+        The kinds are in layout order. A "full" barrier waits for the producer's arrival and for the
+        bytes of its copies. A "free" barrier waits for one arrival from each warp that reads the
+        stage.
         """
 
     @property
@@ -57,7 +58,7 @@ class SmemLayout(ABC):
         return -(-self.d // 64)
 
     def region(self, name: str) -> int:
-        """Return the offset of the first stage of a region."""
+        """Return the byte offset of the first stage of a region of tiles or rows."""
         before = list(self.regions).index(name)
         return sum(list(self.regions.values())[:before])
 
@@ -69,7 +70,7 @@ class SmemLayout(ABC):
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """The number of arrivals that end a phase of each barrier, by the barrier's offset."""
+        """For each barrier's offset, the number of arrivals that end a phase of that barrier."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -78,12 +79,12 @@ class SmemLayout(ABC):
 
     @property
     def items(self) -> int:
-        """The offset of the two slots for work tiles."""
+        """The byte offset of the two slots for work tiles."""
         return sum(self.regions.values()) + 8 * len(self.barrier_arrivals)
 
     @property
     def nbytes(self) -> int:
-        """The bytes of shared memory that the whole layout takes."""
+        """The number of bytes of shared memory that the whole layout takes."""
         return self.items + 2 * ITEM
 
 
@@ -91,7 +92,7 @@ class SmemLayout(ABC):
 class OnChip(SmemLayout):
     """The shared-memory layout of the forward kernel.
 
-    A tile of Q stays in shared memory for one work tile, and a stage of K or V for one visit.
+    A tile of Q stays in shared memory for one work tile. A tile of K or V stays for one visit.
     """
 
     dv: int
@@ -109,7 +110,7 @@ class OnChip(SmemLayout):
 
     @property
     def q_bytes(self) -> int:
-        """The bytes of the rows of Q that one warpgroup reads."""
+        """The size in bytes of the rows of Q that one warpgroup reads."""
         return 64 * 128 * self.chunks
 
     @property
@@ -124,13 +125,13 @@ class OnChip(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`."""
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -161,22 +162,23 @@ class ByKeys(SmemLayout):
     @property
     @abstractmethod
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in a warpgroup's piece of dQ.
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes.
 
-        Each is (first column of warpgroup 0, columns to the next warpgroup's first, width).
+        Each range is (the first column of warpgroup 0, the number of columns from there to the
+        first column of the next warpgroup, width).
         """
 
     @property
     def dq_bytes(self) -> int:
-        """The bytes of one warpgroup's piece of dQ, in float32."""
+        """The size in bytes of the float32 piece of dQ that one warpgroup writes."""
         return self.dq_rows * 4 * sum(wide for _, _, wide in self.dq_columns)
 
     @property
     def row_of_threads(self) -> int:
-        """The bytes between two consecutive floats of a thread's dK and dV in the exchange area.
+        """The bytes from one float of a thread's dK or dV to the next in the exchange area.
 
-        The exchange area takes the place of the tiles of K, V, Q and dO. In it, a block of a
-        cluster stores its dK and dV for the other blocks.
+        The exchange area takes the place of the tiles of K, V, Q and dO. A block of a cluster
+        stores its dK and dV in the exchange area, from which the other blocks read them.
         """
         return 128 * self.groups * 4
 
@@ -185,12 +187,12 @@ class ByKeys(SmemLayout):
 class KeysOutside(ByKeys):
     """The shared-memory layout of the KV-outer backward kernel.
 
-    K and V stay for one work tile. Q, dO and their row statistics are in ring buffers of two
-    stages, and each visit (tile pair) uses one stage. The statistics are the initial values of a
-    row's scores and of its dP. dS^T, which has one row per key, is in another such ring buffer.
-    Each warpgroup has a staging area for a piece of dQ: 64 columns of `dq_rows` queries, in two
-    boxes of 32 columns. With `deferred`, dS^T has separate barriers, at which the next visit waits
-    for dS^T.
+    K and V stay in shared memory for one work tile. Q, dO and their row statistics are in ring
+    buffers of two stages, and each visit (tile pair) uses one stage. The statistics are the initial
+    values of a row's scores and of its dP. dS^T, which has one row per key, is in another ring
+    buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64 columns of
+    `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate barriers, at
+    which the next visit waits for dS^T.
     """
 
     fused: bool
@@ -213,7 +215,7 @@ class KeysOutside(ByKeys):
 
     @property
     def split_columns(self) -> bool:
-        """Whether the warpgroups divide dQ between them by columns instead of by rows."""
+        """Whether the warpgroups divide the columns of dQ between them instead of its rows."""
         return self.d == 128
 
     @property
@@ -223,12 +225,12 @@ class KeysOutside(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """Implement `ByKeys.dq_columns`."""
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
         return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -238,7 +240,7 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`.
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
         writes a part of dS^T, and each warpgroup reads the rows of all keys.
@@ -259,8 +261,8 @@ class ColumnsDivided(ByKeys):
 
     The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, which have one row per
     key, pass through shared memory, in two stages. If dQ is `staged`, each warpgroup has a staging
-    area for its columns of dQ, in boxes of 32 columns. At 256 columns a `fused` kernel has no room
-    for it.
+    area for its columns of dQ, in boxes of 32 columns. With 256 columns, a `fused` kernel has no
+    room for staging areas.
     """
 
     fused: bool
@@ -269,17 +271,20 @@ class ColumnsDivided(ByKeys):
 
     @property
     def staged(self) -> bool:
-        """Whether dQ is staged in shared memory, and sent by warps of its own."""
+        """Whether dQ is staged in shared memory, from which separate warps send it to HBM."""
         return self.fused and self.d < 256
 
     @property
     def wide(self) -> int:
-        """A warpgroup's columns in whole chunks of 64; the first ones are 128 apart."""
+        """The number of a warpgroup's columns that lie in whole chunks of 64 columns.
+
+        The first of these columns of the two warpgroups are 128 columns apart.
+        """
         return 128 if self.d == 256 else 64
 
     @property
     def narrow(self) -> int:
-        """A warpgroup's other columns: its half of the middle one of three chunks."""
+        """The number of a warpgroup's other columns: half of the middle chunk of three."""
         return 0 if self.d == 256 else 32
 
     @property
@@ -289,12 +294,12 @@ class ColumnsDivided(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """Implement `ByKeys.dq_columns`."""
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
         return ((0, 128, self.wide), (64, 32, self.narrow)) if self.staged else ((0, 0, 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -304,7 +309,10 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`; the barrier "full" is that of `KeysOutside`."""
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+
+        The barrier "full" has the same arrivals as in `KeysOutside`.
+        """
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -317,9 +325,9 @@ class ColumnsDivided(ByKeys):
 class Roles(ByKeys):
     """The shared-memory layout of the fused backward whose warpgroups compute different products.
 
-    One warpgroup computes P, dS and dQ, one dV, and one dK. P^T and dS^T, which have one row per
-    key, have one stage each, and so has dO, whose chunks have barriers of their own. dQ has
-    `dq_wide` columns.
+    One warpgroup computes P, dS and dQ, another computes dV, and a third computes dK. P^T, dS^T and
+    dO have one stage each. P^T and dS^T have one row per key. Each chunk of dO has its own
+    barriers. dQ has `dq_wide` columns.
     """
 
     dq_wide: int
@@ -333,12 +341,12 @@ class Roles(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """Implement `ByKeys.dq_columns`."""
+        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
         return ((0, 0, self.dq_wide),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -348,10 +356,11 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`; the barrier "full" is that of `KeysOutside`.
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
 
-        The warps of dK release a stage of Q: they wait for dS, and so for all other readers. A
-        chunk of dO is read by the warps of dP and of dV.
+        The barrier "full" has the same arrivals as in `KeysOutside`. The warps that compute dK
+        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by that
+        time. The warps that compute dP and those that compute dV read each chunk of dO.
         """
         chunks = self.chunks
         return {
@@ -366,10 +375,10 @@ class Roles(ByKeys):
 class DqAlone(SmemLayout):
     """The shared-memory layout of the Q-outer dQ kernel, the last of three backward passes.
 
-    A row tile is divided into pieces of 64 rows. Each piece's Q and dO stay for one work tile. K
-    and V are in ring buffers of two stages, and each visit (tile pair) uses one stage. If there is
-    only one piece, two warpgroups split the keys, and one of them passes its dQ to the other, 64
-    columns at a time, through `scratch`.
+    A row tile is divided into pieces of 64 rows. The Q and dO of each piece stay in shared memory
+    for one work tile. K and V are in ring buffers of two stages, and each visit (tile pair) uses
+    one stage. If there is only one piece, two warpgroups split the keys, and one of them passes its
+    dQ to the other, 64 columns at a time, through `scratch`.
     """
 
     groups = 2
@@ -391,7 +400,7 @@ class DqAlone(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """Implement `SmemLayout.regions`."""
+        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -400,7 +409,7 @@ class DqAlone(SmemLayout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """Implement `SmemLayout.arrivals`."""
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
@@ -410,7 +419,7 @@ class DqAlone(SmemLayout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return the number of registers per thread, for a producer and for a consumer.
+    """Return two numbers of registers per thread: for producers, and for consumers.
 
     The block's 128 (groups + 1) threads share the SM's 65,536 registers.
     """

@@ -81,7 +81,10 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``: arrive; the barrier's phase also waits for `count` bytes."""
+    """Return ``expect(barrier)``, which arrives at the barrier.
+
+    The barrier's phase then also waits for `count` bytes.
+    """
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
@@ -163,12 +166,18 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha
 
 
 def named_sync(threads: int) -> Any:
-    """Return ``named_sync(barrier)``: arrive at a named barrier and wait for `threads` arrivals."""
+    """Return ``named_sync(barrier)``: it arrives at a named barrier, and then waits.
+
+    The wait ends when `threads` threads have arrived.
+    """
     return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
 def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``: arrive at a barrier of `threads` threads; do not wait."""
+    """Return ``named_arrive(barrier)``: it arrives at a named barrier, and does not wait.
+
+    The barrier is for `threads` threads.
+    """
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
@@ -249,11 +258,11 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
 
 
 def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
-    """Return a function that copies a tile by TMA, whose chunks have barriers of their own.
+    """Return a function that copies a tile by TMA, where each chunk has its own barriers.
 
     The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
-    starts once its readers have released the previous tile. `parity` is that of the tile's number;
-    for `packed` see `copy_tile`.
+    starts once its readers have released the previous tile. `parity` is the parity of the tile's
+    number. The argument `packed` is that of `copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -301,7 +310,7 @@ def queue_scores(
         The number of rows of the whole Q tile, of which 64 are used, and of the whole K tile, of
         which n are used. If `of` is 0, the K tile has n rows.
     more : bool
-        ``queue_scores(s, q, k) -> s + Q K^T`` instead.
+        If true, the returned function is ``queue_scores(s, q, k) -> s + Q K^T`` instead.
     """
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
@@ -324,16 +333,17 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, with P from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, where P is from `round_operand`.
 
     The caller must wait for the result.
 
     Parameters
     ----------
     n, depth : int
-        Columns and rows of V.
+        The numbers of columns and of rows of V.
     of : int
-        Rows of the whole tile, of which `depth` are used; 0 means `depth`.
+        The number of rows of the whole tile of V, of which `depth` are used. If `of` is 0, the tile
+        has `depth` rows.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)

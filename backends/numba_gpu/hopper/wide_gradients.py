@@ -1,9 +1,9 @@
 """Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
 
-P and dS of a tile pair pass from warpgroup to warpgroup through shared memory, transposed: a row
-has one key and 64 queries. `backward_wide` computes transposed scores, with keys in rows;
-`backward_roles` computes scores with queries in rows. dQ is computed with queries in rows, so its
-staging differs from that of `gradients`.
+P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. They are transposed,
+so each row belongs to one key and has 64 queries. `backward_wide` computes transposed scores, in
+which each row belongs to a key. `backward_roles` computes scores in which each row belongs to a
+query. Each row of dQ belongs to a query, so the staging of dQ differs from that in `gradients`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def _warp(b: ir.IRBuilder) -> ir.Value:
-    """Return the number of the warp in its warpgroup."""
+    """Return the index (0 to 3) of the thread's warp in its warpgroup."""
     return b.and_(b.lshr(ptx.special(b, "tid.x"), i32(5)), i32(3))
 
 
@@ -39,9 +39,10 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 
 @emitted(int32, int32, int32)
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
-    """Return where this thread's row of P^T or dS^T begins: ``(tile, group) -> address``.
+    """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
 
-    A warpgroup has 32 of the row's 64 queries. `gradients.store_ds` takes the address.
+    The function is ``scores_place(tile, group) -> address``. A warpgroup has 32 of the row's 64
+    queries. The result can be passed to `gradients.store_ds`.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -53,8 +54,8 @@ def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
 def column_probabilities(n: int, softcap: bool) -> Any:
     """Return ``column_probabilities(s, lse, to_log2, cap) -> p, sloped``: P = exp2(c S - lse).
 
-    `lse` holds -lse in base 2 of each of the lane's columns. `sloped` is P, with a softcap times
-    the cap's slope.
+    `lse` holds the negative log-sum-exp, in base 2, of each of the lane's columns. `sloped` is P
+    or, if there is a softcap, P times the softcap's derivative.
     """
     kind = floats(n // 2)
 
@@ -72,7 +73,7 @@ def column_probabilities(n: int, softcap: bool) -> Any:
 
 
 def column_gradients(bf16: bool, n: int) -> Any:
-    """Return ``column_gradients(p, dp, delta) -> ds``: it rounds dS = P (dP + delta).
+    """Return ``column_gradients(p, dp, delta) -> ds``: it computes dS = P (dP + delta), rounded.
 
     `delta` holds -delta of each of the lane's columns.
     """
@@ -95,7 +96,8 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
     ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
     its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
-    of the wide columns come first, then those of the narrow ones; each part is a group of products.
+    of the wide columns come first, and then those of the narrow columns. The products of each of
+    these two parts form one group.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -172,7 +174,8 @@ def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
     """Return the function that adds a warpgroup's columns of dQ to the accumulator in HBM.
 
     The function is ``add_columns(address, dq, rows, group) -> bytes``. `address` is the address of
-    the tile's row 0, and only the tile's first `rows` rows exist. All columns are wide ones.
+    the tile's row 0, and only the tile's first `rows` rows exist. All these columns are wide ones
+    (`ColumnsDivided.wide`).
     """
     assert not at.narrow, "the narrow columns are not added"
 
@@ -207,7 +210,10 @@ def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 @emitted(floats(2), int32)
 def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
-    """Load the float32 of each of this thread's two rows: ``load_rows(address) -> values``."""
+    """Load one float32 for each of this thread's two rows from shared memory.
+
+    The function is ``load_rows(address) -> values``.
+    """
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane_of(b), i32(2)))
     mine = b.add(address, b.shl(row, i32(2)))
     return [ptx.load_shared_float(b, b.add(mine, i32(32 * half))) for half in range(2)]
@@ -215,7 +221,10 @@ def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
 
 @emitted(int32, int32)
 def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
-    """Return where this thread stores the first keys of P^T or dS^T: ``(tile) -> address``."""
+    """Return the address at which this thread stores the first keys of P^T or dS^T.
+
+    The function is ``keys_place(tile) -> address``.
+    """
     lane = lane_of(b)
     key = b.add(b.shl(b.lshr(lane, i32(4)), i32(3)), b.and_(lane, i32(7)))
     piece = b.add(b.shl(_warp(b), i32(1)), b.and_(b.lshr(lane, i32(3)), i32(1)))
@@ -226,9 +235,10 @@ def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
 def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
     """Return the function that computes P = exp2(c S - lse) and stores it.
 
-    The function is ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``: P, with a
-    softcap times the cap's slope. `lse` holds -lse in base 2 of the thread's rows. 16 keys are
-    stored at a time, while the exponentials of the next ones run.
+    The function is ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``. `sloped` is P
+    or, if there is a softcap, P times the softcap's derivative. `lse` holds the negative
+    log-sum-exp, in base 2, of the thread's rows. The function stores 16 keys at a time, while the
+    exponentials of the next 16 keys run.
     """
     kind = floats(n // 2)
 
@@ -276,7 +286,10 @@ def store_gradients(bf16: bool, n: int) -> Any:
 
 
 def queue_dq(bf16: bool, n: int, keys: int) -> Any:
-    """Return ``queue_dq(ds, k) -> dq``: it queues dQ = dS K, 64 queries by `n` columns."""
+    """Return ``queue_dq(ds, k) -> dq``: it queues the product dQ = dS K.
+
+    dQ has 64 queries and `n` columns.
+    """
     steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
 
     @emitted(floats(n // 2), int32, int32)
@@ -289,9 +302,10 @@ def queue_dq(bf16: bool, n: int, keys: int) -> Any:
 
 
 def queue_sum(bf16: bool, keys: int) -> Any:
-    """Return ``queue_sum(sum, chunk, scores) -> sum``: dV^T += dO^T P, or dK^T += Q^T dS.
+    """Return ``queue_sum(sum, chunk, scores) -> sum``, which queues a product and adds it to `sum`.
 
-    The product has the 64 columns of a chunk of dO or Q, by `keys`.
+    The function computes dV^T += dO^T P, or dK^T += Q^T dS. The product has a row for each of the
+    64 columns of a chunk of dO or Q, and `keys` columns.
     """
     left_at = [ptx_hopper.down_rows(x) for x in range(4)]
     right_at = [ptx_hopper.along_row(x, keys) for x in range(4)]
@@ -309,8 +323,8 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
     """Return the function that rounds and stores three sums of `queue_sum`, as rows of keys.
 
     The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
-    bytes``. `first` is the tile's first key; keys from `stop` on, and columns past the width of
-    `row_of`, are not stored.
+    bytes``. `first` is the tile's first key. The function does not store keys from `stop` on, or
+    columns past the width of `row_of`.
     """
     kind = floats(keys // 2)
 
@@ -357,11 +371,11 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 
 @emitted(int32, int32)
 def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
-    """Return where this thread stages its part of dQ: ``rows_place(dq) -> address``.
+    """Return the shared-memory address at which this thread stages its part of dQ.
 
-    A row of the staging area has 32 columns per box, whose 16-byte pieces are swizzled with the
-    row. Odd rows begin with the other half of a box's columns. Otherwise two rows would use the
-    same banks.
+    The function is ``rows_place(dq) -> address``. A row of the staging area has 32 columns per box.
+    The 16-byte pieces of a row are swizzled with the row number. A thread whose row is odd begins
+    with the other half of a box's columns. Otherwise two rows would use the same banks.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))

@@ -1,8 +1,8 @@
-"""Passes work tiles from the producer to the consumers through slots in shared memory.
+"""Pass work tiles from the producer to the consumers through slots in shared memory.
 
-A work tile is a row tile of one head with all its visits; in a KV-outer kernel, it is a column tile
-with all its visits. A visit is one query tile times one key tile. A slot holds a work tile in the
-layout of `smem_layout`.
+A work tile is a row tile of one head with all its visits. In a KV-outer kernel, a work tile is a
+column tile with all its visits. A visit is one query tile times one key tile. A slot holds a work
+tile in the layout of `smem_layout`.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def item_functions(
     or one of the consumers' warpgroups. Each role records its own time stamps.
 
     ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` is the number after
-    its last work tile. The launch has all work tiles of its pass, unless `part` is true.
-    ``write(a, slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the
-    number of the next work tile. ``take(shared, item)`` waits for a work tile and returns its
-    slot. ``leave(shared, item, speaking)`` signals that a warp is done with the slot.
-    ``visits(slot)`` returns the work tile's visits in the form of ``begin`` of `w`. ``place(row,
+    its last work tile. If `part` is false, the launch has all work tiles of its pass. ``write(a,
+    slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the number of the
+    next work tile. ``take(shared, item)`` waits for a work tile and returns its slot.
+    ``leave(shared, item, speaking)`` signals that a warp is done with the slot. ``visits(slot)``
+    returns the work tile's visits in the form in which ``begin`` of `w` returns them. ``place(row,
     stop, batch)`` returns the coordinates that a tensor map needs for a row. ``visit_stamps(a,
     walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's
     time stamps.

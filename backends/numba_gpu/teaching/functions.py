@@ -34,11 +34,11 @@ class TracedFunctions(NamedTuple):
 
     @property
     def arrays(self) -> tuple[ArraySpec, ...]:
-        """The captured arrays: first those of the score function, then those of the mask."""
+        """All captured arrays, beginning with the score function's and ending with the mask's."""
         return tuple(a for graph in (self.score, self.mask) if graph for a in graph.arrays)
 
     def places(self) -> list[int]:
-        """Return the offset of each captured array in its flat array (of floats or of integers)."""
+        """Return the offset of each captured array in the flat array of floats or of integers."""
         ends, found = {True: 0, False: 0}, []
         for spec in self.arrays:
             floats = spec.kind == FLOAT
@@ -55,7 +55,7 @@ def functions_of(problem: Problem) -> TracedFunctions:
 
 
 class Compiled(NamedTuple):
-    """Device functions that compute with a single score.
+    """Device functions that apply the mask and score functions to a single score.
 
     ``keep(floats, wholes, b, h, q, k)`` returns whether the mask keeps the score. ``score(floats,
     wholes, s, b, h, q, k)`` returns the new score. ``slope(floats, wholes, sums, s, ds, b, h, q,
@@ -114,7 +114,7 @@ class Flat(Written):
         return [f"    {line}" for line in self.statements(numbers)]
 
     def element(self, node: Any) -> str:
-        """Return the text of the index at which a load's element is in the flat array."""
+        """Return the text of an index: that of the element that `node` loads, in the flat array."""
         return f"{self.places[node.value]} + ({self.offset(node)})"
 
     def read(self, node: Any) -> str:
@@ -147,7 +147,7 @@ def captured(job: Job, functions: TracedFunctions) -> tuple[np.ndarray, np.ndarr
 
 
 def gradients(functions: TracedFunctions, sums: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the gradients of captured arrays, which are slices of the kernels' array `sums`."""
+    """Return the gradients of captured arrays as slices of `sums`, which the kernels filled."""
     pairs = zip(functions.arrays, functions.places(), strict=True)
     return {
         f"d:{spec.name}": sums[at : at + math.prod(spec.shape)].reshape(spec.shape)

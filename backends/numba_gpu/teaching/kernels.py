@@ -44,14 +44,14 @@ class TeachingShape:
 
 @cuda.jit(device=True, inline="always")
 def _keeps(query, key, offset, key_stop, left, right):
-    """Return whether the query sees the key, by the causal and window limits of the schedule."""
+    """Return whether the schedule's causal and window limits let this query see this key."""
     centre = query + offset
     return key < key_stop and centre - left <= key and key <= centre + right
 
 
 @cuda.jit(device=True, inline="always")
 def _load(tile, X, batch, head, start, stop, width):
-    """Copy rows of X to a shared tile; return how many elements this thread copied.
+    """Copy rows of X to a tile in shared memory, and return how many elements this thread copied.
 
     Rows of the tile from `stop` on are set to 0. All threads of the block must call this function,
     since neighbouring threads read neighbouring elements.
@@ -69,7 +69,10 @@ def _load(tile, X, batch, head, start, stop, width):
 
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
-    """Return the forward kernel: block (i, head) computes row tile i, one row per thread."""
+    """Return the forward kernel.
+
+    Block (i, head) computes row tile i, and each thread computes one row of it.
+    """
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts

@@ -40,7 +40,7 @@ def simulated() -> bool:
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
-    """Return the bytes of shared memory that a pass's largest kernel takes."""
+    """Return the largest number of bytes of shared memory that any kernel of a pass uses."""
     q, k, d, dv = tiling.block_q, tiling.block_k, problem.head_dim + 1, problem.head_dim_v + 1
     if direction == "forward":
         return 4 * (q * (d + dv + k + 1) + k * (d + dv))
@@ -48,7 +48,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 
 
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
-    """Return the requested tiling if it fits, or by default the largest square tiling that fits.
+    """Return the requested tiling, or the largest square tiling that fits if none was requested.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def forward(job: Job) -> Outcome:
 
 
 def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
-    """Rebuild the data that the backward pass needs from the forward pass's results alone."""
+    """Rebuild the data that the backward pass needs from the forward pass's `out` and `lse`."""
     device = _Simulator(job) if simulated() else _Gpu.of(job)
     arrays = {"q": job.q, "k": job.k, "v": job.v, "out": out, "lse": lse}
     for name in ("out", "lse"):
@@ -168,7 +168,10 @@ def _check_functions(job: Job) -> None:
 
 
 def _sinks(job: Job) -> np.ndarray:
-    """Return the sinks as float32 (heads,); without sinks, a dummy array of one number."""
+    """Return the sinks as a float32 array (heads,).
+
+    If there are no sinks, the result is a dummy array of one number.
+    """
     if not job.problem.sinks:
         return np.zeros(1, np.float32)
     return checks.sinks(job.sinks, job.problem.heads).astype(np.float32)
@@ -201,7 +204,10 @@ class _Simulator:
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """Return a copy of an array for a kernel, since the simulator writes to its arguments."""
+        """Return a copy of an array, which a kernel can take as an argument.
+
+        A copy is needed because the simulator writes to a kernel's arguments.
+        """
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -224,7 +230,7 @@ class _Simulator:
 class _Gpu:
     """Handles arrays and launches on the GPU of the job's arrays, on their library's stream.
 
-    Kernels get CuPy arrays that share the caller's memory; only NumPy arrays are copied.
+    Kernels get CuPy arrays that share the caller's memory. Only NumPy arrays are copied.
     """
 
     def __init__(self, space: Any) -> None:
@@ -260,7 +266,10 @@ class _Gpu:
             yield
 
     def taken(self, array: Any) -> Any:
-        """Return an array for a kernel as a CuPy array; only a NumPy array is copied."""
+        """Return an array as a CuPy array, which a kernel can take as an argument.
+
+        Only a NumPy array is copied.
+        """
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)
@@ -282,7 +291,10 @@ class _Gpu:
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
-        """Run a kernel; its first call compiles it, which takes a second and prints a message."""
+        """Run a kernel on the GPU.
+
+        The first call compiles the kernel, which takes a second and prints a message.
+        """
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
         _launch(kernel, (grid, threads, stream), arguments)
@@ -346,7 +358,7 @@ class _Call:
         self.place.launch(kernel(self.shape), (tables.tiles, walks), self.tiling.block_q, arguments)
 
     def stages(self) -> tuple[StageTrace, ...] | None:
-        """Return the events of the launches so far, or None if the job records no trace."""
+        """Return the trace events of the launches so far, or None if the job records no trace."""
         if not self.counting:
             return None
         return tuple(

@@ -1,15 +1,16 @@
 """FlashAttention-2 backward, KV-outer, on tensor cores (arXiv:2307.08691, Algorithm 2).
 
 A thread block computes column tile j of one KV head. For every query head of the GQA group, the
-thread block loops over the row tiles that the schedule lists. The block computes transposed
-scores, S^T = K Q^T, so that P^T and dS^T are already in the registers where the products dV += P^T
-dO and dK += dS^T Q need them.
+thread block loops over the row tiles that the schedule lists. The block computes transposed scores,
+S^T = K Q^T. So P^T and dS^T are already in the registers in which the products dV += P^T dO and dK
++= dS^T Q need them.
 
 The fused form also adds dS K to a float32 accumulator of dQ in HBM. The order of these additions
-varies, so the last bits of dQ vary, too. In the three-pass form, `backward_dq` computes dQ. The dQ
-product of a visit is computed during the next visit. With `halves`, half of the warps compute the
-dQ product before their scores, and the other half after their scores. So while one warp of a
-scheduler computes exponentials, another warp keeps the tensor cores busy.
+varies, so the last bits of dQ vary, too. In the three-pass form, the kernel in the module
+`backward_dq` computes dQ. The dQ product of a visit is computed during the next visit. With
+`halves`, half of the warps compute the dQ product before their scores, and the other half after
+their scores. So while one warp of a scheduler computes exponentials, another warp keeps the tensor
+cores busy.
 
 K and V stay in shared memory until the thread block ends. Q, dO, the log-sum-exp L and delta are in
 one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
@@ -49,7 +50,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
     """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
-    With `wide`, each addition to HBM covers 16 bytes, which needs sm_90.
+    If `wide` is true, each addition to HBM covers 16 bytes, which needs sm_90.
     """
     c = constants(kernel)
     w = walk_functions(c)
@@ -136,7 +137,7 @@ def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
 
     @device
     def add_dq(a, shared, warp, step, walk, start, rows, slot):
-        """Add this warp's part of dS K to dQ, for the visit before step `step`."""
+        """Add this warp's part of dS K to dQ, for the visit before loop step `step`."""
         row, col = warp % warps_q * (16 * dq_blocks), warp // warps_q * dq_cols
         ds_base = pieces_ds(shared + ds_at) + (1 - (step & 1)) * ds_bytes
         dq = multiply_dsk(new_dq(), ds_base, row, columns_k(shared), col)

@@ -1,4 +1,4 @@
-"""FlashAttention-2 backward, Q-outer: the kernel for dQ, the last of three passes.
+"""The Q-outer kernel that computes dQ in the last of three FlashAttention-2 backward passes.
 
 A thread block computes row tile i of one head. The block recomputes S and dP for the column tiles
 that the schedule lists, and adds up dS K in registers. The kernel uses no atomics, so equal inputs
@@ -39,7 +39,10 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dq_kernel(kernel: Kernel) -> Any:
-    """Return the kernel, a Python function of one `launch.ARGS`, for the constants of `kernel`."""
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+
+    Its only parameter is a `launch.ARGS`.
+    """
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -35,11 +35,12 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, for dot products of row pieces.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which multiplies pieces of rows.
 
-    A piece has 8 elements. The function takes a piece from each of up to `DEEP` rows, which are
-    `apart` rows apart and begin at `x` and `y`. Only the first `left` rows exist; the result `rows`
-    is the number of existing rows among those taken.
+    A piece has 8 elements. The function computes the dot product of two pieces for each of up to
+    `DEEP` rows. These rows are `apart` rows apart and begin at `x` and `y`. Only the first `left`
+    rows exist. The result `rows` is the number of existing rows among those that the function
+    reads.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -84,9 +85,10 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``: it writes a float32 per row, `apart` rows apart.
+    """Return ``write_rows(to, sums, left)``: it writes one float32 per row to HBM.
 
-    Only the first `left` rows exist; the function writes no other rows.
+    Successive rows are `apart` rows apart. Only the first `left` rows exist, and the function
+    writes no other rows.
     """
 
     @emitted(None, int64, floats(DEEP), int32)
@@ -100,9 +102,10 @@ def _write_rows(apart: int) -> Any:
 
 
 def _less_rows(apart: int) -> Any:
-    """Return ``less_rows(sums, source, left) -> sums``: it subtracts a float32 of HBM per row.
+    """Return ``less_rows(sums, source, left) -> sums``: it subtracts a float32 from each sum.
 
-    Successive rows are `apart` rows apart. Only the first `left` rows exist.
+    The function reads one float32 per row from HBM. Successive rows are `apart` rows apart. Only
+    the first `left` rows exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -149,7 +152,10 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """Return ``zeros_bytes(column)``: the existing bytes of four float32 from a column on."""
+    """Return ``zeros_bytes(column)``, which counts the bytes of four float32 that are not padding.
+
+    The four float32 begin at the given column.
+    """
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:
@@ -159,7 +165,10 @@ def zeros_bytes(row: RowWidth) -> Any:
 
 
 def flash_delta_kernel(kernel: Kernel) -> Any:
-    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+
+    Its only parameter is a `launch.ARGS`.
+    """
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report
@@ -213,7 +222,10 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
 
 
 def flash_convert_kernel(kernel: Kernel) -> Any:
-    """Return the kernel, a Python function of one `launch.ARGS`, for compile-time constants."""
+    """Return the kernel as a Python function, specialised for the constants of `kernel`.
+
+    Its only parameter is a `launch.ARGS`.
+    """
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report

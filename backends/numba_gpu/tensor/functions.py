@@ -1,7 +1,8 @@
 """Generate device functions that apply mask and score functions to fragments of scores.
 
-A device function computes one score. For each fragment, a generated function calls it once per
-element of the lane, with that element's positions. Numba compiles both.
+One device function computes a single score. For each fragment, a second, generated function calls
+the first function once per element of the lane, with that element's positions. Numba compiles both
+functions.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _TYPES: dict[str, ir.Type] = {
 
 
 def _reader(dtype: str) -> Any:
-    """Return ``read(address, index)``: an element in HBM as float32 or int64."""
+    """Return ``read(address, index)``: it returns an element in HBM as float32 or int64."""
     whole = not dtype.startswith(("float", "bfloat"))
 
     @emitted(types.int64 if whole else types.float32, types.int64, types.int64)
@@ -52,7 +53,7 @@ def _reader(dtype: str) -> Any:
 
 @emitted(None, types.int64, types.int64, types.float32)
 def _add(b: ir.IRBuilder, address: ir.Value, index: ir.Value, x: ir.Value) -> None:
-    """Add to ``float32[index]`` in HBM, atomically."""
+    """Add `x` to ``float32[index]`` in HBM, atomically."""
     at = b.add(address, b.mul(index, ir.Constant(I64, 4)))
     asm(b, "red.global.add.f32 [$0], $1;", "l,f", [at, x], effects=True)
 
@@ -111,10 +112,10 @@ def _return(text: _AtAddresses, n: int | None) -> str:
 
 
 def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
-    """Return ``slope(a, s, dout, b, h, i, j)``: the gradient of the score `s`.
+    """Return ``slope(a, s, dout, b, h, i, j)``: it returns the gradient of the score `s`.
 
-    It also adds the gradients of the captured arrays `wanted`, whose addresses follow those of all
-    `arrays` captured arrays.
+    The returned function also adds up the gradients of the captured arrays `wanted`. The addresses
+    of these gradients follow the addresses of all `arrays` captured arrays.
     """
     made = adjoints(score, wanted)
     text = _AtAddresses(made.nodes, made.arrays, 0)
@@ -128,18 +129,22 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
 
 
 def _tuple(values: list[str]) -> str:
-    """Return statements that return a tuple; Numba needs its elements as variables."""
+    """Return the text of statements that return a tuple of `values`.
+
+    The statements first assign each element to a variable, since Numba needs this.
+    """
     names = [f"x{n}" for n in range(len(values))]
     lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
     return "".join(lines) + f"    return ({', '.join(names)},)\n"
 
 
 def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> SimpleNamespace:
-    """Return what a kernel applies to a fragment of 16 `blocks` rows and `n` columns of scores.
+    """Return an object with the functions that a kernel applies to a fragment of scores.
 
-    Rows are queries if `by_row`, else keys. All functions take the kernel's arguments `a`, the
-    batch entry b, the head h, fragments, the warp's first query and key, and the last ones that
-    exist. Positions past these are replaced by these.
+    The fragment has 16 `blocks` rows and `n` columns. Rows are queries if `by_row` is true, and
+    otherwise keys. All functions take the kernel's arguments `a`, the batch entry b, the head h and
+    fragments. They also take the warp's first query and key, and the last query and key that exist.
+    Positions past the last ones are replaced by the last ones.
 
     The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and the functions
     ``mask(a, b, h, s, ...) -> s`` (masked scores are -inf), ``keep(a, b, h, p, ...) -> p`` (masked
@@ -163,7 +168,7 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     q, k = (down, across) if by_row else (across, down)
 
     def over(fragments: str, element: str, **names: Any) -> Any:
-        """Return a function of whole fragments from the text of one element."""
+        """Return a function of whole fragments, built from the text that computes one element."""
         values = [element.format(n=n, at=at) for n, at in enumerate(places)]
         text = f"def made(a, b, h, {fragments}, query, key, last_query, last_key):\n"
         text += "    lane = I(cuda.threadIdx.x) % 32\n"
@@ -189,9 +194,11 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 
 
 def first_rows_of(word: int) -> Any:
-    """Return ``first_rows(a, outer)``: the first query and key of an outer tile's sequence.
+    """Return ``first_rows(a, outer)``, for kernels with packed sequences.
 
-    The kernel's argument number `word` behind `launch.ARGS` is the address of all tiles' pairs.
+    The function returns the first query and the first key of an outer tile's sequence. The 64-bit
+    number `word` after `launch.ARGS` in the kernel's arguments is the address of these pairs for
+    all tiles.
     """
     text = f"def made(a, outer):\n    at = a.word_{word}\n"
     text += "    return read(at, I32(2 * outer)), read(at, I32(2 * outer + 1))\n"

@@ -54,11 +54,12 @@ def _per_element(values: Values, by_row: bool, i: int, c: int, x: int) -> ir.Val
 
 
 def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool) -> Any:
-    """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``: P = exp(S - L).
+    """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``, where P = exp(S - L).
 
     The argument `s` is Q K^T, neither scaled nor softcapped. For S, `lse` holds one value per row
-    of the lane; for S^T, one value per column of the lane. The result `slope` is the softcap's
-    derivative, 1 - tanh^2. Without a softcap, `slope` is a single 0 that is not used.
+    of the lane. For S^T, it holds one value per column of the lane. The result `slope` is the
+    softcap's derivative, 1 - tanh^2. If there is no softcap, `slope` is a single 0 that is not
+    used.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
@@ -89,7 +90,7 @@ def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool
 
 
 def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
-    """Return ``score_gradients(p, dp, delta, slope) -> ds``: dS = P (dP - delta) slope."""
+    """Return ``score_gradients(p, dp, delta, slope) -> ds``, where dS = P (dP - delta) slope."""
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
 

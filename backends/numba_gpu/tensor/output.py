@@ -13,10 +13,10 @@ from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """Return ``stage(address, row, col, c)``: it writes accumulators to a tile, as 16 bits.
+    """Return ``stage(address, row, col, c)``: it rounds accumulators, and writes them to a tile.
 
-    The accumulators are written to the shared-memory tile at (row, col), from where wide stores
-    copy them to HBM.
+    The accumulators are rounded to 16 bits, and written to the shared-memory tile at (row, col).
+    Wide stores later copy the tile to HBM.
     """
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
@@ -70,7 +70,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     Parameters
     ----------
     row_of : RowWidth
-        The width of the rows in HBM; columns past this width are left out.
+        The width of the rows in HBM. The function does not add columns past this width.
     wide : bool
         Whether one instruction adds four neighbours (sm_90). Two lanes exchange values, so that the
         even lane adds four values of the left 8-column piece, and the odd lane four values of the
@@ -132,7 +132,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """Return the columns and the values that this lane adds.
+        """Return the columns to which this lane adds, and the values that it adds.
 
         The lane holds four values of a row, in two 8-column pieces.
         """
