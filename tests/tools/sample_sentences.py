@@ -64,6 +64,7 @@ def main() -> None:
         passages = (passage for path in paths for passage in texts(kind, path))
         whole = kind == "error texts"
         every = [s for x in passages for s in ([" ".join(x.split())] if whole else cut(x))]
+        every = [s for s in every if len(s.split()) > 3]
         print(f"# {kind}")
         for sentence in rng.sample(sorted(set(every)), count):
             number += 1

@@ -220,7 +220,7 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
     """Return the bytes that a kernel reads from HBM again, because L2 did not keep them.
 
-    The function is about fused kernels with grouped heads, in two situations. In both situations, a
+    The result exceeds 0 only for fused kernels with grouped heads, in two cases. In both cases, a
     head group loops over more data (Q, dO and dQ) than L2 holds, and only the part that does not
     fit is requested again. The L2 model (`flashsim.l2`), which takes seconds, agrees to within a
     seventh in the cases tried.
