@@ -489,10 +489,11 @@ def run(monkeypatch):
                 monkeypatch.setattr(module, name, value)
         for name, value in {
             **{"float32": float, "mma_tiles": zeros, "tensor_gradients": columns},
-            **{"shared_base": lambda: 0, "constants": lambda kernel: kernel},
-            **{"walk_functions": lambda *_, **__: walk, "item_functions": lambda *_, **__: items},
+            **{"constants": lambda kernel: kernel, "walk_functions": lambda *_, **__: walk},
+            **{"item_functions": lambda *_, **__: items},
         }.items():
             monkeypatch.setattr(backward, name, value)
+        monkeypatch.setattr(kv_outer, "shared_base", lambda: 0)
         return backward.hopper_backward_kernel(c)
 
     def of(shape, heads, seed, *, deferred, ignored=(), blocks=1, item=None):

@@ -24,9 +24,8 @@ from flashsim.backends.numba_gpu import mma_tiles
 from flashsim.backends.numba_gpu.hopper import gradients, wide_gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
-from flashsim.backends.numba_gpu.hopper.kv_outer import producer, sender, share_of, statistics
+from flashsim.backends.numba_gpu.hopper.kv_outer import roles, share_of
 from flashsim.backends.numba_gpu.hopper.smem_layout import (
-    KEYS_OUTSIDE_REGISTERS,
     ColumnsDivided,
     columns_taken,
 )
@@ -40,7 +39,6 @@ from flashsim.backends.numba_gpu.traversal import (
     device,
     quotient,
     rows_of,
-    shared_base,
     walk_functions,
 )
 
@@ -59,38 +57,15 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
     at = ColumnsDivided(c.block_q, c.block_k, c.d, bool(c.fused))
     w = walk_functions(c, every=128)  # one thread per warpgroup
     items = item_functions(c, at, w, by_row=False)
-    produce = producer(c, at, w, items)
-    produce_statistics = statistics(c, at, w, items, start=False)
-    send_dq = sender(c, at, w, items, (_DQ_FREE, _DQ_FULL))
-    consume = _consumer(c, at, w, items)
-    barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
-    give, take = KEYS_OUTSIDE_REGISTERS
-    give_registers = hopper.registers(give, more=False)
-    take_registers = hopper.registers(take, more=True)
-    warpgroup, warp_of, staged = hopper.warpgroup, hopper.warp, at.staged
-    clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
+    run = roles(
+        *(c, at, w, items, _consumer(c, at, w, items)),
+        piece_barriers=(_DQ_FREE, _DQ_FULL),
+        sends=at.staged,
+        start=False,
+    )
 
     def hopper_backward_wide(map_q, map_k, map_v, map_dout, map_dq, a, counter):
-        shared = shared_base()
-        if cuda.threadIdx.x == 0:
-            barriers_begin(shared)
-        if clustered:
-            cluster_sync()  # no block copies to another block whose barriers do not exist yet
-        cuda.syncthreads()  # no thread uses a barrier before it is initialised
-        role = warpgroup()
-        if role == 0:
-            give_registers()
-            warp = warp_of()
-            if warp == 1:
-                produce_statistics(a, shared)
-            elif warp >= 2:
-                if staged:
-                    send_dq(map_dq, a, shared, int32(warp - 2))
-            elif cuda.threadIdx.x == 0:
-                produce(map_q, map_k, map_v, map_dout, a, counter, shared)
-        else:
-            take_registers()
-            consume(a, shared, int32(role - 1))
+        run(map_q, map_k, map_v, map_dout, map_dq, a, counter)
 
     return hopper_backward_wide
 

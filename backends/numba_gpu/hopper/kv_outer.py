@@ -14,8 +14,8 @@ from numba.cuda import types
 from flashsim.backends.numba_gpu.hopper import gradients
 from flashsim.backends.numba_gpu.hopper import smem_layout as word
 from flashsim.backends.numba_gpu.hopper import wgmma_tiles as hopper
-from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, ByKeys
-from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient, read_int
+from flashsim.backends.numba_gpu.hopper.smem_layout import ITEM, KEYS_OUTSIDE_REGISTERS, ByKeys
+from flashsim.backends.numba_gpu.traversal import SLOTS, device, quotient, read_int, shared_base
 
 int32, int64 = types.int32, types.int64
 
@@ -42,6 +42,68 @@ def share_of(c: SimpleNamespace) -> Any:
         return member, int32(first - member * count), int32(stop - first)
 
     return whole if blocks == 1 else share
+
+
+def roles(
+    c: SimpleNamespace,
+    at: ByKeys,
+    w: SimpleNamespace,
+    i: SimpleNamespace,
+    consume: Any,
+    *,
+    piece_barriers: tuple[int, int],
+    sends: bool,
+    start: bool,
+) -> Any:
+    """Return what a block does: one warpgroup produces, and the others all run `consume`.
+
+    The result is ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
+
+    Parameters
+    ----------
+    consume : device function
+        ``consume(a, shared, group)``, the loop of consumer warpgroup number `group`.
+    piece_barriers : tuple of int
+        The named barriers of a piece of dQ: free, and full.
+    sends : bool
+        Whether two warps send dQ from shared memory to HBM.
+    start : bool
+        Passed to `statistics`.
+    """
+    produce = producer(c, at, w, i)
+    produce_statistics = statistics(c, at, w, i, start=start)
+    send_dq = sender(c, at, w, i, piece_barriers)
+    barriers_begin = hopper.barriers_begin(at.barrier_arrivals)
+    give, take = KEYS_OUTSIDE_REGISTERS
+    give_registers = hopper.registers(give, more=False)
+    take_registers = hopper.registers(take, more=True)
+    warpgroup, warp_of = hopper.warpgroup, hopper.warp
+    clustered, cluster_sync = c.cluster > 1, hopper.cluster_sync
+
+    @device
+    def run(map_q, map_k, map_v, map_dout, map_dq, a, counter):
+        shared = shared_base()
+        if cuda.threadIdx.x == 0:
+            barriers_begin(shared)
+        if clustered:
+            cluster_sync()  # no block copies to another block whose barriers do not exist yet
+        cuda.syncthreads()  # no thread uses a barrier before it is initialised
+        role = warpgroup()
+        if role == 0:
+            give_registers()
+            warp = warp_of()
+            if warp == 1:
+                produce_statistics(a, shared)
+            elif warp >= 2:
+                if sends:
+                    send_dq(map_dq, a, shared, int32(warp - 2))
+            elif cuda.threadIdx.x == 0:
+                produce(map_q, map_k, map_v, map_dout, a, counter, shared)
+        else:
+            take_registers()
+            consume(a, shared, int32(role - 1))
+
+    return run
 
 
 def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
