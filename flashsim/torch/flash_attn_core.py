@@ -462,20 +462,25 @@ def _functions_of(
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi and a signed window; all diagonals must start at key `start`."""
-    starts = torch.tensor([start], dtype=torch.int32, device=q.device)
     mask = None
     if tuple(window) != (None, None):
-        mask = MaskFunction.of(_signed_window(window, starts))
+        mask = MaskFunction.of(_signed_window(window, _start_array(start, q)))
     given: dict[str, Any] = {"mask": mask, "sinks": sinks, "backend": default_backend(q)}
     if slopes is None:
         return with_functions(q, k, v, None, **given, **options)
     slopes = slopes.detach().float()
     if not options["causal"] or sinks is not None:
-        return with_functions(q, k, v, _alibi(slopes, starts), **given, **options)
+        score = _alibi(slopes, _start_array(start, q))
+        return with_functions(q, k, v, score, **given, **options)
     # No key that a query sees lies after it. Without `start`, all scores of a row are larger by the
     # same number: the output does not change, and the GPU's kernels add this form without a load.
     out, lse = with_functions(q, k, v, _falling(slopes), **given, **options)
     return out, lse - slopes.reshape(-1, q.shape[1], 1) * start
+
+
+def _start_array(start: int, q: Tensor) -> Tensor:
+    """Return `start` as an array of one number on q's device, without waiting for the device."""
+    return torch.full((1,), start, dtype=torch.int32, device=q.device)
 
 
 def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
