@@ -34,12 +34,9 @@ class Estimate:
 
 
 def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
-    """Return the estimated time and memory of simulating these passes and keeping their results.
+    """Estimate the time and memory of simulating passes and keeping their results.
 
-    Raises
-    ------
-    OptionError
-        If that is more than this machine's memory.
+    `OptionError` is raised if the passes need more memory than this machine has.
     """
     seconds, nbytes = 0.0, 0
     for t in passes:
@@ -54,12 +51,9 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
-    """Estimate the cost of replaying the requests of these passes through a model of the L2 cache.
+    """Estimate the time and memory of replaying the passes' requests in a model of the L2 cache.
 
-    Raises
-    ------
-    OptionError
-        If that is more than this machine's memory.
+    `OptionError` is raised if the replay needs more memory than this machine has.
     """
     each = [requests(stage, t.schedule(stage)) for t in passes for stage in t.stages]
     nbytes = max(each) * REQUEST_BYTES[at_every_size]

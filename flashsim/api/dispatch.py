@@ -14,26 +14,18 @@ ON_CPU = ("simulator", "numba")
 
 
 def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
-    """Return the backend for `name`; "numpy" is the simulator's older name.
+    """Return a backend's name; "numpy" is the older name of "simulator".
 
-    Raises
-    ------
-    OptionError
-        If `name` is not one of the possible backends.
+    `OptionError` is raised if the name is not one of `possible`.
     """
     simulator = isinstance(name, str) and name == "numpy"
     return checks.one_of("backend", "simulator" if simulator else name, possible)
 
 
 def engine(name: str) -> Engine:
-    """Return the backend's engine, which is imported at first use.
+    """Return the engine of the backend `name`; the engine's module is imported at first use.
 
-    Raises
-    ------
-    OptionError
-        If no engine has this name.
-    BackendUnavailable
-        If a package that it needs is not installed.
+    `OptionError` is raised for an unknown name, `BackendUnavailable` if a package is not installed.
     """
     name = backend_name(name)
     if name == "simulator":

@@ -178,7 +178,7 @@ def backward(
     captured: bool | Sequence[str] | None = None,
     **question: Any,
 ) -> Gradients:
-    """Compute attention's gradients from its inputs, `out`, `lse` and `dout`; P is recomputed.
+    """Compute gradients of attention from q, k, v, `out`, `lse` and `dout`; P is recomputed.
 
     Parameters
     ----------

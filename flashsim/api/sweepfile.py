@@ -30,8 +30,8 @@ class SweepFile:
 
     Each row is one line, written at once under a lock, so several processes can add rows. An
     interruption can truncate only the last line; the next writer drops a truncated line. A file
-    with a byte order mark or CRLF, as spreadsheets and editors save it, can be read; new rows keep
-    its line endings.
+    with a byte order mark or CRLF, as spreadsheets save it, can be read; new rows keep its line
+    endings.
 
     Parameters
     ----------
@@ -46,8 +46,8 @@ class SweepFile:
     Raises
     ------
     OptionError
-        If the folder does not exist, or the file is not of this kind (another header, or a line
-        that cannot be parsed). The file does not change.
+        If the folder does not exist, or the file has another header or a line that cannot be
+        parsed. The file does not change.
     """
 
     def __init__(
@@ -97,13 +97,7 @@ class SweepFile:
             self._write(self._header)
 
     def append(self, row: Row) -> None:
-        """Append one row.
-
-        Raises
-        ------
-        OptionError
-            If the file cannot be written any more, for example because the disk is full.
-        """
+        """Append one row; raise `OptionError` if writing fails, for example on a full disk."""
         try:
             with self._locked():
                 self._drop_truncated_line()
