@@ -1,7 +1,7 @@
 """The errors that flashsim raises on purpose; all of them derive from `FlashSimError`.
 
 Each error class also derives from the built-in class that a caller would expect (`ValueError`,
-`TypeError`, ...). So code that does not know flashsim's error classes can still catch them.
+`TypeError`, ...), so code that does not know flashsim's classes can catch it.
 """
 
 from __future__ import annotations
@@ -81,8 +81,7 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 def require_numba(what: str, instead: str = "") -> None:
     """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on.
 
-    The message names `what`, the feature that needs Numba, and `instead`, an alternative. pip
-    installs Numba together with flashsim; only Python in a browser lacks it.
+    The message names `what`, the feature that needs Numba, and `instead`, an alternative.
     """
     try:
         import numba
@@ -125,7 +124,7 @@ def printable(text: str) -> str:
 
 
 def choices(value: object, possible: Iterable[object]) -> str:
-    """Return a text that lists the possible names, and suggests the name that `value` resembles."""
+    """Return a text that lists the `possible` names, and suggests one that resembles `value`."""
     names = [str(name) for name in possible]
     if not names:
         return "there are none"
@@ -181,11 +180,11 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
 def own_errors(called: _Callable) -> _Callable:
     """Decorator for a function or class, so that wrong calls raise errors of flashsim.
 
-    If an argument is missing or unknown, the error is an `UnknownArgumentError`; it adds the passed
-    and the possible arguments to Python's message. If a call raises a built-in error and an
-    argument does not match its annotation, the error is a `DTypeError` that names the argument. For
-    a class, the decorator covers the constructor and the public methods. A correct call pays only
-    for one `try` statement.
+    For a missing or unknown argument, the error is an `UnknownArgumentError`, which lists the
+    passed and the possible arguments. If a call raises a built-in error and an argument does not
+    match its annotation, the error is a `DTypeError` that names the argument. For a class, the
+    decorator covers the constructor and the public methods. A correct call pays only for one `try`
+    statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]

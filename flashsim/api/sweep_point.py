@@ -99,7 +99,7 @@ class SweepPoint:
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
 
     def tile(self, problem: Problem) -> Tiling:
-        """Return the tiling of this point; raise if none fits, or if the preset has no tiling for it."""
+        """Return the tiling of this point; raise if none fits or the preset has none for it."""
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":

@@ -1,7 +1,7 @@
 """Score functions on the CPU engine, which Numba compiles separately from the kernels.
 
-A kernel calls the compiled score function through a pointer, once per panel of scores. So for a new
-score function, only that small function is compiled, and no kernel again.
+A kernel calls the compiled score function through a pointer, once per panel of scores, so a new
+score function does not compile a kernel again.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 class Panels(NamedTuple):
     """A problem's compiled score functions, and the arrays that these functions use.
 
-    The field `calls` contains the addresses of the compiled functions, or 0 for a missing function.
-    The field `table` contains the addresses of captured arrays and of their gradients. The field
-    `held` keeps the compiled functions and the arrays in memory.
+    `calls` contains the addresses of the functions, or 0 for a missing function. `table` contains
+    the addresses of captured arrays and of their gradients. `held` keeps functions and arrays in
+    memory.
     """
 
     calls: np.ndarray
@@ -120,7 +120,7 @@ def call_panel(
 ):
     """Call the compiled function at `address` on the panel of S that starts at `s0`.
 
-    The panel of `raw` that starts at `raw0` contains the inputs of the score function.
+    The panel of `raw` that starts at `raw0` contains the score function's inputs.
     """
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 

@@ -1,7 +1,4 @@
-"""The named tuples that compiled kernels receive as arguments.
-
-They contain a problem's sizes, the tables of tiles, the arrays, and the notes for a trace.
-"""
+"""The named tuples of sizes, tables of tiles and arrays that compiled kernels receive."""
 
 from __future__ import annotations
 
@@ -36,22 +33,17 @@ class Tiles(NamedTuple):
     Attributes
     ----------
     own, other : int32 (T, 5)
-        One row per outer (`own`) or inner (`other`) tile. A row has the columns start, stop,
-        offset, .., and the start of the tile's sequence.
+        Outer (`own`) and inner (`other`) tiles: start, stop, offset, .., start of the sequence.
     ptr, inner, kind : int32
         The inner tiles of each outer tile and the kinds of these visits, in CSR form.
-    keep_at : int64 (visits,)
-        The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has no mask bits.
+    keep_at, edges_at : int64 (visits,)
+        The start of a visit's (tile pair's) mask bits in `keep`, or -1, and of its `edges`.
     keep : uint8
-        The mask bits of all visits, one visit after the other; those of one visit have shape (rows,
-        slots, columns). If the mask is the same for all batch entries and heads, there is one slot;
-        otherwise there is one slot per batch entry or head.
-    edges_at : int64 (visits,)
-        The start of a visit's `edges`.
+        The mask bits of each visit, (rows, slots, columns). There is one slot if the mask is the
+        same for all batch entries and heads, or else one per batch entry or head.
     edges : int32
-        Four numbers for each panel and slot of a visit with mask bits. The first two are the first
-        and the last + 1 row in which the mask keeps a score. The other two are the first and the
-        last + 1 row in which it hides a score.
+        Four numbers for each panel and slot of a visit with mask bits: the first and the last + 1
+        row in which the mask keeps a score, then those in which it hides a score.
     turn : int32 (visits,)
         Minus the number of visits to the same row tile that are left, including this visit. This
         number fixes the order in which the terms of dQ are added.
@@ -85,10 +77,9 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """The sizes of tiles that a kernel writes down, from which the engine builds a trace.
+    """The sizes of tiles that a kernel writes down for a trace; empty without a trace.
 
-    The array `steps` has shape (head loops, outer tiles), and `visits` has shape (heads, visits).
-    Both arrays are empty if no trace is requested.
+    `steps` has shape (head loops, outer tiles), and `visits` has shape (heads, visits).
     """
 
     steps: np.ndarray
@@ -98,9 +89,8 @@ class Notes(NamedTuple):
 class BackwardInputs(NamedTuple):
     """The flat arrays that the kernels of a backward pass read.
 
-    The LSE is 0 for rows that saw no key. If the decode kernel (`kernels_decode`) ran the forward
-    pass, `along` and `factor` are the Q and the factor of scores that the decode kernel used.
-    Otherwise `along` is empty.
+    The LSE is 0 for rows that saw no key. The method `along` in `engine.py` explains `along` and
+    `factor`.
     """
 
     q: np.ndarray
@@ -116,9 +106,8 @@ class BackwardInputs(NamedTuple):
 class Grads(NamedTuple):
     """The flat arrays that the kernels of a backward pass write.
 
-    The array `dbias` is empty if the problem has no bias. `dq_stride` is the length of one row of
-    `dq`. In the fused backward pass, which sums dQ in memory, `dq_stride` is head_dim rounded up to
-    whole panels.
+    `dbias` is empty if the problem has no bias. `dq_stride` is the length of one row of `dq`:
+    head_dim, or, in the fused backward pass, head_dim rounded up to whole panels.
     """
 
     dq: np.ndarray

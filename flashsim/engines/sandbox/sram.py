@@ -69,9 +69,7 @@ class OpenSram(Scopes):
 
     @taped("alloc")
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
-        """Allocate one tile of the accumulator type.
-
-        If `fill` is not passed, the tile's numbers are NaN until they are written.
+        """Allocate a tile of the accumulator type, filled with `fill`, or with NaN until written.
 
         Raises
         ------
@@ -148,10 +146,7 @@ class OpenSram(Scopes):
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:
-        """Print a tile's numbers for the first head.
-
-        The method returns nothing, so no number leaves the chip.
-        """
+        """Print a tile's numbers for the first head, without returning numbers from the chip."""
         tile._alive()
         recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
         print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
@@ -314,8 +309,7 @@ class OpenSram(Scopes):
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
         """Raise an error unless `member` fits the stage and the tensor.
 
-        If each step of the stage works on a whole group of query heads, `member` must select one
-        head, whose tile is then moved.
+        If each step works on a whole group of query heads, `member` must select one of the heads.
         """
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:

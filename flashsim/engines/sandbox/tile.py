@@ -36,10 +36,7 @@ _LEAD = (slice(None), slice(None))
 
 
 class SramTile(TileBase, NDArrayOperatorsMixin):
-    """A tile of numbers on chip, which `load`, `alloc` or arithmetic created.
-
-    The module's docstring says which operations a tile allows.
-    """
+    """A tile of numbers on chip, which `load`, `alloc` or arithmetic created."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -54,13 +51,13 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
     @property
     @taped("T")
     def T(self) -> SramTile:
-        """The tile with its axes reversed, as a view."""
+        """Return a view of the tile with its axes reversed."""
         return self._seen(self._view.transpose(0, 1, *range(self._view.ndim - 1, 1, -1)))
 
     @property
     @taped("mT")
     def mT(self) -> SramTile:
-        """The tile with its last two axes exchanged, as a view."""
+        """Return a view of the tile with its last two axes exchanged."""
         return self._seen(self._view.mT)
 
     @taped("part")

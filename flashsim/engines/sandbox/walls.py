@@ -1,9 +1,9 @@
 """Restricts this process before it runs untrusted code.
 
-The function `limit` limits CPU time and memory, except on Windows. On Linux, the function `close`
-sets up Landlock, which prevents all writes and allows reading only Python and its packages. It also
-sets up a seccomp filter, which prevents new processes, signals and network access. A process cannot
-undo either restriction. A process that must start compilers and write caches calls only `limit`.
+`limit` limits CPU time and memory, except on Windows. On Linux, `close` sets up Landlock, which
+prevents all writes and allows reading only Python and its packages, and a seccomp filter, which
+prevents new processes, signals and network access. A process cannot undo either. A process that
+must start compilers and write caches calls only `limit`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def limit(*, seconds: float, memory: int | None = None) -> None:
 def close() -> list[str]:
     """Block this process's access to files, other processes and the network.
 
-    Modules of Python and its packages can still be imported, but no other file can be read. The
-    process can write only to files that are already open. The function returns the names of the
-    kinds of access that this system could block.
+    Modules of Python and its packages can still be imported, and files that are already open can be
+    written. The names of the kinds of access that this system could block are returned.
     """
     if sys.platform == "win32":
         return []

@@ -28,9 +28,9 @@ CHUNK = 16
 class Stretch:
     """A part of an array of K or V, which contains floats or 16-bit numbers and is read as floats.
 
-    The argument `start` is the number of elements before the stretch. The argument `kind` is
-    `BFLOAT16`, `FLOAT16` or None (floats). If `code` is a `PairCode`, the stretch is read as
-    vectors of bfloat16 pairs instead of floats.
+    `start` is the number of elements before the stretch. `kind` names the 16-bit type of the
+    numbers, or is None for floats. If `code` is a `PairCode`, the stretch is read as vectors of
+    bfloat16 pairs.
     """
 
     def __init__(self, code: Code, base, start, kind: int | None) -> None:
@@ -41,11 +41,7 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load the vector that begins with number `at` of the stretch.
-
-        Only the lanes that the mask `some` selects (default: all) are read; the other lanes become
-        0.
-        """
+        """Load the vector at number `at`; lanes outside the mask `some` are 0, and not read."""
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
         address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())
@@ -76,9 +72,8 @@ class Stretch:
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
     """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V.
 
-    If the type is bfloat16 and the CPU multiplies pairs, the code is written with `PairCode`. On
-    CPUs whose AMX tiles multiply numbers of this type, the function returns `of_tiles` instead,
-    unless `of_tiles` is None.
+    For bfloat16, the code is written with `PairCode` if the CPU multiplies pairs. On CPUs with AMX
+    tiles for this type, `of_tiles`, unless it is None, writes the code instead.
     """
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:
@@ -115,8 +110,8 @@ def lanes_below(code: Code, count):
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
     """Emit loops that call ``body(h, count)`` for each block of `count` heads from head h on.
 
-    Blocks have `most` heads. The remaining heads form blocks of `most` / 2 heads, then of `most` /
-    4 heads, and so on.
+    Blocks have `most` heads; the remaining heads form blocks of `most` / 2 heads, `most` / 4, and
+    so on.
     """
     size = most
     while size:
