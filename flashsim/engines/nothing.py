@@ -1,7 +1,6 @@
 """Returns the results of empty jobs, whose batch, queries or keys have size 0, for every engine.
 
-The results are zeros and an LSE of -inf, as in `torch.nn.functional.scaled_dot_product_attention`.
-No kernel runs, so there is no trace.
+Results are zeros and an LSE of -inf, as in `torch.nn.functional.scaled_dot_product_attention`.
 """
 
 from __future__ import annotations

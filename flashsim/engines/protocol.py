@@ -32,8 +32,7 @@ class Job:
     sinks : array (heads,), in the accumulator's type, or None
     score_arrays, mask_arrays : tuple of array
         The captured arrays of `problem.score_mod` and `problem.mask_mod`, in their graphs' order.
-    trace : bool or str
-        False, True (counts) or "timeline".
+    trace : bool or "timeline"
     options : mapping
         The engine's own options, whose names are in ``OPTIONS``.
     deterministic : bool
@@ -99,8 +98,7 @@ class Outcome(NamedTuple):
     saved : dict
         The values that the engine's `backward` needs besides the job.
     timeline : ndarray of dtype `events.TIMELINE`, or None
-        The SM and the time of each phase of each visit (tile pair) on a GPU, from
-        ``trace="timeline"``.
+        The SM and the time of each phase of each visit (tile pair), from ``trace="timeline"``.
     gpu : str
         The name of the GPU that ran the pass, or "" if no GPU did.
     problem : Problem or None

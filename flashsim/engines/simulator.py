@@ -165,10 +165,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 
 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
-    """Return the job with all batch entries packed along the sequence axis: queries and live keys.
-
-    The keys of a shared prefix come first, and occur once.
-    """
+    """Return the job with batch entries packed along the sequence axis, after a shared prefix."""
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
     if size is not None:

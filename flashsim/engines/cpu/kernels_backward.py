@@ -68,10 +68,8 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     Q^T dS. If `fused`, it also adds dS K to the query tile's dQ in memory (``grads.dq``).
     ``turns[head, row tile]`` counts these additions, and each thread waits for its turn, so every
     sum has the same order for any number of threads. Threads cannot deadlock, because they take and
-    process key tiles in the order of the turns.
-
-    A thread processes a run of neighbouring key tiles together, so it reads Q, dO and dQ of a query
-    tile from memory only once per run.
+    process key tiles in the order of the turns. A thread processes a run of neighbouring key tiles
+    together, so it reads Q, dO and dQ of a query tile from memory only once per run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -182,10 +180,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 def key_visit(
     cpu, inputs, grads, shape, tiles, rules, own, sums, others, work, scales, j, at, h, fused
 ):
-    """Add the terms of one tile pair to dK and dV, one panel of keys at a time.
-
-    If `fused`, the function also writes all of the tile's dS, which `dq_visit` reads.
-    """
+    """Add a tile pair's terms to dK and dV, panel by panel; if `fused`, keep dS for `dq_visit`."""
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
     S, dS, P, dS_left, gate, raw = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]

@@ -1,7 +1,7 @@
 """The decode kernel of the CPU engine, for one query per head, as in text generation.
 
-Memory bandwidth limits this kernel. So it processes all query heads that share a key head together,
-and reads K and V only once, row by row in memory order (`micro_kernels.decode_gemv`). As in
+Memory bandwidth limits this kernel, so it processes all query heads that share a key head together,
+and reads K and V once, row by row in memory order (`micro_kernels.decode_gemv`). As in
 FlashDecoding, the keys of a head are split into parts, each with its own maximum, sum and output,
 so that several threads can work on one head. The thread that finishes a head's last part merges the
 parts. The number of parts depends only on the shape, so results do not depend on the number of
@@ -49,8 +49,7 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
 
     Before flattening, out has shape (heads, dv), and lse has shape (heads,). `parts` contains four
     flat arrays: the O of each part of the keys, (parts, heads, dv), its m and l, (parts, heads),
-    and the number of finished parts of each loop, (loops,), initially 0. All query heads that share
-    a key head share one loop over the key tiles.
+    and the number of finished parts per key head, (loops,), initially 0.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w

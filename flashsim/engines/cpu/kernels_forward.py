@@ -236,10 +236,7 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the number of the inner tile that a run of outer tiles visits next, or -1 at the end.
-
-    `at` contains the position of each outer tile's next visit.
-    """
+    """Return the next inner tile of a run, or -1; `at` contains each outer tile's next visit."""
     best = -1
     for i in range(begin, end):
         if at[i - begin] < tiles.ptr[i + 1]:

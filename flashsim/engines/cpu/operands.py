@@ -3,11 +3,9 @@
 Each function has a variant for floats and, in the package `bf16_dot`, a variant for pairs. The type
 of the argument `cpu` decides which variant is compiled, so a kernel's source exists only once.
 Kernels use float inputs in place; they convert 16-bit inputs to floats first, or pack them as pairs
-into whole tiles, padded with zeros.
-
-A left operand contains one scalar or pair for each row of the result and each term of the sum. A
-right operand contains a row of lanes for each term of the sum. `micro_kernels.plain` and
-`bf16_dot.operations` explain lanes and pairs.
+into whole tiles, padded with zeros. A left operand contains one scalar or pair for each row of the
+result and each term of the sum. A right operand contains a row of lanes for each term of the sum.
+`micro_kernels.plain` and `bf16_dot.operations` explain lanes and pairs.
 """
 
 from __future__ import annotations
@@ -191,10 +189,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of panels to a row of X, times the lane's factor.
-
-    Results are also checked for NaN and infinity, except for 16-bit numbers in a float array.
-    """
+    """Write each lane of panels to a row of X, times its factor; check for NaN and infinity."""
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
 
@@ -228,10 +223,9 @@ def scale_scores(cpu, S, s0, ld, rows, scale):
 
 @or_pairs(steps.right_of_panel)
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel of P or dS to the inputs' type, and return it as a right operand.
+    """Round a panel of P or dS to the inputs' type, as a right operand for sums over its rows.
 
-    The operand, returned as array, offset and stride, is for sums over the panel's rows. Pairs are
-    stored in the array `P`.
+    The function returns the operand's array, offset and stride. Pairs are stored in the array `P`.
     """
     round_panel(cpu, X, x0, ld, rows, rounding)
     return X, x0, ld

@@ -1,8 +1,8 @@
 """Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The lanes of a panel are either queries or keys. The score in row r and lane c has an index in the
-bias, an index in the mask's bits and a distance from the diagonal, which are linear in r and c. So
-each of these positions is described by a start and two strides.
+The lanes of a panel are either queries or keys. A score's index in the bias, its index in the
+mask's bits and its distance from the diagonal are linear in the score's row and lane, so each
+position is described by a start and two strides.
 """
 
 from __future__ import annotations
@@ -21,27 +21,14 @@ from flashsim.schedule.tables import MASKED
 class Rules(NamedTuple):
     """The scale, softcap, mask and bias that a problem applies to its scores.
 
-    Attributes
-    ----------
-    softcap : ndarray (1,)
-        The softcap, or 0 if the problem has none.
-    left, right : int
-        The band: score (q, k) is kept if ``-left <= k - (q + offset) <= right``.
-    banded : bool
-        Whether the mask consists only of a band; otherwise MASKED tiles have mask bits.
-    rounding : int
-        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; or None for other inputs.
-    bias : ndarray, flat, accumulator type
-        Empty, or with (batch, head) at element ``batch * bias_batch + head * bias_head``.
-    keep_batch, keep_head, keep_slots : int
-        A tile's mask bits have shape (rows of a panel, keep_slots, lanes). The bits of
-        (batch, head) are in slot ``batch * keep_batch + head * keep_head``.
-    calls : int64 (3,)
-        The addresses of the score function and its derivatives (see `functions`), or 0.
-    captured : int64
-        The address of a table, which lists the arrays that the score function reads or adds to.
-    sinks : ndarray (heads,), accumulator type
-        The sink of each query head; the array is empty if the problem has no sinks.
+    A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. Unless the mask is
+    only a band (`banded`), MASKED tiles have mask bits of shape (rows of a panel, keep_slots,
+    lanes), in which (batch, head) has slot ``batch * keep_batch + head * keep_head``. The flat
+    `bias` of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. `bias` and
+    `sinks`, (heads,), are empty, and `softcap`, (1,), is 0 if the problem has none. `rounding` is
+    the type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`, or None for other inputs. `calls`
+    contains the addresses of the score function and its derivatives (see `functions`), or 0.
+    `captured` contains the addresses of the arrays that these functions read or add to.
     """
 
     scale: float
@@ -66,9 +53,9 @@ class Place(NamedTuple):
 
     `rel` is k - (q + offset), the distance from the diagonal. `bias` is an index into the bias, and
     `keep` an index into the mask's bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k`
-    are the arguments of a score function. If lanes are queries, q increases by 1 per lane and k by
-    1 per row; otherwise q increases per row and k per lane. `edge` is an index into `Tiles.edges`.
-    Mask bits that are 0 occur only in rows `hide_first` to `hide_last` - 1.
+    are a score function's arguments; if lanes are queries, q increases by 1 per lane and k per row,
+    otherwise q per row and k per lane. `edge` is an index into `Tiles.edges`. Mask bits that are 0
+    occur only in rows `hide_first` to `hide_last` - 1.
     """
 
     rel: int

@@ -42,10 +42,7 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Keep more threads from beginning the call, and wait for those that have begun it.
-
-        `ended` is the number of threads for which the caller has already waited.
-        """
+        """Let no more threads begin the call, and wait for all but `ended` of those that have."""
         with self.lock:
             self.over = True
         for _ in range(self.begun - ended):
@@ -91,9 +88,8 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads at the same time.
 
-        The caller's thread is one of these threads unless `wait` is true. Then the caller only
-        waits, and an interrupt (Ctrl-C) can end this wait, while the threads continue until their
-        call ends.
+        The caller's thread is one of these threads unless `wait` is true. With `wait`, an interrupt
+        (Ctrl-C) can end the caller's wait, while the threads continue until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []

@@ -1,7 +1,4 @@
-"""Divides a stage into work tiles (outer tiles and heads), in the order in which threads take them.
-
-A work tile is a run of neighbouring outer tiles and a set of heads.
-"""
+"""Divides a stage into work tiles, each a run of neighbouring outer tiles for a set of heads."""
 
 from __future__ import annotations
 
@@ -92,10 +89,7 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return how many of a loop's n outer tiles form a run, which one thread processes together.
-
-    The results of a pass do not depend on the length of runs.
-    """
+    """Return how many outer tiles form a run for one thread, which does not change any result."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {

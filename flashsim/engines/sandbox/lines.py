@@ -22,8 +22,7 @@ REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 def line_at_work() -> int:
     """Return the number of the user's line that is running, or 0 if there is none.
 
-    The line belongs to the innermost call outside the machine's own code and NumPy, which may be in
-    a file other than the algorithm's.
+    The line, of the innermost call outside the machine and NumPy, may be in any file of the user.
     """
     if line := REPLAYED.get():
         return line

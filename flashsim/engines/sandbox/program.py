@@ -68,10 +68,7 @@ class Setting:
 
 
 def record(algorithm: Callable[[OpenMachine], None], name: str, setting: Setting) -> list[str]:
-    """Run an algorithm on tiles that are all NaN, and return its program.
-
-    Any error that the algorithm raises is raised; errors of the machine name the line.
-    """
+    """Run an algorithm on tiles that are all NaN, and return its program."""
     one_argument(algorithm, name)
     machine, tape = setting.blank(), Tape()
     before = TAPE.set(tape)

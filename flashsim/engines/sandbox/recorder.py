@@ -43,10 +43,7 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """The task of the separate process: run a text as a Python file.
-
-    If `setting` is None, the file has a dict ANSWERS instead of an algorithm.
-    """
+    """A text to run as a Python file; if `setting` is None, the file has a dict ANSWERS."""
 
     text: str
     file: str

@@ -28,10 +28,7 @@ def size(p: Problem, name: str) -> tuple[int, ...]:
 def put(
     machine: OpenMachine, arrays: Mapping[str, np.ndarray], outputs: Iterable[str]
 ) -> list[str]:
-    """Put inputs and empty outputs in HBM; return the names of outputs that need not be stored.
-
-    The optional output is L, which an algorithm that stores O may store as well.
-    """
+    """Put inputs and empty outputs in HBM, and return the names of optional outputs: L beside O."""
     p, hbm = machine.problem, machine.hbm
     for name, array in arrays.items():
         hbm._put(name, array, dtype_of(p, name), written=True)

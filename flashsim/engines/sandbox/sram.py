@@ -240,7 +240,7 @@ class OpenSram(Scopes):
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        """Copy a tile from SRAM to HBM, rounded to the tensor's type; a number fills the tile."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
         inside = self._hbm._behind(tensor)
         if inside.data.shape[1] < self._lead[1]:
@@ -307,10 +307,7 @@ class OpenSram(Scopes):
         )
 
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
-        """Raise an error unless `member` fits the stage and the tensor.
-
-        If each step works on a whole group of query heads, `member` must select one of the heads.
-        """
+        """Raise an error unless `member` selects one query head in a stage that works on groups."""
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:
             raise MemoryModelError(

@@ -2,11 +2,9 @@
 
 AMX, Intel's matrix unit, has eight tile registers with 16 rows of 64 bytes: 16 x 16 float32 or 16 x
 32 bfloat16 numbers. The instruction ``TDPBF16PS c, a, b`` adds 16 dot products of bfloat16 pairs to
-each element of tile c. Row i of tile a contains the 16 pairs for row i of c, and column j of tile b
-those for column j of c.
-
-Instructions name tile registers by number, so LLVM neither spills nor moves a tile. A thread must
-configure the shapes of its tile registers (`CONFIG`) before its first product.
+each element of tile c: row i of tile a and column j of tile b contain the 16 pairs for element (i,
+j). Instructions name tile registers by number, so LLVM neither spills nor moves a tile. A thread
+must configure the shapes of its tile registers (`CONFIG`) before its first product.
 """
 
 from __future__ import annotations
@@ -165,8 +163,5 @@ def build_configure(code: Code, _any_array) -> None:
 
 @builder("p")
 def build_release(code: Code, _any_array) -> None:
-    """Write the LLVM function that releases a thread's AMX tiles.
-
-    After the release, the system need not save the tiles' 8 KiB when it switches threads.
-    """
+    """Write the LLVM function that releases AMX tiles, which thread switches then need not save."""
     call(code, "tilerelease")

@@ -1,17 +1,16 @@
 """Operations on one panel of bfloat16 pairs, defined in plain Numba.
 
-A *pair* is two bfloat16 numbers in 32 bits; the first number is in the lower half, as if the two
-were neighbours in memory. Each term of a matrix product's sum is the dot product of two pairs. A
-row of the left operand A contains its pairs side by side, as a row of a tensor does. A row of the
-right operand B contains one pair per lane, merged from two rows of numbers. As in
-`micro_kernels.plain`, lanes are queries (forward, dQ) or keys (dK, dV). So two rows of P, rounded
-and merged without shuffles, are a row of the next product's right operand.
+A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, as neighbours lie in
+memory. Each term of a matrix product's sum is the dot product of two pairs. A row of the left
+operand contains its pairs side by side, as a row of a tensor does. A row of the right operand
+contains one pair per lane, merged from two rows of numbers. Lanes are queries (forward, dQ) or keys
+(dK, dV), so two rows of P, rounded and merged without shuffles, are a row of the next product's
+right operand.
 
 The rows and the pairs of a product are multiples of `amx_tiles.SIDE`, its lanes multiples of 2
 `SIDE`; packing pads operands with zeros. `copy_pairs` and `transpose_*` copy multiples of `SIDE`
-rows, pairs and columns. The functions in this module are the specification: on a CPU with
-instructions for pairs (`Blocking.pairs`), vector or AMX code runs instead, and tests compare the
-results.
+rows, pairs and columns. These functions are the specification: on a CPU with instructions for pairs
+(`Blocking.pairs`), vector or AMX code runs instead, and tests compare the results.
 """
 
 from __future__ import annotations

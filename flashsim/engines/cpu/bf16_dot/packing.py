@@ -1,7 +1,7 @@
 """Converts rows of bfloat16 numbers to operands of matrix products over pairs, and back.
 
 ``X`` contains rows of d bfloat16 numbers as 16-bit integers. Operands are padded with zeros beyond
-n rows and d columns. The module `operations` explains pairs and operands.
+n rows and d columns.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ from flashsim.engines.cpu.tables import ODD
 
 
 class Left(NamedTuple):
-    """A left operand of a matrix product, stored in `array`.
-
-    Row r and column x of the operand lie at ``array[start + r * row + x * step]``.
-    """
+    """A left operand, whose row r and term x lie at ``array[start + r * row + x * step]``."""
 
     array: np.ndarray
     start: int

@@ -1,7 +1,4 @@
-"""The computations between two matrix products of a kernel that multiplies bfloat16 pairs.
-
-The module `engines.cpu.operands` has the same functions for floats.
-"""
+"""The steps between matrix products of bfloat16 pairs; `operands` has the same steps for floats."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel to bfloat16, merge every two rows into pairs, and return a right operand.
-
-    Zeros pad the pairs to whole tiles. The function returns the operand's array, offset and stride.
-    """
+    """Round a panel to a right operand of bfloat16 pairs; return its array, offset and stride."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width

@@ -30,11 +30,7 @@ MERGED = 4096
 
 @pair_builder("pii")
 def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
-    """Write the AMX version of `decode_gemv_bf16.build_side_by_side`.
-
-    The code packs 16 rows of Q at a time as a right operand, which has one 32-bit word per pair
-    along the sum and row of Q.
-    """
+    """Write the AMX version of `build_side_by_side`, which packs 16 rows of Q at a time."""
     b = code.b
     words = code.times(ld, SIDE // 2)
     turned = _scratch(code, words)
@@ -59,11 +55,7 @@ def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
 
 @pair_builder("pipiipiiip")
 def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
-    """Write the AMX version of `decode_gemv.build_dots`.
-
-    Rows of K are first copied if their length is not a multiple of 32 or if they do not fill a
-    tile.
-    """
+    """Write the AMX version of `build_dots`, which copies rows of K that fill no whole tile."""
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
     pairs, rest = b.lshr(ldq, ir.Constant(INT, 1)), b.srem(d, ir.Constant(INT, NUMBERS))

@@ -1,7 +1,6 @@
 """Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
-Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
-float, so one compiled kernel serves both float16 and bfloat16 inputs.
+Kernels receive 16-bit arrays as float32 arrays over the same memory, so one kernel serves both.
 """
 
 from __future__ import annotations

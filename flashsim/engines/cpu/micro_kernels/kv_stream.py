@@ -26,11 +26,10 @@ CHUNK = 16
 
 
 class Stretch:
-    """A part of an array of K or V, which contains floats or 16-bit numbers and is read as floats.
+    """A part of an array of K or V, read as floats or, with a `PairCode`, as bfloat16 pairs.
 
     `start` is the number of elements before the stretch. `kind` names the 16-bit type of the
-    numbers, or is None for floats. If `code` is a `PairCode`, the stretch is read as vectors of
-    bfloat16 pairs.
+    numbers, or is None for floats.
     """
 
     def __init__(self, code: Code, base, start, kind: int | None) -> None:
@@ -110,8 +109,7 @@ def lanes_below(code: Code, count):
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
     """Emit loops that call ``body(h, count)`` for each block of `count` heads from head h on.
 
-    Blocks have `most` heads; the remaining heads form blocks of `most` / 2 heads, `most` / 4, and
-    so on.
+    Blocks have `most` heads; the remaining heads form blocks of `most` / 2 heads, `most` / 4, ..
     """
     size = most
     while size:

@@ -65,8 +65,7 @@ class PairCode(Code):
     def exp2(self, x):
         """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1; NaN stays NaN.
 
-        Results below 2^-126 are exactly 0, because AVX-512's multiplication by a power of two takes
-        130 cycles if the result is subnormal.
+        Results below 2^-126 are exactly 0: AVX-512 takes 130 cycles for a subnormal result.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -92,11 +91,7 @@ class PairCode(Code):
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """Call an LLVM intrinsic.
-
-        bfloat16 numbers are passed to AVX512-BF16's intrinsics as integers, which every version of
-        LLVM accepts.
-        """
+        """Call an LLVM intrinsic, with bfloat16 numbers as integers, for every version of LLVM."""
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)

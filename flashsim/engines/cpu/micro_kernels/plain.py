@@ -4,12 +4,11 @@ A *panel* is a block of rows, each of which has ``width`` lanes side by side. A 
 the forward pass and for dQ, and a key for dK and dV. If lanes are queries, a panel contains a
 transposed tile: S^T = K Q^T and O^T += V^T P^T. So the softmax is computed per lane without
 shuffles, and K and V are read in memory order, one scalar at a time. Only Q is transposed, once for
-a whole loop over key tiles.
+a whole loop over key tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
 
-Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c. The functions in this module are the
-specification. On CPUs whose vector registers are known (`registers.py`), vector code, which the
-decorator `vector.operation` names, replaces each function. The type of the first argument, `cpu`,
-selects vector or plain code. Tests compare the results of vector and plain code.
+These functions are the specification. On CPUs whose vector registers are known (`registers.py`),
+vector code, which the decorator `vector.operation` names, replaces each function. The type of the
+first argument, `cpu`, selects vector or plain code, and tests compare the results of the two.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """Compute C = A B for C (rows, width), A (rows, n) and B (n, width).
 
     `row` and `step` are the strides of A. If the CPU multiplies pairs of bfloat16
-    (`Blocking.pairs`), elements are pairs, multiplied as dot products, and a row of A is
+    (`Blocking.pairs`), products of elements are dot products of pairs, and a row of A is
     contiguous.
     """
     for r in range(rows):
@@ -149,8 +148,8 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 def side_by_side(cpu, Q, ld, rows, kind):
     """Rearrange Q (rows, ld) for the function `dots`; plain code leaves Q unchanged.
 
-    If the CPU multiplies pairs of bfloat16 inputs, the first half of each row of Q then contains
-    the row's pairs, and the second half zeros. For AMX tiles, 16 rows of Q are packed side by side.
+    If the CPU multiplies pairs of bfloat16, the first half of each row of Q then contains the row's
+    pairs, and the second half zeros. For AMX tiles, 16 rows of Q are packed side by side.
     """
 
 

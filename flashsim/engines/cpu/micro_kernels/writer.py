@@ -130,9 +130,8 @@ class Code:
     def whole(self, shifted: list) -> tuple[list, list]:
         """Return n and 2^n for each of several vectors x, to which `Exponential.magic` was added.
 
-        The sum has n + bias in its low bits, and one shift turns these bits into the float 2^n.
-        Each step runs for all vectors before the next step, so that their dependency chains
-        overlap.
+        The sum has n + bias in its low bits, which one shift turns into the float 2^n. Each step
+        runs for all vectors, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]

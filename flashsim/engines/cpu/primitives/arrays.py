@@ -1,8 +1,4 @@
-"""Allocates arrays and slices them inside a compiled kernel.
-
-Numba's versions of `empty` and `X[start:]` handle every shape, sign and step, and need ten times as
-much LLVM IR.
-"""
+"""Allocates and slices arrays in compiled kernels, with less LLVM IR than Numba's functions."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Passes arrays to a kernel without counting references, and tables of arrays by address.
-
-The arguments outlive the kernel's call, so the kernel need neither count references nor copy.
-"""
+"""Passes arrays to a kernel without counting references, because the arrays outlive the call."""
 
 from __future__ import annotations
 

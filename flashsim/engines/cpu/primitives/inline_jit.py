@@ -166,10 +166,7 @@ class HotPart(Part):
 
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
-    """Make compiled calls of `definition` run the function that `choose` returns.
-
-    `choose` gets the types of the call's arguments.
-    """
+    """Compile calls of `definition` as calls of what `choose` returns for their argument types."""
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 

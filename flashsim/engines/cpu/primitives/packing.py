@@ -61,10 +61,7 @@ def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Transpose panels into n rows of X, each times its factor.
-
-    Floats are checked for NaN and infinity; otherwise the results get X's 16-bit type.
-    """
+    """Transpose panels into rows of X, times a factor per row; check floats for NaN and infinity."""
     if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
