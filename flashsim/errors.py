@@ -56,13 +56,15 @@ class SramOverflow(TilingError):
 class MemoryModelError(FlashSimError, RuntimeError):
     """An algorithm broke a rule of the simulated memory, so it has a bug.
 
-    The attribute `kind` names the broken rule, so that graders can tell the rules apart. "freed": a
-    tile was used after its step or visit (tile pair) had ended. "outside": numbers came from
-    outside the simulated machine. "off chip": numbers were read out of SRAM without a store to HBM.
-    "unloaded": HBM data was used without a load into SRAM. "unstored": HBM data was read that was
-    never written. "scope": a step or visit was opened or used where that is not allowed.
-    "operation": the simulated machine does not have the operation. "machine": any other rule was
-    broken.
+    Attributes
+    ----------
+    kind : str
+        The broken rule. "freed": a tile was used after its step or visit (tile pair) had ended.
+        "outside": numbers came from outside the simulated machine. "off chip": numbers were read
+        out of SRAM without a store to HBM. "unloaded": HBM data was used without a load into SRAM.
+        "unstored": HBM data was read that was never written. "scope": a step or visit was opened or
+        used where that is not allowed. "operation": the simulated machine does not have the
+        operation. "machine": any other rule was broken.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -79,10 +81,7 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 
 
 def require_numba(what: str, instead: str = "") -> None:
-    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on.
-
-    The message names `what`, the feature that needs Numba, and `instead`, an alternative.
-    """
+    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on."""
     try:
         import numba
     except ImportError as error:
@@ -180,11 +179,10 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
 def own_errors(called: _Callable) -> _Callable:
     """Decorator for a function or class, so that wrong calls raise errors of flashsim.
 
-    For a missing or unknown argument, the error is an `UnknownArgumentError`, which lists the
-    passed and the possible arguments. If a call raises a built-in error and an argument does not
-    match its annotation, the error is a `DTypeError` that names the argument. For a class, the
-    decorator covers the constructor and the public methods. A correct call pays only for one `try`
-    statement.
+    A missing or unknown argument raises an `UnknownArgumentError`, which lists the passed and the
+    possible arguments. If a call raises a built-in error and an argument does not match its
+    annotation, a `DTypeError` names the argument. For a class, the decorator covers the constructor
+    and the public methods. A correct call pays only for one `try` statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -274,8 +272,7 @@ def _type(annotation: str, function: Any) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value matches a type annotation, without consuming an iterator.
 
-    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence; a
-    string does not.
+    NumPy's scalars count as numbers, but booleans do not. Arrays count as sequences, not strings.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

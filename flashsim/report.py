@@ -54,9 +54,9 @@ class Table:
     def rich(self, width: int) -> Any:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
-        If the table does not fit, constant columns move into the title; then bytes and FLOPs also
-        get larger units. A table that still does not fit is transposed, with one column per row, in
-        as many pieces as necessary.
+        A table that does not fit gets its constant columns moved into the title, then larger units
+        for bytes and FLOPs. Otherwise the table is transposed, with one column per row, in as many
+        pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text

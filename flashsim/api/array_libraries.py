@@ -65,11 +65,7 @@ ANY = NUMPY._replace(library="")
 
 
 def take(host: Host, **arrays: Any) -> list[Any]:
-    """Convert arrays of one library to NumPy arrays; None stays None.
-
-    `DTypeError` is raised if the arrays come from several libraries or cannot be read without a
-    copy.
-    """
+    """Convert arrays, all of one library, to NumPy arrays without a copy; None stays None."""
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
             for other, y in arrays.items():  # a tensor without numbers raises its own error here
@@ -83,10 +79,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Copy arrays to NumPy, also from a GPU; the returned `Host` converts results back.
-
-    The library of the first array decides how all arrays are converted.
-    """
+    """Copy arrays to NumPy, also from a GPU; the first array's `Host` converts results back."""
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)
     if all(isinstance(x, np.ndarray) for x in taken):
@@ -104,10 +97,7 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
 
 
 def from_torch(name: str, x: Any) -> Any:
-    """Return a NumPy array that shares a CPU tensor's memory; other tensors are returned unchanged.
-
-    `DTypeError` is raised if the tensor holds no numbers, is not dense, or requires a gradient.
-    """
+    """Return a NumPy array that shares a CPU tensor's memory; return other tensors unchanged."""
     import torch
 
     if x.is_nested:

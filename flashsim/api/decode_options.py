@@ -107,11 +107,7 @@ def _check_lengths(lengths: Any) -> None:
 
 
 def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[str]) -> Any:
-    """Return the keywords of a call together with the fields of its `DecodeOptions`, `decode`.
-
-    `DTypeError` or `OptionError` is raised if `decode` has another type, if a field is passed
-    twice, or if none of the algorithms splits the keys.
-    """
+    """Return a call's keywords plus the fields of its `DecodeOptions`; raise if they conflict."""
     if decode is None:
         return options
     if not isinstance(decode, DecodeOptions):
@@ -133,11 +129,7 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
 
 
 def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the decoding options that `count` takes besides the problem.
-
-    `OptionError` is raised if options about pages or V contradict the problem, which states them
-    too.
-    """
+    """Return the decoding options for `count`; raise if they contradict the problem's pages or V."""
     rest = dict(fields)
     rest.pop("workspace", None)
     if rest.pop("block_table", None) is not None and problem.page_size is None:

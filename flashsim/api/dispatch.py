@@ -14,19 +14,13 @@ ON_CPU = ("simulator", "numba")
 
 
 def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
-    """Return a backend's name; "numpy" is the older name of "simulator".
-
-    `OptionError` is raised if the name is not one of `possible`.
-    """
+    """Return a backend's name, "simulator" for the older "numpy"; raise unless it is `possible`."""
     simulator = isinstance(name, str) and name == "numpy"
     return checks.one_of("backend", "simulator" if simulator else name, possible)
 
 
 def engine(name: str) -> Engine:
-    """Return the engine of the backend `name`; the engine's module is imported at first use.
-
-    `OptionError` is raised for an unknown name, `BackendUnavailable` if a package is not installed.
-    """
+    """Return a backend's engine, imported at first use; raise if a package is not installed."""
     name = backend_name(name)
     if name == "simulator":
         import flashsim.engines.simulator as simulator

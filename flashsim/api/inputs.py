@@ -36,10 +36,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keyword arguments of `run` or `backward`, with their defaults, except for `bias`.
-
-    `options` holds the options of the backend and the algorithm as pairs (name, value).
-    """
+    """The keyword arguments of `run` or `backward`, with their defaults, except for `bias`."""
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -84,10 +81,9 @@ class Inputs(NamedTuple):
 
 
 def offsets(cu_seqlens: Any) -> Any:
-    """Return the offsets of packed sequences; a tensor is converted to a tuple.
+    """Return the offsets of packed sequences; a tensor, unfit as a cache key, becomes a tuple.
 
-    A tensor could not be part of a cache key: it may change later, and its hash is only its id.
-    Reading a tensor on a GPU waits for the GPU.
+    A tensor may change later, and its hash is only its id. Reading it from a GPU waits for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens

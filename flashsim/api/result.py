@@ -160,9 +160,9 @@ class Result(_Pass):
         """Compute the gradients with the algorithm of the forward pass, recomputing P.
 
         The FlashAttention-2 paper's backward pass (Algorithm 2 of arXiv:2307.08691) is one KV-outer
-        pass that adds to dQ by atomics; flashsim calls it "flash2-fused". "flash2"
-        runs three passes without atomics: one for delta, one for dK and dV, one for dQ. Because the
-        dQ pass recomputes the scores, "flash2" takes 7 matrix products instead of 5.
+        pass that adds to dQ by atomics; flashsim calls it "flash2-fused". "flash2" runs three
+        passes without atomics: one for delta, one for dK and dV, one for dQ. Because the dQ pass
+        recomputes the scores, "flash2" takes 7 matrix products instead of 5.
 
         Do not change the inputs of `run`, `out` or `lse` in place before you call this method,
         because it reads them without a copy.
@@ -218,10 +218,7 @@ def gradients(
     trace: bool | str | None,
     captured: bool | Sequence[str] | None = None,
 ) -> Gradients:
-    """Run the backward pass that follows the forward pass `mine`.
-
-    `dout` must have the shape and type of `out`, and `dlse`, unless it is None, those of `lse`.
-    """
+    """Run the backward pass that follows the forward pass `mine`."""
     on_cpu = asked.backend in dispatch.ON_CPU
     alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
     if mine.problem.score_mod is not None or mine.bias is not None:

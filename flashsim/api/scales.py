@@ -59,10 +59,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return what shares one FP8 scale: "tensor", "head" or a block (rows of q, rows of k).
-
-    `ndim` is the number of axes of q.
-    """
+    """Return what shares one FP8 scale: "tensor", "head" or a block (rows of q, rows of k)."""
     if scales is None:
         if block is not None:
             raise OptionError(

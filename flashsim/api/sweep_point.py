@@ -93,7 +93,7 @@ class SweepPoint:
         }
 
     def problem(self) -> Problem:
-        """Return the point's `Problem`; raise if its sizes contradict each other."""
+        """Return the point's `Problem`; raise if the point's sizes contradict each other."""
         names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
         masks = ("dtype", "causal", "window", "softcap")
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})

@@ -18,10 +18,7 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for empty jobs, whose `Problem` has a size of 1 instead of 0.
-
-    `engine.constant` creates the arrays, and raises errors for jobs that `engine` does not support.
-    """
+    """An engine for empty jobs, whose `Problem` has size 1; `engine.constant` creates the arrays."""
 
     OPTIONS: frozenset[str] = frozenset()
 

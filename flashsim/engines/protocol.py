@@ -150,7 +150,4 @@ class Engine(Protocol):
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array filled with one value, of the job's library and on its device.
-
-        The function raises the same errors as `forward` for a job that the engine does not support.
-        """
+        """Return an array of one value, of the job's library and device; raise as `forward` does."""

@@ -91,10 +91,7 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return the variant of `cpu` for the decode kernel, whose panels are as wide as one register.
-
-    With AMX, a panel must have a lane for each of the 16 heads that an AMX tile holds.
-    """
+    """Return the variant of `cpu` for the decode kernel, whose panels are as wide as a register."""
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:

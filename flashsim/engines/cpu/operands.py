@@ -161,8 +161,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Return the columns of X as a left operand, for sums over its n rows.
 
-    Pairs are written to `room`, whose rows have `row` terms; each row receives `block` terms, from
-    term `first` on.
+    Pairs go to `room`: `block` terms to each row, which has `row` terms, from term `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)

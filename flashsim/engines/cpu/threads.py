@@ -153,10 +153,10 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 class _Notice(threading.local, Listener):
-    """Prints a message if the compilation of a kernel takes longer than `PATIENCE` seconds.
+    """Prints a message on a terminal if a kernel compiles for longer than `PATIENCE` seconds.
 
-    The message appears only on a terminal. During compilation, Python's garbage collection is
-    paused: it would free nothing, but would take a tenth of the compilation time.
+    During compilation, Python's garbage collection is paused: it would free nothing, but would take
+    a tenth of the compilation time.
     """
 
     def on_start(self, event: Event) -> None:

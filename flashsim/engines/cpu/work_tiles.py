@@ -226,8 +226,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
 
-    The two numbers are equal if no row has a True. Rows of `flags` after the first `rows` repeat
-    the tile's last row.
+    Without a True, the two are equal. Rows of `flags` after the first `rows` are copies of the
+    last.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

@@ -32,8 +32,7 @@ class Room:
 class Lease:
     """A reference to a `Room`, which the tile and all its views hold.
 
-    The bytes of a temporary are freed when the tile and all its views are gone. `numbers` are the
-    numbers of the tiles on the `Tape` `tape`.
+    A temporary's bytes are freed with the last of them. `numbers` are the tiles' numbers on `tape`.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -1,8 +1,7 @@
 """Records an algorithm's calls to the machine, one instruction per call.
 
-While the variable `TAPE` holds a `Tape`, each successful call of an operation that `taped` or
-`taped_scope` marks is recorded with its line. Instructions refer to tiles by number, in the order
-in which they were created.
+While `TAPE` holds a `Tape`, each successful call of an operation that `taped` or `taped_scope`
+marks is recorded with its line. Instructions refer to tiles by number, in the order of creation.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """`SramTile`: a tile of numbers in simulated SRAM.
 
-Each arithmetic operation on tiles creates a new tile, which takes memory.
-
-Numbers never leave the simulated chip: every way to copy them out (`np.asarray`, `float`, `list`,
-`tolist`, pickling ...) raises an error, and arrays from outside cannot be used. Using a tile after
-the end of its scope is also an error. Users do not see the leading axes for heads: a tile of 64
-rows of 32 elements has the shape (64, 32), however many heads are simulated at once.
+Each arithmetic operation on tiles creates a new tile, which takes memory. Numbers never leave the
+simulated chip: every way to copy them out (`np.asarray`, `float`, `list`, `tolist`, pickling ...)
+raises an error, and arrays from outside cannot be used. Using a tile after the end of its scope is
+also an error. Users do not see the leading axes for heads: a tile of 64 rows of 32 elements has the
+shape (64, 32), however many heads are simulated at once.
 """
 
 from __future__ import annotations

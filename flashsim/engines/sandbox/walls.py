@@ -59,8 +59,8 @@ def limit(*, seconds: float, memory: int | None = None) -> None:
 def close() -> list[str]:
     """Block this process's access to files, other processes and the network.
 
-    Modules of Python and its packages can still be imported, and files that are already open can be
-    written. The names of the kinds of access that this system could block are returned.
+    Imports of Python's packages and writes to open files stay possible. The function returns the
+    names of the kinds of access that this system could block.
     """
     if sys.platform == "win32":
         return []

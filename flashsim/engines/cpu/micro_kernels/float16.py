@@ -19,10 +19,7 @@ SHORT = ir.IntType(16)
 
 
 def rounded_bits(code: Code, x):
-    """Return 32-bit integers whose upper 16 bits are the bfloat16 nearest to each float.
-
-    Ties are rounded to even, and NaN stays NaN. The lower 16 bits are arbitrary.
-    """
+    """Return 32-bit integers, of which the upper halves are the bfloat16s nearest to the floats."""
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))

@@ -93,11 +93,7 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return an object of the fastest `Cpu` class that this CPU can run, for an accumulator type.
-
-    The object's `width` is the number of lanes of a panel. With `plain`, the class is `Plain`,
-    which has the same `width` but runs no vector code.
-    """
+    """Return an object of the fastest `Cpu` class for an accumulator type; with `plain`, `Plain`."""
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
@@ -165,8 +161,8 @@ def zen() -> bool:
 def without(micro_kernel: str) -> str | None:
     """Return the reason why this process cannot run a bfloat16 micro-kernel, or None if it can.
 
-    An instruction that the CPU lacks would crash the process. So the function checks both the CPU's
-    features and the features that Numba may use (NUMBA_CPU_FEATURES).
+    An instruction that the CPU lacks would crash the process, so its features are checked as well
+    as those that Numba may use (NUMBA_CPU_FEATURES).
     """
     lacks = _lacks(micro_kernel)
     if lacks:

@@ -16,10 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Decorate a plain function: compiled callers run vector code if the CPU's registers are known.
-
-    A call from Python runs the plain definition. The arguments are those of `vector_intrinsic`.
-    """
+    """Decorate a plain function: compiled callers run vector code if the CPU's registers are known."""
     code = vector_intrinsic(layout, build, **options)
 
     def vectorised(cpu, *args):

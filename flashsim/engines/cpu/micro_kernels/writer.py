@@ -195,8 +195,8 @@ class Code:
     def transposed(self, rows: list) -> list:
         """Return the columns of a square matrix, given as vectors of its rows.
 
-        In steps of n = 1, 2, 4, .., two vectors whose numbers differ by n swap blocks of n lanes:
-        the first vector's odd blocks and the second vector's even blocks.
+        In steps of n = 1, 2, 4, .., two vectors that are n apart swap an odd and an even block of n
+        lanes.
         """
         size = 1
         while size < self.lanes:
@@ -213,8 +213,7 @@ class Code:
     def summed(self, sums: list) -> Any:
         """Return a vector whose lane i is the sum of all lanes of vector i.
 
-        The number of vectors is a power of two; each step adds and merges two vectors into one. The
-        first steps add lanes within groups of 16 bytes, which are cheap to shuffle.
+        The number of vectors must be a power of two. Each step adds and merges pairs of vectors.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:

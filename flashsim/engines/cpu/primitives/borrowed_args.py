@@ -90,8 +90,8 @@ def _lent(kind: Any) -> Any:
 def call_with_lent(context, kernel, cpu, arguments):
     """Call ``kernel(cpu, *arguments)``, and pass arrays without owners, and tables by address.
 
-    Around every call, Numba counts references to arrays with owners atomically, so the threads of a
-    kernel would contend for these counters at every tile.
+    Numba counts references to arrays with owners at every call, so threads would contend for
+    counters.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 

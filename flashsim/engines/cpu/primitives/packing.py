@@ -42,10 +42,7 @@ def room_for(n, dtype, rounding):
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """Return an array that holds n numbers of X as floats, and the offset of the first number.
-
-    The array is X itself if X contains floats; 16-bit numbers are converted into `room`.
-    """
+    """Return n numbers of X as floats, and their offset: in X itself, or converted into `room`."""
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
@@ -61,7 +58,7 @@ def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Transpose panels into rows of X, times a factor per row; check floats for NaN and infinity."""
+    """Transpose panels into rows of X, times a factor per row; look for NaN or infinite floats."""
     if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
@@ -108,8 +105,7 @@ def unpack(cpu, panels, X, x0, n, d, factors):
 def copy_rows(out, stride, X, x0, n, d, factor):
     """Copy n rows of X (.., d), times `factor`, and pad each row with zeros to length `stride`.
 
-    Indices are unsigned. With signed indices, which may count from an array's end, the compiler
-    would use gathers and scatters.
+    With signed indices instead of unsigned ones, the compiler would use gathers and scatters.
     """
     for row in range(n):
         for x in range(d):
