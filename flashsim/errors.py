@@ -97,7 +97,7 @@ def require_numba(what: str, instead: str = "") -> None:
 
 
 class RankError(FlashSimError, RuntimeError):
-    """Ranks of a process group were called with different arguments, or one no longer answers."""
+    """Ranks of a process group were called with different arguments, or a rank does not answer."""
 
 
 class UnsupportedError(FlashSimError, NotImplementedError):
@@ -182,7 +182,7 @@ def own_errors(called: _Callable) -> _Callable:
     A missing or unknown argument raises an `UnknownArgumentError`, which lists the passed and the
     possible arguments. If a call raises a built-in error and an argument does not match its
     annotation, a `DTypeError` names the argument. For a class, the decorator covers the constructor
-    and the public methods. A correct call pays only for one `try` statement.
+    and the public methods. The decorator costs a correct call only one `try` statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]

@@ -258,7 +258,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """Return the parameters in a row, which identify its point."""
+    """Return the parameters in a row of a sweep, which identify the row's point."""
     return tuple(row[name] for name in PARAMETERS)
 
 

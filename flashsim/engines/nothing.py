@@ -18,7 +18,7 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for empty jobs, whose `Problem` has size 1; `engine.constant` creates the arrays."""
+    """An engine for empty jobs, whose `Problem` has size 1; `engine` creates the result arrays."""
 
     OPTIONS: frozenset[str] = frozenset()
 

@@ -135,7 +135,7 @@ class Engine(Protocol):
     OPTIONS: frozenset[str]
 
     def forward(self, job: Job) -> Outcome:
-        """Run the forward pass."""
+        """Run the forward pass of `job`."""
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
         """Return `Outcome.saved` of a forward pass, given only its `out` (4-D) and `lse` (3-D).
@@ -150,4 +150,4 @@ class Engine(Protocol):
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array of one value, of the job's library and device; raise as `forward` does."""
+        """Return an array of one value, of the job's library and device; raise like `forward`."""

@@ -67,7 +67,7 @@ ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass."""
+    """Run the forward pass of a job on the CPU, tile by tile."""
     engine = _CpuPass.of(job, "forward")
     out, lse = engine.forward()
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
@@ -275,9 +275,9 @@ class _CpuPass:
         """Return Q and the factor of scores in the decode kernel's form (`kernels_decode`).
 
         With the returned Q, the backward pass sums each score in the same order as the decode
-        kernel did. The returned Q is empty if the decode kernel did not run the forward pass. It is
-        also empty for kernels that multiply bfloat16 pairs: rounding dS to bfloat16 costs far more
-        precision than another order of summation.
+        kernel did. The returned Q is empty if the decode kernel did not run the forward pass, or if
+        kernels multiply bfloat16 pairs: rounding dS to bfloat16 costs far more precision than
+        another order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -372,7 +372,7 @@ class _CpuPass:
         self.stages.append(stage_trace(stage, schedule, job.device, steps, visits))
 
     def outcome(self, arrays: dict[str, Any], saved: dict[str, Any] | None = None) -> Outcome:
-        """Return the `Outcome` of this pass."""
+        """Return the `Outcome` of the pass, with a trace if the job requests one."""
         stages = tuple(self.stages) if self.job.trace else None
         kernel = f"numba {type(self.cpu).__name__.lower()}, {self.threads} threads"
         finite = frozenset(self.finite)
@@ -397,8 +397,8 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers; return other arrays unchanged.
 
-    An odd last 16-bit number lies past the end of the view. Kernels can still read it, because
-    kernels do not check bounds.
+    With an odd number of elements, the last element lies past the end of the view. Kernels can
+    still read it, because kernels do not check bounds.
     """
     if flat.dtype.itemsize != 2:
         return flat

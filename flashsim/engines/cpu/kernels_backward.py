@@ -65,7 +65,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
     """Compute dK, dV and, if `fused`, dQ; each lane of a panel holds one key.
 
     For each visit (tile pair), a thread computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T +=
-    Q^T dS. If `fused`, it also adds dS K to the query tile's dQ in memory (``grads.dq``).
+    Q^T dS. If `fused`, the thread also adds dS K to the query tile's dQ in memory (``grads.dq``).
     ``turns[head, row tile]`` counts these additions, and each thread waits for its turn, so every
     sum has the same order for any number of threads. Threads cannot deadlock, because they take and
     process key tiles in the order of the turns. A thread processes a run of neighbouring key tiles

@@ -104,7 +104,7 @@ def whole(cpu, n):
 
 @part
 def aligned(cpu, first):
-    """Return the last row, at most `first`, at which an operand of a matrix product can begin."""
+    """Round `first` down to a row at which an operand of a matrix product can begin."""
     return first - first % (side(cpu) * per_term(cpu))
 
 
@@ -161,7 +161,8 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Return the columns of X as a left operand, for sums over its n rows.
 
-    Pairs go to `room`: `block` terms to each row, which has `row` terms, from term `first` on.
+    Pairs are written to `room`, to `block` terms of each row from term `first` on; its rows have
+    `row` terms.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -217,7 +218,7 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Multiply scores of pairs by ``scale[0]``; float operands were scaled when copied."""
+    """Multiply scores by ``scale[0]`` if operands are pairs; floats were scaled when copied."""
 
 
 @or_pairs(steps.right_of_panel)
@@ -243,10 +244,10 @@ def scaled(cpu, S, rows, plain, scales):
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
-    V's rows for this panel start at `key`. For pairs, P stays in memory until `weigh` multiplies it
-    by V; `waiting` is the first and the last + 1 pair of keys whose P is kept, and the function
-    returns the new `waiting`. If a maximum has changed, or keys in between were skipped, the kept P
-    is multiplied by V first.
+    The rows of V for the panel's keys start at row `key`. For pairs, P stays in memory until
+    `weigh` multiplies it by V; `waiting` is the first and the last + 1 pair of keys whose P is
+    kept, and the function returns the new `waiting`. If a maximum has changed, or keys in between
+    were skipped, the kept P is multiplied by V first.
     """
     O, m, l, alpha = sums
     w = cpu.width

@@ -24,8 +24,8 @@ class Rules(NamedTuple):
     A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. Unless the mask is
     only a band (`banded`), MASKED tiles have mask bits of shape (rows of a panel, keep_slots,
     lanes), in which (batch, head) has slot ``batch * keep_batch + head * keep_head``. The flat
-    `bias` of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. `bias` and
-    `sinks`, (heads,), are empty, and `softcap`, (1,), is 0 if the problem has none. `rounding` is
+    `bias` of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. If the
+    problem has none, `bias` and `sinks` (heads,) are empty, and `softcap` (1,) is 0. `rounding` is
     the type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`, or None for other inputs. `calls`
     contains the addresses of the score function and its derivatives (see `functions`), or 0.
     `captured` contains the addresses of the arrays that these functions read or add to.

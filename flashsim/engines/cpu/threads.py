@@ -160,7 +160,7 @@ class _Notice(threading.local, Listener):
     """
 
     def on_start(self, event: Event) -> None:
-        """Pause garbage collection and start the timer; Numba calls this before compiling."""
+        """Pause garbage collection and start the timer, before Numba compiles a kernel."""
         if event.data["dispatcher"] not in _KERNELS.values():
             return
         self.collects = gc.isenabled()
@@ -171,7 +171,7 @@ class _Notice(threading.local, Listener):
             self.timer.start()
 
     def on_end(self, event: Event) -> None:
-        """Resume garbage collection and stop the timer; Numba calls this after compiling."""
+        """Resume garbage collection and stop the timer, after Numba has compiled a kernel."""
         if event.data["dispatcher"] not in _KERNELS.values():
             return
         if self.collects:

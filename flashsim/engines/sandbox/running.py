@@ -43,7 +43,7 @@ def put(
 
 
 def one_argument(algorithm: Callable[..., None], name: str) -> None:
-    """Raise `DTypeError` unless the function can be called with only the machine."""
+    """Raise `DTypeError` unless the function can be called with the machine as only argument."""
     try:
         inspect.signature(algorithm).bind("machine")
     except TypeError as error:

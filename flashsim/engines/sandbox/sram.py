@@ -112,10 +112,10 @@ class OpenSram(Scopes):
 
     @taped("positions")
     def positions(self, rows: slice) -> SramTile:
-        """Return the positions of queries or keys as a tile.
+        """Return the positions of queries or keys, such as 0 to 63, as a tile.
 
-        With them, write ``S[rows > cols[:, None]] = 0`` and the like. The positions are computed,
-        not loaded, but the tile takes memory on chip.
+        A mask is then ``S[rows > cols[:, None]] = 0`` or the like. The positions are computed, not
+        loaded, but the tile takes memory on chip.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)

@@ -2,8 +2,8 @@
 
 `limit` limits CPU time and memory, except on Windows. On Linux, `close` sets up Landlock, which
 prevents all writes and allows reading only Python and its packages, and a seccomp filter, which
-prevents new processes, signals and network access. A process cannot undo either. A process that
-must start compilers and write caches calls only `limit`.
+prevents new processes, signals and network access. A process can undo neither Landlock nor seccomp.
+A process that must start compilers and write caches calls only `limit`.
 """
 
 from __future__ import annotations

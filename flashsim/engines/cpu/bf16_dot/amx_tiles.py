@@ -67,8 +67,8 @@ Instruction = Zero | Load | Store | Dot
 class Program(NamedTuple):
     """AMX instructions to run before a loop over bfloat16 pairs, in each iteration, and after it.
 
-    Each iteration adds 16 pairs to each sum of the product A B. The next iteration reads the next
-    tile to the right in A and the next tile down in B.
+    Each iteration adds the products of 16 pairs to each sum of A B. The next iteration reads the
+    next tile to the right in A and the next tile down in B.
     """
 
     before: tuple[Instruction, ...]

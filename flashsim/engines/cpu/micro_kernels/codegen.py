@@ -3,7 +3,7 @@
 As plain loops, the operations reach a quarter of a CPU's peak with Numba's own vectoriser; with one
 BLAS call per tile, they reach half. So this module itself decides which values stay in registers.
 Each `build_*` function writes one LLVM function for an element type and a `Blocking`, without Numba
-(see `writer.builder`). The module `vector` makes Numba's compiled code call that function.
+(see `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM functions.
 """
 
 from __future__ import annotations

@@ -6,9 +6,10 @@ transposed tile: S^T = K Q^T and O^T += V^T P^T. So the softmax is computed per 
 shuffles, and K and V are read in memory order, one scalar at a time. Only Q is transposed, once for
 a whole loop over key tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
 
-These functions are the specification. On CPUs whose vector registers are known (`registers.py`),
-vector code, which the decorator `vector.operation` names, replaces each function. The type of the
-first argument, `cpu`, selects vector or plain code, and tests compare the results of the two.
+On CPUs whose vector registers are known (`registers.py`), vector code, which the decorator
+`vector.operation` names, replaces each function; the functions are its specification. The type of
+the first argument, `cpu`, selects vector or plain code, and tests compare the results of vector and
+plain code.
 """
 
 from __future__ import annotations
@@ -174,9 +175,9 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
     """Run one step of the online softmax along the rows of S (heads, n), one row per head.
 
-    The number n must be a multiple of 32. For 16-bit inputs, P is rounded to the inputs' type, but
-    l adds the elements of P before they are rounded. If the CPU multiplies pairs of bfloat16, P is
-    stored as pairs of neighbours in the first half of each row.
+    The row length n must be a multiple of 32. For 16-bit inputs, P is rounded to the inputs' type,
+    but l adds the elements of P before they are rounded. If the CPU multiplies pairs of bfloat16, P
+    is stored as pairs of neighbours in the first half of each row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):

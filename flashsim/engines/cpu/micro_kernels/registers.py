@@ -93,7 +93,7 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return an object of the fastest `Cpu` class for an accumulator type; with `plain`, `Plain`."""
+    """Return an object of the fastest `Cpu` class for a type or, if `plain`, of class `Plain`."""
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs

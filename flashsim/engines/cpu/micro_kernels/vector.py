@@ -16,7 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Decorate a plain function: compiled callers run vector code if the CPU's registers are known."""
+    """Decorate a plain function, so that compiled callers run its vector code if there is any."""
     code = vector_intrinsic(layout, build, **options)
 
     def vectorised(cpu, *args):

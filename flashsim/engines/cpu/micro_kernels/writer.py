@@ -1,4 +1,4 @@
-"""Writes LLVM IR over vectors, without Numba, which LLVM lowers to AVX2, AVX-512 or NEON."""
+"""Writes LLVM IR over vectors, which LLVM lowers to AVX2, AVX-512 or NEON; does not use Numba."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ class Code:
     def whole(self, shifted: list) -> tuple[list, list]:
         """Return n and 2^n for each of several vectors x, to which `Exponential.magic` was added.
 
-        The sum has n + bias in its low bits, which one shift turns into the float 2^n. Each step
-        runs for all vectors, so that their dependency chains overlap.
+        The low bits of x + magic are n + bias, and one shift turns these bits into the float 2^n.
+        Each step runs for all vectors, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -247,7 +247,7 @@ class Code:
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
         """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        The last `carried` is returned. If nothing is carried, `body` may return None.
+        The method returns the last `carried`. If nothing is carried, `body` may return None.
         """
         b, f = self.b, self.function
         before = b.block
@@ -281,7 +281,7 @@ def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_
 
     ``build(module, block, itemsize, **options)`` returns the function, and writes it first if the
     module does not have it. `args` is the argument of `Code`, or a function that computes it from
-    the options. `writer` returns the class of `code` for ``(block, **options)``.
+    the options. ``writer(block, **options)`` returns the class of `code`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:

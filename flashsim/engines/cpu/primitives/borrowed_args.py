@@ -88,9 +88,9 @@ def _lent(kind: Any) -> Any:
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)``, and pass arrays without owners, and tables by address.
+    """Call ``kernel(cpu, *arguments)`` without counting references; pass tables by address.
 
-    Numba counts references to arrays with owners at every call, so threads would contend for
+    At every call, Numba counts references to arrays with owners, so threads would contend for
     counters.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})

@@ -118,7 +118,7 @@ class _LowerToText(NativeLowering):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToHotText(_LowerToText):
-    """Numba's lowering pass, changed to produce a `_HotText`."""
+    """Numba's lowering pass, changed to produce a `_HotText`, which is optimised before linking."""
 
     _name = "flashsim_lower_to_hot_text"
     library = _HotText
@@ -142,7 +142,7 @@ class Part(CompilerBase):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerWhole(NativeLowering):
-    """Numba's lowering pass, changed to produce a `_Whole`."""
+    """Numba's lowering pass, changed to produce a `_Whole`, which Python can call."""
 
     _name = "flashsim_lower_whole"
 
