@@ -55,8 +55,8 @@ class Table:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
         A table that does not fit gets its constant columns moved into the title, then larger units
-        for bytes and FLOPs. Otherwise the table is transposed, with one column per row, in as many
-        pieces as necessary.
+        for bytes and FLOPs. A table that is still too wide is transposed, with one column per row,
+        in as many pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text

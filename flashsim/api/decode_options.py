@@ -129,7 +129,7 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
 
 
 def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the decoding options for `count`; raise if they contradict the problem's pages, V."""
+    """Return the decoding options for `count`; raise if they contradict the problem's fields."""
     rest = dict(fields)
     rest.pop("workspace", None)
     if rest.pop("block_table", None) is not None and problem.page_size is None:

@@ -33,10 +33,10 @@ class SweepFile:
     with a byte order mark or CRLF, as spreadsheets save it, can be read; new rows keep its line
     endings.
 
-    A missing or empty file gets a header, `columns`. `parse` turns the text of one line, ``{column:
-    text}``, back into a row, and raises ValueError for text that no row has. `OptionError` is
-    raised, and the file does not change, if the folder does not exist, or if the file has another
-    header or a line that cannot be parsed.
+    A missing or empty file gets the header `columns`. `parse` turns the text of one line,
+    ``{column: text}``, back into a row, and raises ValueError for text that no row has.
+    `OptionError` is raised, and the file does not change, if the folder does not exist, or if the
+    file has another header or a line that cannot be parsed.
     """
 
     def __init__(

@@ -397,8 +397,8 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers; return other arrays unchanged.
 
-    With an odd number of elements, the last element lies past the end of the view. Kernels can
-    still read it, because kernels do not check bounds.
+    With an odd number of elements, the last element lies past the end of the view. Kernels, which
+    do not check bounds, can still read that element.
     """
     if flat.dtype.itemsize != 2:
         return flat

@@ -113,7 +113,7 @@ def call_panel(
     h,
     table,
 ):
-    """Call the score function at `address` on S (from `s0`); `raw` (from `raw0`) holds its inputs."""
+    """Call the score function at `address` on S; its inputs lie in `raw`, from `raw0` on."""
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 
     def codegen(context, builder, signature, args):

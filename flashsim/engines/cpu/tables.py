@@ -72,7 +72,10 @@ class Notes(NamedTuple):
 
 
 class BackwardInputs(NamedTuple):
-    """The flat arrays that backward kernels read; the LSE is 0 for rows that saw no key."""
+    """The flat arrays that backward kernels read; the LSE is 0 for rows that saw no key.
+
+    `along` and `factor` are the arrays that `_CpuPass.along` in `engine.py` returns.
+    """
 
     q: np.ndarray
     k: np.ndarray

@@ -2,8 +2,8 @@
 
 Linux often wakes a thread on its caller's CPU, and moves it to another CPU only a few milliseconds
 later, when a short kernel has already ended (docs/notebooks/cpu.md). So a caller first restricts
-sleeping threads to CPUs on which it does not run. A woken thread may use all CPUs again, so Linux
-can still move it.
+sleeping threads to CPUs on which the caller does not run. A woken thread may use all CPUs again, so
+Linux can still move it.
 """
 
 from __future__ import annotations

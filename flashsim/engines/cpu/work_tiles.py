@@ -38,7 +38,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return a recently used schedule equal to `schedule`, whose tables exist, or `schedule`."""
+    """Return a recently used, equal schedule, whose tables can be reused, or `schedule` itself."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -226,8 +226,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
 
-    Without a True, the two are equal. Rows of `flags` after the first `rows` are copies of the
-    last.
+    If no row has a True, the two numbers are equal. Rows of `flags` after the first `rows` are
+    copies of the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

@@ -32,7 +32,8 @@ class Room:
 class Lease:
     """A reference to a `Room`, which the tile and all its views hold.
 
-    A temporary's bytes are freed with the last of them. `numbers` are the tiles' numbers on `tape`.
+    A temporary's bytes are freed when the tile and all its views are gone. `numbers` are the
+    numbers of the tiles on the `Tape` `tape`.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -96,7 +96,7 @@ def _readable() -> list[str]:
 
 
 def _landlock(libc: ctypes.CDLL, readable: Iterable[str]) -> bool:
-    """Allow this process to read only below these paths; see landlock(7)."""
+    """Allow this process to read only below the paths `readable`; see landlock(7)."""
     create, add, restrict = 444, 445, 446  # numbers of system calls, on every architecture
     version = libc.syscall(create, None, 0, 1)
     if version < 1:
@@ -125,7 +125,7 @@ class _Filter(ctypes.Structure):
 
 
 def _seccomp(libc: ctypes.CDLL, calls: dict[str, tuple[int | None, ...]]) -> bool:
-    """Make these system calls of this process fail with EPERM; see seccomp(2)."""
+    """Make the system calls `calls` of this process fail with EPERM; see seccomp(2)."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return False

@@ -65,7 +65,8 @@ class PairCode(Code):
     def exp2(self, x):
         """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1; NaN stays NaN.
 
-        Results below 2^-126 are exactly 0: AVX-512 takes 130 cycles for a subnormal result.
+        Results below 2^-126 are exactly 0, because AVX-512's multiplication by a power of two takes
+        130 cycles if the result is subnormal.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))

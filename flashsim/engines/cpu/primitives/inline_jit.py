@@ -166,7 +166,7 @@ class HotPart(Part):
 
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
-    """Compile calls of `definition` as calls of what `choose` returns for their argument types."""
+    """Make compiled code call the function `choose(*types)` where the source calls `definition`."""
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 
