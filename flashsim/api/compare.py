@@ -77,10 +77,7 @@ class Comparison(report.Tabled):
 
 
 def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
-    """Return a table with one row per trace or count: its bytes, intensity and peak SRAM.
-
-    The note under the table says whether all algorithms have the same tile sizes.
-    """
+    """Return a table with one row per trace or count: its bytes, intensity and peak SRAM."""
     first = sources[0]
     tiles = dict.fromkeys(str(source.tiling) for source in sources)
     table = report.Table(

@@ -249,11 +249,7 @@ class _CpuPass:
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return an array as a one-dimensional view, with the element type that kernels read.
-
-        A 16-bit array is viewed as integers if the kernel multiplies bfloat16 pairs, and otherwise
-        as float32 over the same memory.
-        """
+        """Return a one-dimensional view of an array, with the element type that kernels read."""
         flat = array.reshape(-1)
         if self.pairs and array.dtype == self.result:
             return flat.view(np.uint16)

@@ -127,10 +127,7 @@ def only_if_hiding(rules, position, masked, first, last):
 
 @part
 def hides(rules, rel, rows, lanes):
-    """Return whether the band hides any score of a panel with one query per lane.
-
-    `rel` is the distance of the first row and lane from the diagonal.
-    """
+    """Return whether the band hides a score of a panel of query lanes, with `rel` at its start."""
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 

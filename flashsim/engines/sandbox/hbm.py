@@ -146,10 +146,7 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add a tensor (batch, heads, n[, width]) to HBM.
-
-        Unless `written` is true, an algorithm must store the tensor before it can read it.
-        """
+        """Add a tensor (batch, heads, n[, width]) to HBM, readable once stored or if `written`."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)

@@ -20,10 +20,7 @@ REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 
 
 def line_at_work() -> int:
-    """Return the number of the user's line that is running, or 0 if there is none.
-
-    The line, of the innermost call outside the machine and NumPy, may be in any file of the user.
-    """
+    """Return the number of the user's line that is running, in any file, or 0 if there is none."""
     if line := REPLAYED.get():
         return line
     frame: FrameType | None = sys._getframe(1)

@@ -137,10 +137,7 @@ class OpenSram(Scopes):
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
-        """Round an operand of a product ("P" or "dS") to the type in which the product uses it.
-
-        A tile with another name stays unchanged.
-        """
+        """Round "P" or "dS" to the type in which products use it; return other tiles unchanged."""
         if name not in ("P", "dS"):
             return tile
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]

@@ -36,10 +36,7 @@ def build_vector_product(
 def build_tile_product(
     code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
 ) -> None:
-    """Write a matrix product C = A B as AMX instructions, which compute 2 x 2 tiles of C at a time.
-
-    `rows` and `n` must be multiples of 16, the side of an AMX tile.
-    """
+    """Write a matrix product C = A B as AMX instructions, for up to 2 x 2 tiles of C at once."""
     b, columns = code.b, code.width // amx_tiles.SIDE
     steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
 

@@ -39,11 +39,7 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """Compute P from scores, and keep P until `weigh` multiplies it by V.
-
-    If a lane's maximum has changed or keys were skipped since the last call, the P of earlier calls
-    is multiplied by V first.
-    """
+    """Compute P from scores, and keep P until `weigh` multiplies it by V (see `operands`)."""
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
     online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)

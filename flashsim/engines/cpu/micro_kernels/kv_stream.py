@@ -69,11 +69,7 @@ class Stretch:
 
 
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
-    """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V.
-
-    For bfloat16, the code is written with `PairCode` if the CPU multiplies pairs. On CPUs with AMX
-    tiles for this type, `of_tiles`, unless it is None, writes the code instead.
-    """
+    """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V."""
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:
         return WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
@@ -107,10 +103,7 @@ def lanes_below(code: Code, count):
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """Emit loops that call ``body(h, count)`` for each block of `count` heads from head h on.
-
-    Blocks have `most` heads; the remaining heads form blocks of `most` / 2 heads, `most` / 4, ..
-    """
+    """Emit calls of ``body(h, count)`` for all heads, in blocks of `most`, `most` / 2, .. heads."""
     size = most
     while size:
         count = code.b.sdiv(heads, ir.Constant(INT, size))
