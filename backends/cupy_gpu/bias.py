@@ -1,4 +1,4 @@
-"""Turns an additive bias into a score function, because kernels support no other form of bias."""
+"""Turn an additive bias into a score function, because kernels support no other form of bias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """Return the job, with its bias (if any) turned into an array that its score function captures.
+    """Return the job with its bias, if any, turned into an array that its score function captures.
 
     With `gradient`, the backward pass also computes the bias's gradient.
     """

@@ -47,7 +47,7 @@ _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
-    """The tables of a loop over a schedule, in GPU memory."""
+    """The tables of a schedule's loop in GPU memory."""
 
     def __init__(self, tables: Lowered) -> None:
         self.arrays = {
@@ -62,15 +62,12 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Copy the tables to GPU memory once per device, and return these copies."""
+    """Return copies of the tables in GPU memory, made once per device."""
     return Uploaded(tables)
 
 
 class NewArray(NamedTuple):
-    """The shape and strides of a contiguous (batch, heads, n, width) array.
-
-    The field `strides` has the strides of the first three axes, in elements.
-    """
+    """The shape and element strides of a contiguous (batch, heads, n, width) array."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
@@ -185,9 +182,9 @@ class ReadyPass:
     ) -> Parameters:
         """Return the kernel parameters of a launch, including its tensor maps.
 
-        The argument `made_of` holds the address and strides from which each tensor map is made, in
-        the order of the kernel's boxes. By default, `args` and `counter` are the buffers that all
-        launches of the pass share.
+        `made_of` holds the address and strides from which each tensor map is made, in the order of
+        the kernel's boxes. By default, `args` and `counter` are the buffers that all launches of
+        the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args = self._args if args is None else args
@@ -234,10 +231,7 @@ class ReadyPass:
             record[name] = values[name] if name in values else getattr(p, name)
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
-        """Launch the pass on the stream of `call`.
-
-        CuPy's current device must be the device of that stream.
-        """
+        """Launch the pass on the stream of `call`, whose device must be CuPy's current device."""
         made_of = self._made_of(call.head)
         if self._tiled:
             made_of = *made_of, call.captured.tile
@@ -295,10 +289,7 @@ class Repeated:
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
         """Repeat the launches that `note` cached for `key`, or return False if none are cached.
 
-        Parameters
-        ----------
-        key : tuple
-            The stream, and all addresses and strides of the call.
+        `key` holds the stream, and all addresses and strides of the call.
         """
         found = self._known.get(key)
         if found is None or (self._counts and _makes_its_counter(stream)):
@@ -308,10 +299,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call so that `launch` can repeat it.
-
-        None of the call's arrays may be a copy.
-        """
+        """Note a call, none of whose arrays may be a copy, so that `launch` can repeat it."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -326,9 +314,8 @@ _MOST_REPEATED = 256
 def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
-    A separate counter is needed if the stream's handle stands for several streams (the per-thread
-    stream). A separate counter is also needed while a CUDA graph is captured, since the graph may
-    later run in any stream and beside other launches.
+    A stream's handle may stand for several streams (the per-thread stream). A captured CUDA graph
+    may later run in any stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
@@ -349,7 +336,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the number of elements in a backward pass's float32 dQ accumulator, or None.
+    """Return the size of a backward's float32 dQ accumulator in elements.
 
     The result is None if the backward needs neither the accumulator nor delta.
     """
@@ -419,10 +406,7 @@ class Plan:
         return Call(space, head, keeps=made), *made[:3]
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Allocate and return a backward's dQ, dK, dV, scratch memory and semaphores.
-
-        An array that the backward does not need is None.
-        """
+        """Allocate a backward's dQ, dK, dV, scratch memory and semaphores (None if not needed)."""
         sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
@@ -443,10 +427,7 @@ class Plan:
         dlse: int,
         made: Sequence[Any],
     ) -> tuple[int, ...]:
-        """Return the `Call.head` of a backward whose results go to the arrays `made`.
-
-        The method `new_arrays` allocates these arrays.
-        """
+        """Return the `Call.head` of a backward that writes to the result `made` of `new_arrays`."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (

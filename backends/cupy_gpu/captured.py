@@ -49,8 +49,7 @@ NOTHING = ReadByFunctions()
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
     """Return a job's captured arrays and sinks, all of them in GPU memory.
 
-    Arrays on the CPU are copied to the GPU. In a backward pass, the function also allocates the
-    gradients that `problem.score_grads` names.
+    In a backward pass, the function also allocates the gradients that `problem.score_grads` names.
     """
     p = job.problem
     if not p.has_functions:
@@ -85,8 +84,8 @@ def gradients(
 ) -> dict[str, Any]:
     """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
-    The arguments `lse` and `delta` are the GPU addresses of two arrays. The backward's kernels have
-    stored one float32 per row in each array.
+    `lse` and `delta` are the GPU addresses of arrays in which the backward's kernels have stored
+    one float32 per row.
     """
     p, made = job.problem, dict(given.gradients)
     if p.sinks:
@@ -114,10 +113,7 @@ def _rounded(array: Any, dtype: str) -> Any:
 
 
 def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:
-    """Return a float32 array that uses the memory at an address.
-
-    The caller must keep the memory alive.
-    """
+    """Return a float32 array over the memory at an address, which the caller must keep alive."""
     size = 4 * int(np.prod(shape))
     memory = cupy.cuda.UnownedMemory(address, size, None, space.device)
     return cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0))
@@ -125,10 +121,7 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
-    """Return a mask function's captured arrays in the memory of CuPy's current device.
-
-    The arrays are copied at the first call with this mask and device, and then cached.
-    """
+    """Return a mask function's captured arrays in GPU memory, cached per mask and device."""
     pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
     made = [_typed(x, spec) for x, spec in pairs]
     cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
@@ -146,10 +139,7 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """Return any library's array as a CuPy array on the current device.
-
-    The array is copied only if necessary.
-    """
+    """Return any library's array as a CuPy array on the current device, copied if necessary."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):

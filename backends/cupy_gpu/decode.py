@@ -1,4 +1,4 @@
-"""Runs `algorithm="flash-decode"` on a GPU, in one or two launches and with reusable memory."""
+"""Run `algorithm="flash-decode"` on a GPU, in one or two launches and with reusable memory."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def _parts(
     """Return the three addresses of `Workspace.partial`, and an object that owns the memory.
 
     The object is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
-    is captured, a call without a workspace allocates from the graph's private memory. The reason is
-    that the graph may later run in any stream, beside other work. The arrival counters of such a
-    call are never freed.
+    is captured, a call without a workspace allocates from the graph's private memory, because the
+    graph may later run in any stream, beside other work. The arrival counters of such a call are
+    never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -157,9 +157,7 @@ class _Ready:
         capacity: int = 0,
         given: ReadByFunctions = NOTHING,
     ) -> None:
-        """Launch the decode kernel on `stream`.
-
-        The arrays' device must be CuPy's current device.
+        """Launch the decode kernel on `stream`, whose device must be CuPy's current device.
 
         Parameters
         ----------
@@ -199,20 +197,16 @@ def _ready(made: decode_plan.Decode, device: int) -> _Ready:
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
     """Run decoding: attention of q over a contiguous or paged (`block_table`) KV cache.
 
-    Parameters
-    ----------
-    job : Job
-        The job's k and v are the KV cache, in the cache's layout. The job's `problem.n_kv` is the
-        capacity of the cache per sequence.
+    The job's k and v are the KV cache, in the cache's layout. `job.problem.n_kv` is the capacity of
+    the cache per sequence.
     """
     return _forward(job, gpu, space, counts=bool(job.trace))[0]
 
 
 class Decoder:
-    """Decodes torch tensors with a kernel that reads sequence lengths at run time.
+    """Decodes torch tensors with a kernel that reads sequence lengths from GPU memory.
 
-    The kernel reads the lengths from GPU memory. Every call is one launch that does not wait for
-    the GPU, so a CUDA graph can capture it.
+    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it.
 
     Parameters
     ----------
@@ -284,10 +278,7 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode arrays at the given addresses, with `keys` live keys per sequence.
-
-        The method writes out and the LSE.
-        """
+        """Decode arrays at the given addresses, with `keys` live keys per sequence."""
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE

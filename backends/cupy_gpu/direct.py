@@ -1,8 +1,6 @@
 """Launch the passes of an already checked request directly on torch tensors.
 
-The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options. The
-module calls a `Direct` both in eager mode and inside the module's operators. A call of `Direct`
-reads the tensors' addresses and strides, allocates the results and launches the kernels.
+The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options.
 """
 
 from __future__ import annotations
@@ -20,14 +18,9 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays, whose addresses the caller passes.
+    """A forward pass on contiguous arrays of any library, whose addresses the caller passes.
 
-    The arrays may belong to any library.
-
-    Parameters
-    ----------
-    shapes : the shapes of q, k and v, each (batch, heads, n, width)
-    run : Plan or Decoder
+    `shapes` holds the shapes (batch, heads, n, width) of q, k and v.
     """
 
     def __init__(
@@ -41,10 +34,7 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch the forward pass on `stream`.
-
-        The other arguments are the arrays' addresses.
-        """
+        """Launch the forward pass on `stream`, for arrays at these addresses."""
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
@@ -61,13 +51,7 @@ class Placed:
 
 
 class Forward:
-    """A forward pass on torch tensors on one device, which repeats prepared launches.
-
-    Parameters
-    ----------
-    space : arrays.TorchSpace
-    plan : Plan
-    """
+    """A forward pass on torch tensors on one device, which repeats prepared launches."""
 
     def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
         self._space, self._plan, sizes = space, plan, plan.sizes

@@ -48,10 +48,7 @@ from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass on the GPU that holds the arrays.
-
-    NumPy arrays are copied to the current GPU.
-    """
+    """Run the forward pass on the arrays' GPU, or on the current GPU for NumPy arrays."""
     if job.algorithm == DECODE:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
@@ -83,17 +80,14 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, in the library and on the device of the job's arrays.
-
-    The function runs none of this package's kernels.
-    """
+    """Return an array filled with `value`, in the library and on the device of the job's arrays."""
     require_gpu()
     decode.check(job) if job.algorithm == DECODE else _check(job)
     return constant_of(job, shape, dtype, value)
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Do the same as `constant` for a job that was checked before."""
+    """Return an array as `constant` does, for a job that was checked before."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -133,13 +127,9 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
-    The arrays at these addresses must be contiguous. The result is None if the kernels cannot read
-    contiguous arrays in place, for example because a head_dim is not a multiple of 8.
-
-    Parameters
-    ----------
-    few : bool
-        Whether to run the decode kernels.
+    With `few`, the decode kernels run. The arrays at these addresses must be contiguous. The result
+    is None if the kernels cannot read contiguous arrays in place, for example because a head_dim is
+    not a multiple of 8.
     """
     p = job.problem
     require_gpu()
@@ -180,11 +170,6 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 
     With ordered dQ, thread blocks add their parts of dQ in a fixed order. The result holds for the
     GPU on which the forward pass ran.
-
-    Parameters
-    ----------
-    job : Job
-        A backward pass.
     """
     job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
@@ -194,11 +179,8 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether "flash2-once" (deterministic) is the fastest backward on this GPU.
 
-    Parameters
-    ----------
-    job : Job
-        The backward pass that runs if the result is False. The job's algorithm is "flash2" if the
-        pass must be deterministic.
+    `job` is the backward pass that runs otherwise. Its algorithm is "flash2" if the pass must be
+    deterministic.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -263,7 +245,7 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return the object that repeats the job's forward launches, or None.
+    """Return an object that repeats the job's forward launches, or None.
 
     The result is None if the launches need more than the addresses of three torch tensors.
     """
@@ -352,9 +334,9 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """Return the plan of a job's launches, which is prepared once and then cached in `Job.memo`.
+    """Return the plan of a job's launches, which depends on all of the job except its arrays.
 
-    The launches depend on everything in the job except its arrays.
+    The plan is prepared once and then cached in `Job.memo`.
     """
     plan = job.memo.get((family_of, direction, space))
     if plan is None:

@@ -50,12 +50,7 @@ class _Config(ctypes.Structure):
 class Argument:
     """The memory of a kernel's ``struct`` argument, at an address that never changes.
 
-    Attributes
-    ----------
-    buffer : memoryview
-        The bytes of the argument.
-    values : ndarray, (1,)
-        The same memory as named fields.
+    `buffer` holds the bytes of the argument, and `values` the same memory as named fields.
     """
 
     def __init__(self, dtype: np.dtype) -> None:
@@ -130,14 +125,9 @@ class Launcher:
         return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
-        """Launch the kernel on a stream.
+        """Launch the kernel on a stream, or raise `CUDADriverError` if the driver refuses.
 
         Two threads must not call the same launcher at the same time.
-
-        Raises
-        ------
-        cupy.cuda.driver.CUDADriverError
-            If the driver refuses the launch.
         """
         if self._config is None:
             cupy.cuda.driver.launchKernel(*self._plain, stream, parameters.address, 0)
@@ -156,14 +146,9 @@ class FixedLaunch:
         self._run, self._args = launcher.fixed(stream, parameters)
 
     def __call__(self) -> None:
-        """Launch the kernel.
+        """Launch the kernel, or raise `CUDADriverError` if the driver refuses.
 
         Several threads may make the same launch at the same time.
-
-        Raises
-        ------
-        cupy.cuda.driver.CUDADriverError
-            If the driver refuses the launch.
         """
         error = self._run(*self._args)
         if error:
@@ -181,7 +166,7 @@ def aside() -> Iterator[None]:
     """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
     A plan's uploads and compilations run in such a body. So a call that prepares a plan does not
-    wait for the caller's other GPU work. Such a call may also run while a CUDA graph is captured.
+    wait for the caller's other GPU work, and may run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -207,14 +192,9 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return how many thread-block clusters of each size the GPU runs at once.
+    """Return how many clusters of each size the GPU runs at once, with one block per SM.
 
-    Each SM runs one block.
-
-    Parameters
-    ----------
-    shared : int
-        A block's shared memory in bytes, so large that an SM has no room for a second block.
+    `shared` is a block's shared memory in bytes, so large that no second block fits into an SM.
     """
     code = 'extern "C" __global__ void nothing() {}'
     function = cupy.RawModule(code=code, backend="nvrtc").get_function("nothing")
@@ -237,7 +217,7 @@ def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, in
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
     """Load and launch one of this package's kernels once, on a space's stream.
 
-    The argument `record` is the kernel's ``struct`` argument, which the driver copies.
+    `record` is the kernel's ``struct`` argument, which the driver copies.
     """
     with space.active():
         function = nvrtc.load(kernel, space.device)

@@ -20,14 +20,9 @@ _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
 
 @lru_cache
 def kernel(width: int, total: str, part: str) -> Kernel:
-    """Return the merging kernel for rows of `width` elements and types given by name.
+    """Return the kernel that merges rows of type `part` into rows of type `total`.
 
-    Parameters
-    ----------
-    width : int
-        The number of elements per row of out.
-    total, part : str
-        The type of the result, and the type of the part that is merged into it.
+    `width` is the number of elements per row of the attention output.
     """
     vector = next(n for n in (8, 4, 2, 1) if width % n == 0 and not (n == 8 and total == "float32"))
     lanes = next(n for n in (32, 16, 8, 4, 2, 1) if n * vector <= max(width, vector))
@@ -62,10 +57,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Launch the merging kernel on a space's stream.
-
-    The argument `strides` holds the strides, in elements, between heads of out and of the LSE.
-    """
+    """Launch the merging kernel; `strides` are out's and the LSE's between heads, in elements."""
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
@@ -81,10 +73,7 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given` as the arrays that `merged` takes.
-
-    Torch tensors are returned unchanged, and other arrays as CuPy arrays. The CuPy arrays share the
-    memory of the originals.
+    """Return `given` as arrays that `merged` takes: torch tensors, or CuPy arrays without a copy.
 
     Raises
     ------
@@ -109,8 +98,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Merge two partial results, and return the output and the LSE over the keys of both.
 
-    The results are new arrays. The arguments are arrays that `held` returned. The results have the
-    library and type of `out_a` and `lse_a`.
+    The results are new arrays with the library and type of `out_a` and `lse_a`. The arguments are
+    arrays that `held` returned.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

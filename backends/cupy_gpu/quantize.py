@@ -1,4 +1,4 @@
-"""Quantises 16-bit q, k and v to FP8 on a GPU, and also transposes V for the forward pass."""
+"""Quantise 16-bit q, k and v to FP8 on a GPU, and also transpose V for the forward pass."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver.
 
-``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which are passed by value as a kernel argument.
-This module calls the driver's library directly. Every GPU backend needs that library, so the call
-adds no dependency.
+A tensor map is 128 opaque bytes that a kernel takes by value. This module calls the driver's
+library directly, which every GPU backend needs anyway.
 """
 
 from __future__ import annotations
@@ -74,9 +73,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return a captured array's tensor map, in which all leading axes are merged into one.
-
-    That one axis is the tensor map's axis of heads.
+    """Return a captured array's tensor map, in which all leading axes form the axis of heads.
 
     Raises
     ------
@@ -101,7 +98,7 @@ def _encoded(
 ) -> tuple[np.ndarray, int]:
     """Return a tensor map, and the driver's error code, which is 0 if there was no error.
 
-    The argument `steps` has the byte strides of all axes except the first.
+    `steps` has the byte strides of all axes except the first.
     """
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
@@ -126,7 +123,7 @@ def _encoded(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return the CUDA driver's library, or raise an error if the library is not found."""
+    """Return the CUDA driver's library, or raise `UnsupportedError` if the library is not found."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

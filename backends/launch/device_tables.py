@@ -1,7 +1,4 @@
-"""Build, on the host, the tables of a schedule that kernels read.
-
-Every GPU backend copies these tables to the GPU.
-"""
+"""Build, on the host, the tables of a schedule that kernels read from GPU memory."""
 
 from __future__ import annotations
 
@@ -126,12 +123,10 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Return the span of inner tiles that each outer tile visits under a mask function, or None.
+    """Return the range of inner tiles that each outer tile visits under a mask function, or None.
 
-    The result is None if the visits of some outer tile do not have consecutive inner tiles. It is
-    also None if the FULL visits of some outer tile do not. A span is the range of inner tiles that
-    an outer tile visits. Kernels compute the visits of a span by themselves. If there are no spans,
-    kernels read a list of visits from memory.
+    The result is None if the visits of some outer tile, or its FULL visits, do not have consecutive
+    inner tiles. Without ranges, kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -158,19 +153,15 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order in which blocks take the outer tiles. It also computes the
-    position in the fixed order at which each visit adds to dQ.
+    `schedule.turns` computes the order in which blocks take the outer tiles, and the position in
+    the fixed order at which each visit adds to dQ.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
 
 
 def refuse(problem: Problem) -> None:
-    """Raise `UnsupportedError` if the problem has a mask function or a bias.
-
-    No GPU kernel evaluates a Python mask function, or a bias that was not turned into a score
-    function.
-    """
+    """Raise `UnsupportedError` if the problem has a Python mask function or a bias."""
     if problem.mask is not None:
         raise UnsupportedError(
             "the GPU kernels cannot call a Python mask function; use backend='simulator' or "
@@ -186,9 +177,8 @@ def refuse(problem: Problem) -> None:
 def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    The error text contains `kernels`, a name of the kernels that support none of these, and
-    `instead`, which tells the user what to do. A bias is refused too, because callers turn it into
-    a score function first.
+    The error text names the `kernels`, and `instead` tells the user what to do. A bias is refused
+    too, because callers turn it into a score function first.
     """
     for name, text in (
         ("mask_mod", "mask_mod"),

@@ -36,13 +36,8 @@ _AFTER = "#pragma nv_diagnostic pop\n"
 class BiasTile(NamedTuple):
     """An array that a score function reads at index [.., q, k] and that TMA can load tile by tile.
 
-    Attributes
-    ----------
-    array : int
-        The array's index among the score function's captured arrays.
-    spec : ArraySpec
-    node : int
-        The load's index among the score function's nodes.
+    `array` and `node` are the indices of the array among the score function's captured arrays, and
+    of the load among its nodes.
     """
 
     array: int
@@ -60,13 +55,7 @@ class TableBand(NamedTuple):
     """An array that a score function reads at index [.., sign * (q - k) + offset].
 
     A tile pair has few different distances q - k, so a kernel can load their elements to shared
-    memory, once per tile pair.
-
-    Attributes
-    ----------
-    node : int
-        The load's index among the score function's nodes.
-    sign, offset : int
+    memory, once per tile pair. `node` is the index of the load among the score function's nodes.
     """
 
     node: int
@@ -114,8 +103,7 @@ class Generated:
     band : TableBand or None
         If `tile` is None, the array whose elements a kernel may load by the distance q - k.
     ramp : Ramp or None
-        The term that the score function adds to scores, if that term is linear in the positions, or
-        None.
+        The term that the score function adds to scores, if that term is linear in the positions.
     graphs : (Graph or None, Graph or None)
         The mask and the score function, for kernels in Python.
     wanted : tuple of str
@@ -150,12 +138,9 @@ class Generated:
 class Functions:
     """The CUDA texts generated for one problem's mask and score functions.
 
-    Attributes
-    ----------
-    plain, summing : Generated
-        The generated code for two kinds of kernels. Kernels with `plain` compute no gradients of
-        captured arrays. Kernels with `summing` add up these gradients. In a backward pass, only the
-        KV-outer kernel uses `summing`, since it computes every score once.
+    Kernels with `plain` compute no gradients of captured arrays, and kernels with `summing` add up
+    these gradients. In a backward pass, only the KV-outer kernel uses `summing`, since it computes
+    every score once.
     """
 
     plain: Generated
@@ -183,10 +168,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Return True if the score function's derivative does not depend on the score.
-
-    For example, the derivative of a function that adds a bias, or multiplies by a factor, does not.
-    """
+    """Return whether the score function's derivative is independent of the score, as for a bias."""
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
 
@@ -254,10 +236,9 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """Return the array that kernels load before they call the score function.
+    """Return the array that kernels load before they call the score function, as (tile, band).
 
-    The result is a pair (tile, band). If there is a `BiasTile`, it is the first item and the second
-    is None. Otherwise the first item is None, and the second is a `TableBand` or None.
+    At least one item of the pair is None. A `BiasTile` excludes a `TableBand`.
     """
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
@@ -350,10 +331,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """Return a problem's functions as CUDA text, without and with gradients of captured arrays.
-
-    The two results are the texts of `plain` and of `summing` in `Functions`.
-    """
+    """Return a problem's functions as CUDA text, without and with gradients of captured arrays."""
     return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 

@@ -1,8 +1,7 @@
 """Compute the launches of CUDA C++ kernels: threads, shared memory, compile-time constants.
 
-Nothing in this module needs a GPU or CuPy. A `Kernel` describes one compiled variant completely. A
-``static_assert`` in each kernel compares `Kernel.shared_bytes` and `ARGS` with the sizes of the
-kernel's own structs.
+Nothing in this module needs a GPU or CuPy. A ``static_assert`` in each kernel compares
+`Kernel.shared_bytes` and `ARGS` with the sizes of the kernel's own structs.
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ ARGS = np.dtype(
 
 
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
-    """Return `ARGS` with the fields that functions and sinks add.
+    """Return `ARGS` with the fields that mask functions, score functions and sinks add.
 
-    The function adds up to three fields. The field ``captured`` holds captured arrays and numbers.
-    The other two are the address of the sequences' starts, if sequences are packed, and the address
-    of the sinks.
+    The field ``captured`` holds captured arrays and numbers. The fields ``starts`` (for packed
+    sequences) and ``sinks`` are addresses.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -105,10 +103,7 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """Return how many clusters of `cluster` blocks run at once.
-
-        If the number was not measured, the function estimates it from the number of SMs.
-        """
+        """Return how many clusters of `cluster` blocks run at once, estimated if not measured."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
@@ -202,7 +197,7 @@ class Kernel:
 
     @property
     def args(self) -> np.dtype:
-        """The NumPy type of the kernel's ``struct`` argument (`args_dtype`)."""
+        """The NumPy type of the kernel's ``struct`` argument."""
         packed = bool(dict(self.constants)["FS_VARLEN"])
         return args_dtype(self.functions, packed=packed, sinks=self.sinks)
 
@@ -210,8 +205,8 @@ class Kernel:
     def roles(self) -> int:
         """The number of roles (groups of warps) per block that record time stamps.
 
-        If the number is 1, the whole thread block has a single role. Otherwise the roles are a
-        producer warpgroup and the consumer warpgroups.
+        A single role is the whole thread block. Several roles are a producer warpgroup and the
+        consumer warpgroups.
         """
         return self.threads // 128 if self.boxes else 1
 
@@ -339,9 +334,8 @@ def built(
 ) -> Kernel:
     """Return the `Kernel` called `name` in `file`, with `constants` and the extra constants `more`.
 
-    The argument `outer` is "queries" or "keys", depending on the kernel's outer loop. It is None
-    for a row-wise kernel. A kernel with "keys" also adds up the gradients of arrays that functions
-    capture.
+    `outer` is "queries" or "keys" for the kernel's outer loop, or None for a row-wise kernel. A
+    KV-outer kernel also adds up the gradients of arrays that functions capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
     generated, functions = None, None if outer is None else functions_of(problem)

@@ -13,8 +13,6 @@ from flashsim.schedule import plans
 class KernelPass:
     """One kernel launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
 
-    The launch's thread blocks take work tiles, each of which is one outer tile of one head.
-
     Attributes
     ----------
     stage : plans.Stage
@@ -29,8 +27,8 @@ class KernelPass:
         Heads of a head group, which run together so that their tensors stay in L2 (`take_work` in
         common.cuh).
     items : range
-        The work tiles of this launch. They are numbered over all heads, in the order in which
-        blocks take them.
+        The work tiles of this launch, each an outer tile of one head. They are numbered over all
+        heads, in the order in which blocks take them.
     before : tuple of KernelPass
         Launches of the same stage that come first and take the other work tiles. The tuple is empty
         if the kernels report counts or times.

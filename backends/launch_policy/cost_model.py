@@ -1,10 +1,9 @@
 """Predict how long a kernel launch takes, in order to find the fastest tile size.
 
-A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one
-iteration of a work tile's inner loop: one query tile times one key tile. Persistent thread blocks
-fetch work tiles until all are done. A work tile takes a fixed time, plus a time per visit (tile
-pair). The model computes the number of work tiles, their visits, and how they fill the SMs from
-the problem, the tiling and the GPU. Only the fixed time and the time per visit are measured.
+A work tile is one outer tile of one head, such as a row tile in the forward pass. A visit is one
+tile pair: one iteration of a work tile's inner loop. A work tile takes a fixed time, plus a time
+per visit. Only these two times are measured. The model computes the number of work tiles, their
+visits, and how persistent thread blocks fill the SMs.
 """
 
 from __future__ import annotations
@@ -24,11 +23,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """A thread block's times, in µs: a fixed time per work tile, and a time per visit.
-
-    The field `item` is the fixed time per work tile, to which its visits add. The field `visit` is
-    the time per visit (tile pair).
-    """
+    """A thread block's times in µs: a fixed time per work tile (`item`), and a time per visit."""
 
     item: float
     visit: float
@@ -162,10 +157,10 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
-    The delta kernel's time is left out, since every form except "flash2-once" begins with that
-    kernel. For "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
-    the previous kernel has left that SM. So the kernel for dQ overlaps with the kernel for dK and
-    dV. The kernel that converts dQ waits for all SMs.
+    Every backward algorithm except "flash2-once" begins with a delta kernel. For "flash2-once",
+    `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as the previous kernel has
+    left that SM, so the kernel for dQ overlaps with the kernel for dK and dV. The kernel that
+    converts dQ waits for all SMs.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -238,22 +233,19 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Return extra launches for the work tiles that are left after the full waves.
+    """Return extra launches that take the work tiles which do not fill a whole wave.
 
-    Each returned launch is a pair (blocks per cluster, number of work tiles). The function requires
-    work tiles with equal numbers of visits. After the full waves, a few work tiles are left (the
-    tail). Without extra launches, most SMs would be idle during the tail. The returned launches run
-    first, and take as many work tiles as would be left. The blocks of a cluster share each of these
-    work tiles. Either all clusters have the same size, or as many clusters as possible have two
-    blocks and the others have more. The result is empty if the extra launches would not save at
+    Each extra launch is a pair (blocks per cluster, number of work tiles). The function requires
+    work tiles with equal numbers of visits. Without extra launches, most SMs would be idle during
+    the last, partial wave. The extra launches run first, and the blocks of a cluster share each of
+    their work tiles. Either all clusters have the same size, or as many clusters as possible have
+    two blocks and the others have more. The result is empty if the extra launches would not save at
     least `_LAUNCHED` µs each.
 
     Parameters
     ----------
-    items : int
-        Work tiles.
-    steps : int
-        Visits of each work tile.
+    items, steps : int
+        The number of work tiles, and the number of visits of each work tile.
     times : Times
     adding_up : float
         The additional µs of a work tile that a cluster shares.
@@ -282,10 +274,10 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the number of blocks that should share each work tile, by predicted time.
+    """Return the predicted fastest cluster size: the number of blocks that share each work tile.
 
-    The number is the size of a cluster. It is 1 if there are enough work tiles to fill the SMs. The
-    parameters are those of `shared_out`.
+    The number is 1 if there are enough work tiles to fill the SMs. The parameters are those of
+    `shared_out`.
     """
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
@@ -313,8 +305,6 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
     """Return the times in µs, unordered, at which SMs (or clusters) finish their last work tile.
-
-    Each SM (or cluster) processes one work tile at a time.
 
     Parameters
     ----------
@@ -350,9 +340,8 @@ def last_items(
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
     """Return the time at which all work tiles are done, if the longest ones start first.
 
-    The argument `items` holds the times of one head's work tiles, and there are `walks` heads with
-    the same times. The argument `places` is the number of SMs (or clusters) that work at the same
-    time.
+    `items` holds the times of one head's work tiles, and all `walks` heads have the same times.
+    `places` is the number of SMs (or clusters) that work at the same time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
@@ -377,10 +366,10 @@ def fastest_first(
 ) -> tuple[Tiling, ...]:
     """Return the tilings of `times`, sorted from the fastest to the slowest predicted launch.
 
-    The argument `launch` is the function that predicts a launch's time. In a long launch, the first
-    tiling of `times` stays first unless another tiling's gain exceeds the uncertainty of the
-    prediction. The reason is that the first tiling does the most arithmetic per byte of shared
-    memory, which helps when a hot GPU lowers its clock.
+    `launch` is the function that predicts a launch's time. In a long launch, the first tiling of
+    `times` stays first unless another tiling's gain exceeds the uncertainty of the prediction. The
+    first tiling does the most arithmetic per byte of shared memory, which helps when a hot GPU
+    lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

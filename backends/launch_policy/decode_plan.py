@@ -92,8 +92,8 @@ class Decode:
     split : Split
         The rule by which the keys are divided; `splits` is the result of this rule.
     merge : Kernel, optional
-        The kernel that merges the splits, if there are splits; it is launched after `kernel`. If
-        `merge` is None, `kernel` itself merges the splits.
+        The kernel that merges the splits, which is launched after `kernel`. If `merge` is None,
+        `kernel` itself merges the splits.
     prefix, prefix_splits : int
         The number of keys that all sequences share, and the number of parts into which these keys
         are divided. The shared keys are read only once.
@@ -151,10 +151,7 @@ class Decode:
 
     @cached_property
     def cluster(self) -> int:
-        """The number of thread blocks in a cluster, which merge through each other's shared memory.
-
-        If the number is 1, partial results are merged through HBM.
-        """
+        """The blocks of a cluster, which merges in shared memory, or 1 for merging through HBM."""
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
     @property
@@ -184,22 +181,15 @@ class Decode:
 
     @property
     def walks(self) -> int:
-        """The number of row tiles over all sequences and KV heads.
-
-        The row tiles of a shared prefix come last.
-        """
+        """The number of row tiles of all sequences and KV heads, and of a shared prefix."""
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     """Return a launch's argument struct, in which only addresses and strides are not yet set.
 
-    Parameters
-    ----------
-    table_row : int
-        The number of entries per sequence in the block table.
-    pages : int
-        The number of pages in the page pool.
+    `table_row` is the number of entries per sequence in the block table. `pages` is the number of
+    pages in the page pool.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}
@@ -350,9 +340,8 @@ def _plain(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for ordinary attention without a shared prefix.
 
     If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
-    block. The batch may have more blocks than the GPU has SMs even without splits. In this case,
-    blocks have 4 warps, each SM runs two blocks, and no block gets more work than the average load
-    of an SM.
+    block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
+    warps and each SM runs two. Then no block gets more work than the average load of an SM.
 
     On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. If such a
     sequence has too few key tiles, the largest possible cluster size gives the number of splits.
@@ -436,9 +425,9 @@ def _latent(asked: _DecodeRequest) -> Decode:
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for sequences that share a prefix.
 
-    The prefix is read once for all sequences. A second kernel merges the prefix's partial results
-    with those of each sequence's own keys. If no number of splits is requested, the prefix gets so
-    many parts that no part is longer than the average load of an SM.
+    A second kernel merges the prefix's partial results with those of each sequence's own keys. If
+    no number of splits is requested, no part of the prefix is longer than the average load of an
+    SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -468,10 +457,7 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return a rule that divides a sequence's keys into `splits` splits.
-
-    If `splits` is None, the rule makes splits of at most `longest` key tiles.
-    """
+    """Return a rule that makes `splits` splits, or if None, splits of up to `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
@@ -500,9 +486,8 @@ def _launch(
 ) -> Decode:
     """Return the plan of a decode launch in which sequence b has key tiles ``range(*ranges[b])``.
 
-    The argument `parts` holds the number of parts into which `split` divides each sequence. With a
-    prefix, `lengths` exclude the prefix's keys, and the last entry of `parts` is the prefix's
-    number of parts.
+    `parts` holds the number of parts into which `split` divides each sequence. With a prefix,
+    `lengths` exclude the prefix's keys, and the last entry of `parts` is for the prefix.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

@@ -1,8 +1,7 @@
 """The interface of a kernel family: the tiles it supports, and the kernel of each stage.
 
-`launch_policy.portable` defines two families, and `launch_policy.hopper` defines one.
-`numba_gpu.launch_policy` defines families of kernels written in Python. Arrays, errors and traces
-are handled by `cupy_gpu.engine`, not by a family. Nothing in this module needs a GPU.
+A family does not handle arrays, errors and traces: `cupy_gpu.engine` does. Nothing in this module
+needs a GPU.
 """
 
 from __future__ import annotations
@@ -30,15 +29,7 @@ PLAIN = Variant(spans=True, descending=False)
 class PassRequest(NamedTuple):
     """A requested forward or backward pass, before a tiling is chosen.
 
-    Attributes
-    ----------
-    problem : Problem
-    gpu : Gpu
-    direction : {"forward", "backward"}
-    algorithm : str
-        The algorithm of the backward pass.
-    ordered : bool
-        "flash2-fused" only: whether blocks add to dQ in a fixed order.
+    With "flash2-fused", `ordered` says whether blocks add to dQ in a fixed order.
     """
 
     problem: Problem
@@ -84,9 +75,8 @@ class Walked(NamedTuple):
 class Shared(NamedTuple):
     """How the work tiles of one launch are shared between thread blocks.
 
-    The field `cluster` is the number of blocks that share a work tile. The field `items` is the
-    number of work tiles. The field `deferred` says whether a visit's dQ is computed during the next
-    visit.
+    `cluster` is the number of blocks that share a work tile, and `items` the number of work tiles.
+    `deferred` says whether a visit's dQ is computed during the next visit.
     """
 
     cluster: int
@@ -198,7 +188,7 @@ class Family(ABC):
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Return whether "flash2-once" can run and is the fastest backward on this GPU.
 
-        With `ordered`, the fused backward to compare with is the one that adds to dQ in a fixed
+        With `ordered`, "flash2-once" competes with the fused backward that adds to dQ in a fixed
         order.
         """
         return False
@@ -219,7 +209,7 @@ class Family(ABC):
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return the launches that run before the main launch and take some of its work tiles.
+        """Return launches that take some work tiles before the main launch, or () for none.
 
         Each returned launch is a pair (blocks per cluster, number of work tiles). The argument
         `cluster` is the number of blocks that share each work tile of the main launch.
@@ -294,13 +284,9 @@ class Family(ABC):
     ) -> tuple[KernelPass, ...]:
         """Return the launches of the backward pass, in order.
 
-        For the other parameters and the errors, see `forward_passes`.
-
-        Parameters
-        ----------
-        ordered : bool
-            Whether to add to dQ in a fixed order (`device_tables.in_turns`). This needs
-            "flash2-fused" and `orders_dq`.
+        With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`), which needs
+        "flash2-fused" and `orders_dq`. For the other parameters and the errors, see
+        `forward_passes`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

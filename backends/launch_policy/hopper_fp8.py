@@ -77,8 +77,8 @@ class HopperFp8(Family):
     def clump(self, walk: Walked) -> int:
         """Return the number of heads in a head group, which run together.
 
-        The result is the head group's size for the 16-bit kernels, or a smaller size if that is
-        faster. The smaller size is the next one that divides the number of heads evenly.
+        The number is that of the 16-bit kernels, or the next smaller one that divides the number of
+        heads evenly if it is faster.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:

@@ -1,7 +1,4 @@
-"""Compute the Hopper kernels' thread counts, shared memory (``struct OnChip``) and TMA boxes.
-
-`launch_policy.hopper` selects the kernel of a stage.
-"""
+"""Compute the Hopper kernels' thread counts, shared memory (``struct OnChip``) and TMA boxes."""
 
 from __future__ import annotations
 
@@ -21,15 +18,10 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 class Rings(NamedTuple):
-    """The sizes of the forward kernel's ring buffers in shared memory.
+    """The pipeline stages of the forward kernel's ring buffers in shared memory.
 
-    Attributes
-    ----------
-    stages : int
-        The number of pipeline stages of K, and of V.
-    tile : int
-        The number of pipeline stages of captured elements, or 0 if TMA does not load these
-        elements.
+    `stages` counts the stages of K, and of V. `tile` counts those of captured elements, or is 0 if
+    TMA does not load these elements.
     """
 
     stages: int
@@ -76,20 +68,17 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return a dict of the constant that lets the kernel omit the running maximum.
+    """Return the constant BOUNDED if the forward kernel can omit the running maximum, or {}.
 
-    A kernel for bfloat16 can omit it if the scores have a small enough bound (BoundedSoftmax in the
-    kernels). The dict is empty if the kernel needs a running maximum.
+    A kernel for bfloat16 can omit the running maximum if the scores have a small enough bound
+    (BoundedSoftmax in the kernels).
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether the forward's warpgroups alternate their products (ping-pong scheduling).
-
-    See TURNS in forward.cu.
-    """
+    """Return whether the forward's warpgroups alternate their products (TURNS in forward.cu)."""
     wide = problem.head_dim == problem.head_dim_v == 128
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
@@ -178,10 +167,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """Return a TMA box for each pair (tensor, rows).
-
-    Each box is 64 columns wide and has the given number of rows.
-    """
+    """Return a TMA box, 64 columns wide, for each pair (tensor, rows)."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 

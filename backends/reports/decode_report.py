@@ -1,8 +1,8 @@
 """Convert what the decode kernel's threads report into the events and times of two stages.
 
 In a single launch, the kernel loops over parts of a sequence's keys and merges the partial results.
-A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report
-events that stay on chip. These events are taken from the stage's description (`plans.Stage`).
+A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report the
+events that stay on chip, so these events are taken from the stage's description (`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -41,10 +41,9 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     Raises
     ------
     UnsupportedError
-        If a schedule cannot express the launch. This is so if there is no key at all, or if there
-        are several row tiles under a mask: for each row tile, the kernel visits all key tiles that
-        any row tile sees. This is also so for a shared prefix, which is not reported visit by
-        visit.
+        If there is no key at all, or if there is a shared prefix, which is not reported visit by
+        visit. Also if there are several row tiles under a mask: for each row tile, the kernel
+        visits all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -130,11 +129,10 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the SM and the time span of each visit, store and merge.
+    """Return the SM and the time span of each visit, store and merge, as `events.TIMELINE`.
 
     Times are in ns since the first thread block started. The first warp of a thread block records
-    the time stamps. Each warp computes different keys of a tile, so the time stamps only describe
-    the first warp's keys.
+    the time stamps, which therefore describe only the first warp's keys of a tile.
 
     Parameters
     ----------
@@ -142,10 +140,6 @@ def timeline(
     item_stamps : ndarray of uint64, (items * kv_heads, row_tiles, ITEM_STAMPS)
     clock_khz : int
         The SM clock to assume for an SM whose blocks were too short to measure it.
-
-    Returns
-    -------
-    ndarray of dtype `events.TIMELINE`
     """
     p, heads = launch.problem, launch.problem.kv_heads
     items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])

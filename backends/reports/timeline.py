@@ -1,4 +1,4 @@
-"""Convert a kernel's time stamps into time spans in nanoseconds, for every GPU backend.
+"""Convert a kernel's time stamps into time spans in nanoseconds.
 
 The array ``visit_stamps`` holds SM cycles (clock64). The time stamps mark when a visit (one tile
 pair) began, when its tiles had arrived, and when its scores, its softmax and its products were
@@ -9,12 +9,12 @@ converted by one straight line, through the start of its first block and the end
 In a warp-specialised kernel, each warp role records time stamps: first the producer, then the
 consumer warpgroups. The producer's "visit" begins when it waits for free shared memory. The
 producer's "load" lies between its first and its last TMA instruction, and the producer has no other
-phases. The tiles arrive later. A consumer's "load" is the time for which the consumer waits for
-them.
+phases. The tiles arrive later. A consumer's "load" is the time for which the consumer waits for the
+tiles.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
-covers the rest. The fused backward adds a visit's dQ at the start of the next visit. This time is
-part of the next visit's "scores".
+covers the rest. The fused backward adds a visit's dQ at the start of the next visit, whose "scores"
+include the time of this addition.
 """
 
 from __future__ import annotations
