@@ -4,8 +4,8 @@ The kernel is structured like kernels/hopper/forward.cu. One producer thread kee
 and V tiles full with TMA. Each consumer warpgroup computes 64 query rows, with S, P and O in
 registers. The schedule's tables list the key tiles that each row tile visits, and say which of
 these key tiles need a mask. Blocks are persistent: a block's producer repeatedly takes the next
-work tile (a row tile of a head) from the launch's list. The producer passes the work tile to the
-consumers through slots in shared memory.
+work tile (a row tile of a head) from the launch's list, and passes the work tile to the consumers
+through slots in shared memory.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return a function that starts the copy of a tile of K or V to its stage of the ring buffer.
 
-    The tile has the position `position` in the ring buffer, and begins at key `key`. The barrier
+    The tile has the index `position` in the ring buffer, and begins at key `key`. The barrier
     `barrier` counts the tile's bytes.
     """
     expect = hopper.expect(nbytes)

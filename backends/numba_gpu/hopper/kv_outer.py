@@ -1,7 +1,4 @@
-"""Define the warps of the KV-outer backward that load tiles and that send dQ.
-
-The warps do the same as those of kernels/hopper/kv_outer.cuh.
-"""
+"""Define the warps of the KV-outer backward that load tiles and send dQ (as in kv_outer.cuh)."""
 
 from __future__ import annotations
 
@@ -55,7 +52,7 @@ def roles(
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return what a block does: one warpgroup produces, and the others all run `consume`.
+    """Return the code of a thread block: one warpgroup produces, and the others run `consume`.
 
     The result is ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
 
@@ -174,13 +171,13 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, and then its K.
+        """Load a work tile's V, and then its K, because the buffer of V becomes free first.
 
-        The buffer of V becomes free before the buffer of K. A block of a cluster has only one work
-        tile, so it need not wait for a previous work tile to free the buffers. Such a wait would
-        even be wrong. A cluster's blocks load each other's tiles, so a block without visits may be
-        done with K and V before its producer reaches the wait. The producer would then mistake this
-        phase of the barrier for the previous phase, and wait forever.
+        A block of a cluster has only one work tile, so it need not wait for a previous work tile to
+        free the buffers. Such a wait would even be wrong. A cluster's blocks load each other's
+        tiles, so a block without visits may be done with K and V before its producer reaches the
+        wait. The producer would then mistake this phase of the barrier for the previous phase, and
+        wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -322,8 +319,8 @@ def sender(
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
     As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
-    accumulator in HBM. The argument `barriers` holds two named barriers of the first warpgroup. One
-    signals that the warpgroup's piece is free, and the other that it is full.
+    accumulator in HBM. `barriers` holds two named barriers of the first warpgroup, which signal
+    that the warpgroup's piece is free, and that it is full.
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

@@ -26,9 +26,9 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
-    """Initialize an 8-byte barrier in shared memory, whose phases end after `arrivals` arrivals.
+    """Initialize a barrier whose phases end after `arrivals` arrivals ("mbarrier.init").
 
-    The instruction is described in the PTX section "mbarrier.init".
+    The barrier is 8 bytes in shared memory.
     """
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
@@ -90,10 +90,7 @@ def cluster_sync(b: ir.IRBuilder) -> None:
 
 
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Map an address in this block's shared memory to the same place in another block ("mapa").
-
-    The argument `block` is the number of the other block in the cluster.
-    """
+    """Map a shared-memory address to the same address in block `block` of the cluster ("mapa")."""
     return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
 
 
@@ -125,10 +122,10 @@ def copy_box(
 ) -> None:
     """Start the copy of a tensor's box to shared memory ("cp.async.bulk.tensor").
 
-    The box begins at `coordinates` (column, row, head, batch). Elements of the box that are
-    outside the tensor arrive as zeros. The barrier `barrier` counts the bytes that arrive. In a
-    cluster of `blocks`, the box is copied to the same address in every block, and every block's
-    barrier counts its bytes.
+    The box begins at `coordinates` (column, row, head, batch). Elements of the box that are outside
+    the tensor arrive as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of
+    `blocks`, the box is copied to the same address in every block, and every block's barrier counts
+    its bytes.
     """
     rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -159,10 +156,7 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Make a new group of the reductions that this thread started since its last group.
-
-    The instruction is described in the PTX section "cp.async.bulk.commit_group".
-    """
+    """Make a group of the thread's newest reductions ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
@@ -211,9 +205,9 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Store four 8 x 8 matrices of 16-bit elements to shared memory.
+    """Store four 8 x 8 matrices of 16-bit elements to shared memory ("stmatrix").
 
-    The instruction is "stmatrix". Its layout is the same as that of `ptx.ldmatrix`.
+    The matrices have the layout of `ptx.ldmatrix`.
     """
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
@@ -284,10 +278,7 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset of column 16 `step` in a tile of `rows` rows.
-
-    The offset is in descriptor units of 16 bytes.
-    """
+    """Return the offset of column 16 `step` in a tile of `rows` rows, in units of 16 bytes."""
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 

@@ -177,8 +177,8 @@ class ByKeys(SmemLayout):
     def row_of_threads(self) -> int:
         """The bytes from one float of a thread's dK or dV to the next in the exchange area.
 
-        The exchange area takes the place of the tiles of K, V, Q and dO. A block of a cluster
-        stores its dK and dV in the exchange area, from which the other blocks read them.
+        A block of a cluster stores its dK and dV in the exchange area, over its tiles of K, V, Q
+        and dO, and the other blocks read them there.
         """
         return 128 * self.groups * 4
 
@@ -262,7 +262,7 @@ class ColumnsDivided(ByKeys):
     The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, which have one row per
     key, pass through shared memory, in two stages. If dQ is `staged`, each warpgroup has a staging
     area for its columns of dQ, in boxes of 32 columns. With 256 columns, a `fused` kernel has no
-    room for staging areas.
+    space for staging areas.
     """
 
     fused: bool
@@ -419,7 +419,7 @@ class DqAlone(SmemLayout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return two numbers of registers per thread: for producers, and for consumers.
+    """Return the registers per thread of producers, and of consumers.
 
     The block's 128 (groups + 1) threads share the SM's 65,536 registers.
     """

@@ -52,7 +52,7 @@ def speaks(b: ir.IRBuilder) -> ir.Value:
 
 
 def registers(count: int, *, more: bool) -> Any:
-    """Return ``registers()``: it sets the warpgroup's number of registers per thread to `count`."""
+    """Return ``registers()``, which sets the warpgroup's registers per thread to `count`."""
     return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
@@ -62,8 +62,7 @@ def registers(count: int, *, more: bool) -> Any:
 def barriers_begin(counts: dict[int, int]) -> Any:
     """Return ``barriers_begin(base)``, with which one thread initializes the barriers.
 
-    Each entry of `counts` stands for a barrier. The entry's key is the barrier's offset from
-    `base`, and the entry's value is the number of arrivals per phase.
+    `counts` maps each barrier's offset from `base` to its number of arrivals per phase.
     """
 
     @emitted(None, int32)
@@ -81,10 +80,7 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``, which arrives at the barrier.
-
-    The barrier's phase then also waits for `count` bytes.
-    """
+    """Return ``expect(barrier)``: the barrier's phase gets an arrival, and awaits `count` bytes."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
@@ -166,18 +162,12 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha
 
 
 def named_sync(threads: int) -> Any:
-    """Return ``named_sync(barrier)``: it arrives at a named barrier, and then waits.
-
-    The wait ends when `threads` threads have arrived.
-    """
+    """Return ``named_sync(barrier)``, which waits at a named barrier for `threads` threads."""
     return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
 def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``: it arrives at a named barrier, and does not wait.
-
-    The barrier is for `threads` threads.
-    """
+    """Return ``named_arrive(barrier)``: it arrives at a barrier for `threads`, without a wait."""
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
@@ -262,7 +252,7 @@ def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
 
     The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
     starts once its readers have released the previous tile. `parity` is the parity of the tile's
-    number. The argument `packed` is that of `copy_tile`.
+    number, and `packed` is that of `copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -298,7 +288,7 @@ uncounted = emitted(int32, int32)(ptx.again)
 def queue_scores(
     bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
 ) -> Any:
-    """Return ``queue_scores(q, k) -> s``: it queues S = Q K^T of 64 queries by `n` keys.
+    """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
 
     The caller must wait for the result.
 
@@ -333,17 +323,10 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, where P is from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o``, which queues o + P V, where P is from `round_operand`.
 
-    The caller must wait for the result.
-
-    Parameters
-    ----------
-    n, depth : int
-        The numbers of columns and of rows of V.
-    of : int
-        The number of rows of the whole tile of V, of which `depth` are used. If `of` is 0, the tile
-        has `depth` rows.
+    The caller must wait for the result. V has `n` columns and `depth` rows. `of` is the number of
+    rows of the whole tile of V, or 0 if this number is `depth`.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
@@ -356,16 +339,15 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """Return ``product_wait(c) -> c``: it waits for a product.
+    """Return ``product_wait(c) -> c``, which waits until the sums `c` of a product are complete.
 
-    After the wait, the sums `c` are complete. All groups of products except the last `pending`
-    groups are complete, too.
+    The function waits for all groups of products except the last `pending` groups.
     """
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
-    """Return ``round_operand(s) -> p``: it rounds sums to 16 bits, to use them as a left operand.
+    """Return ``round_operand(s) -> p``, which rounds sums to 16 bits for use as a left operand.
 
     Two neighbouring elements of the operand share a register.
     """
@@ -383,11 +365,11 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return the function that rounds and stores 64 rows of output.
 
-    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. The
-    argument `row` is the warp's first row, and `address` is the address of row 0. Rows from `stop`
-    on, and columns past the width of `row_of`, are not stored. A lane holds pairs of columns. The
-    four lanes of a quad exchange these pairs, so that each lane stores 16 bytes of a row. With
-    `later`, the function has another parameter: the column at which o begins.
+    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is
+    the warp's first row, and `address` is the address of row 0. Rows from `stop` on, and columns
+    past the width of `row_of`, are not stored. A lane holds pairs of columns. The four lanes of a
+    quad exchange these pairs, so that each lane stores 16 bytes of a row. With `later`, the
+    function has another parameter: the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

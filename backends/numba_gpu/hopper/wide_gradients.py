@@ -73,7 +73,7 @@ def column_probabilities(n: int, softcap: bool) -> Any:
 
 
 def column_gradients(bf16: bool, n: int) -> Any:
-    """Return ``column_gradients(p, dp, delta) -> ds``: it computes dS = P (dP + delta), rounded.
+    """Return ``column_gradients(p, dp, delta) -> ds``, which computes dS = P (dP + delta), rounded.
 
     `delta` holds -delta of each of the lane's columns.
     """
@@ -96,8 +96,8 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
     ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
     its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
-    of the wide columns come first, and then those of the narrow columns. The products of each of
-    these two parts form one group.
+    of the wide columns come first, and then those of the narrow columns. The products of the wide
+    columns form one group, and those of the narrow columns another.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -210,10 +210,7 @@ def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 @emitted(floats(2), int32)
 def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
-    """Load one float32 for each of this thread's two rows from shared memory.
-
-    The function is ``load_rows(address) -> values``.
-    """
+    """Load one float32 for each of this thread's two rows from shared memory at `address`."""
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane_of(b), i32(2)))
     mine = b.add(address, b.shl(row, i32(2)))
     return [ptx.load_shared_float(b, b.add(mine, i32(32 * half))) for half in range(2)]
@@ -221,10 +218,7 @@ def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
 
 @emitted(int32, int32)
 def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
-    """Return the address at which this thread stores the first keys of P^T or dS^T.
-
-    The function is ``keys_place(tile) -> address``.
-    """
+    """Return the address in `tile` at which this thread stores the first keys of P^T or dS^T."""
     lane = lane_of(b)
     key = b.add(b.shl(b.lshr(lane, i32(4)), i32(3)), b.and_(lane, i32(7)))
     piece = b.add(b.shl(_warp(b), i32(1)), b.and_(b.lshr(lane, i32(3)), i32(1)))
@@ -267,7 +261,7 @@ def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
 
 
 def store_gradients(bf16: bool, n: int) -> Any:
-    """Return ``store_gradients(place, p, dp, delta)``: it stores dS = P (dP + delta), rounded.
+    """Return ``store_gradients(place, p, dp, delta)``, which stores dS = P (dP + delta), rounded.
 
     `delta` holds -delta of the thread's rows.
     """
@@ -286,10 +280,7 @@ def store_gradients(bf16: bool, n: int) -> Any:
 
 
 def queue_dq(bf16: bool, n: int, keys: int) -> Any:
-    """Return ``queue_dq(ds, k) -> dq``: it queues the product dQ = dS K.
-
-    dQ has 64 queries and `n` columns.
-    """
+    """Return ``queue_dq(ds, k) -> dq``, which queues dQ = dS K, 64 queries by `n` columns."""
     steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
 
     @emitted(floats(n // 2), int32, int32)
@@ -386,7 +377,7 @@ def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
 
 
 def stage_rows(n: int, rows: int) -> Any:
-    """Return ``stage_rows(place, dq)``: it writes `rows` by `n` columns of dQ to shared memory."""
+    """Return ``stage_rows(place, dq)``, which writes `rows` x `n` of dQ to shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def stage_rows_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:

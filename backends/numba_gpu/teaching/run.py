@@ -1,4 +1,4 @@
-"""Launches the teaching kernels on a GPU or, if it is switched on, in Numba's simulator."""
+"""Launch the teaching kernels on a GPU or, if it is switched on, in Numba's simulator."""
 
 from __future__ import annotations
 
@@ -168,10 +168,7 @@ def _check_functions(job: Job) -> None:
 
 
 def _sinks(job: Job) -> np.ndarray:
-    """Return the sinks as a float32 array (heads,).
-
-    If there are no sinks, the result is a dummy array of one number.
-    """
+    """Return the sinks as a float32 array (heads,), or one unused number if there are none."""
     if not job.problem.sinks:
         return np.zeros(1, np.float32)
     return checks.sinks(job.sinks, job.problem.heads).astype(np.float32)
@@ -204,10 +201,7 @@ class _Simulator:
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """Return a copy of an array, which a kernel can take as an argument.
-
-        A copy is needed because the simulator writes to a kernel's arguments.
-        """
+        """Return a copy of an array, because the simulator writes to a kernel's arguments."""
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -266,10 +260,7 @@ class _Gpu:
             yield
 
     def taken(self, array: Any) -> Any:
-        """Return an array as a CuPy array, which a kernel can take as an argument.
-
-        Only a NumPy array is copied.
-        """
+        """Return an array as a CuPy array for a kernel. Only a NumPy array is copied."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)

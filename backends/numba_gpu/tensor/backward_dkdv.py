@@ -5,9 +5,9 @@ thread block loops over the row tiles that the schedule lists. The block compute
 S^T = K Q^T. So P^T and dS^T are already in the registers in which the products dV += P^T dO and dK
 += dS^T Q need them.
 
-The fused form also adds dS K to a float32 accumulator of dQ in HBM. The order of these additions
-varies, so the last bits of dQ vary, too. In the three-pass form, the kernel in the module
-`backward_dq` computes dQ. The dQ product of a visit is computed during the next visit. With
+The fused backward also adds dS K to a float32 accumulator of dQ in HBM. The order of these
+additions varies, so the last bits of dQ vary, too. In the three-pass backward, the kernel in the
+module `backward_dq` computes dQ. The dQ product of a visit is computed during the next visit. With
 `halves`, half of the warps compute the dQ product before their scores, and the other half after
 their scores. So while one warp of a scheduler computes exponentials, another warp keeps the tensor
 cores busy.

@@ -1,8 +1,7 @@
 """Generate device functions that apply mask and score functions to fragments of scores.
 
 One device function computes a single score. For each fragment, a second, generated function calls
-the first function once per element of the lane, with that element's positions. Numba compiles both
-functions.
+the first function once per element of the lane, with that element's positions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TYPES: dict[str, ir.Type] = {
 
 
 def _reader(dtype: str) -> Any:
-    """Return ``read(address, index)``: it returns an element in HBM as float32 or int64."""
+    """Return ``read(address, index)``, which returns an element in HBM as float32 or int64."""
     whole = not dtype.startswith(("float", "bfloat"))
 
     @emitted(types.int64 if whole else types.float32, types.int64, types.int64)
@@ -112,7 +111,7 @@ def _return(text: _AtAddresses, n: int | None) -> str:
 
 
 def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
-    """Return ``slope(a, s, dout, b, h, i, j)``: it returns the gradient of the score `s`.
+    """Return ``slope(a, s, dout, b, h, i, j)``, which returns the gradient of the score `s`.
 
     The returned function also adds up the gradients of the captured arrays `wanted`. The addresses
     of these gradients follow the addresses of all `arrays` captured arrays.

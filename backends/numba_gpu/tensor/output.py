@@ -13,10 +13,10 @@ from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """Return ``stage(address, row, col, c)``: it rounds accumulators, and writes them to a tile.
+    """Return ``stage(address, row, col, c)``, which writes accumulators to a shared-memory tile.
 
-    The accumulators are rounded to 16 bits, and written to the shared-memory tile at (row, col).
-    Wide stores later copy the tile to HBM.
+    The accumulators are rounded to 16 bits, and written at (row, col). Wide stores later copy the
+    tile to HBM.
     """
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
@@ -37,10 +37,10 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
 
 
 def store_rows(blocks: int) -> Any:
-    """Return ``store_rows(address, values, first, stop) -> bytes``: it stores a float32 per row.
+    """Return ``store_rows(address, values, first, stop) -> bytes``, which stores a float32 per row.
 
-    The first lane of each quad stores the values of rows before `stop` to HBM. The argument `first`
-    is the warp's first row, and `address` is the address of row 0.
+    The first lane of each quad stores the values of rows before `stop` to HBM. `first` is the
+    warp's first row, and `address` is the address of row 0.
     """
 
     @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
@@ -63,7 +63,7 @@ def store_rows(blocks: int) -> Any:
 
 
 def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
-    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``: it adds a fragment to HBM.
+    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``, which adds a fragment to HBM.
 
     The fragment `c` is added to float32 sums in HBM, atomically.
 
