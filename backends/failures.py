@@ -43,10 +43,7 @@ def require_cupy(backend: str) -> None:
 
 
 class Explaining:
-    """A context manager that turns exceptions about GPU failures into `BackendUnavailable`.
-
-    Exceptions of other kinds pass through unchanged.
-    """
+    """A context manager that turns exceptions about GPU failures into `BackendUnavailable`."""
 
     def __enter__(self) -> None:
         pass

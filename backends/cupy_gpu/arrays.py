@@ -43,17 +43,7 @@ class View(NamedTuple):
 class Space:
     """The "space" of a call's arrays, which is their library, device and CUDA stream.
 
-    Besides the methods below, every space has these methods:
-
-    - `view`: the array itself if kernels can read it in place, otherwise a copy.
-    - `vector`: like `view`, for an array with one float32 per row.
-    - `empty`: a new uninitialised array of the type of `like`, or of float32 without `like`.
-    - `duplicate`: a contiguous copy of an array.
-    - `full`: an array for the caller, filled with one value, of a type given by name.
-    - `prototype`: an empty array of a type given by name.
-    - `pointer`: the GPU address of an array.
-    - `stream`: the handle of the current CUDA stream.
-    - `active`: a context manager that makes this space's device and stream CuPy's current ones.
+    `CupySpace` documents the methods that are declared here as attributes.
     """
 
     device: int
@@ -244,10 +234,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return a tensor's address and strides, and the tensor that owns the memory at that address.
-
-    The tensor is copied only if it is broadcast, or if kernels cannot read it in place.
-    """
+    """Return a tensor's address and strides, and the tensor (or a copy) that owns this memory."""
     batch, head, row, last = x.stride()
     at = x.data_ptr()
     if (
@@ -264,10 +251,7 @@ def place(space: Space, x: Any) -> tuple[Place, Any]:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """Return a new uninitialised CuPy array.
-
-    CuPy does not allocate FP8 arrays, but a view of a uint8 array can have an FP8 type.
-    """
+    """Return a new uninitialised CuPy array, also of an FP8 type, which CuPy does not allocate."""
     if dtype.itemsize == 1:
         return cupy.empty(shape, np.uint8).view(dtype)
     return cupy.empty(shape, dtype)
@@ -296,15 +280,10 @@ class ForeignStream:
 
 
 def adopt(name: str, array: Any) -> cupy.ndarray:
-    """Return a CuPy array over the memory of an array that only supports DLPack.
+    """Return a CuPy array over the memory of a DLPack array, or raise `DTypeError`.
 
-    The array's library makes CuPy's current stream wait for the pending work on the array.
-
-    Raises
-    ------
-    DTypeError
-        If the array is not on an NVIDIA GPU, or has a type that CuPy lacks (bfloat16, before CuPy
-        14).
+    The array's library makes CuPy's current stream wait for the pending work on the array. The
+    array must be on an NVIDIA GPU, and CuPy must have its type (bfloat16 since CuPy 14).
     """
     kind, number = array.__dlpack_device__()
     what = f"{name}, {_type_name(array)},"
@@ -345,13 +324,7 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """Return the space (library, device and CUDA stream) that contains all of `arrays`.
-
-    Raises
-    ------
-    DTypeError
-        If the arrays are in different spaces, or in a space that a GPU kernel cannot reach.
-    """
+    """Return the space (library, device, stream) of all of `arrays`, or raise `DTypeError`."""
     first = None
     for name, array in arrays.items():
         space = _space(name, array, dtype)

@@ -38,10 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """Return a score function that adds a bias, and then applies `score` if it is not None.
-
-    The bias is the last of the returned function's captured arrays.
-    """
+    """Return a score function that adds a bias, its last captured array, and applies `score`."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [

@@ -79,10 +79,7 @@ class NewArray(NamedTuple):
 
 
 class NewArrays(NamedTuple):
-    """The shapes and strides of a call's new arrays: out, lse, dQ, dK and dV.
-
-    The field `rows` is the number of query rows, summed over batch and heads.
-    """
+    """The shapes and strides of a call's new arrays, and the number of query rows of all heads."""
 
     out: NewArray
     lse: tuple[int, int, int]
@@ -114,20 +111,11 @@ class NewArrays(NamedTuple):
 class Call:
     """The arrays of one call, as the addresses and strides that its launches take.
 
-    Parameters
-    ----------
-    space : arrays.Space
-    head : sequence of int
-        The fields of ``struct Args`` that change from call to call, in the struct's order. First
-        come the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if the call
-        lacks the tensor. Then comes the address of each contiguous float32 array in
-        `launch.SCRATCH`, or 0 if the call lacks the array.
-    captured : ReadByFunctions
-        The captured arrays of functions, and the sinks.
-    keeps : optional
-        Objects that must stay alive until the launches are in the stream.
-    stream : int, optional
-        Default: the space's current stream.
+    `head` holds the fields of ``struct Args`` that change from call to call, in the struct's order.
+    First come the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if the call
+    lacks the tensor. Then comes the address of each contiguous float32 array in `launch.SCRATCH`,
+    or 0 if the call lacks the array. The objects in `keeps` must stay alive until the launches are
+    in the stream.
     """
 
     def __init__(
@@ -275,10 +263,10 @@ class ReadyPass:
 
 
 class Repeated:
-    """Cached launches for calls whose arrays have the same addresses as an earlier call.
+    """Cached launches for calls whose key (stream, addresses and strides) occurred before.
 
-    Memory allocators often return the same addresses again. When a call's addresses occur for the
-    second time, its launches are prepared and cached.
+    Memory allocators often return the same addresses again. When a key occurs for the second time,
+    its launches are prepared and cached.
     """
 
     def __init__(self, launches: Sequence[ReadyPass]) -> None:
@@ -287,10 +275,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Repeat the launches that `note` cached for `key`, or return False if none are cached.
-
-        `key` holds the stream, and all addresses and strides of the call.
-        """
+        """Repeat the launches that `note` cached for `key`, or return False if there are none."""
         found = self._known.get(key)
         if found is None or (self._counts and _makes_its_counter(stream)):
             return False
@@ -349,22 +334,8 @@ def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
 class Plan:
     """All launches of a job's forward pass, or of its backward pass, on one GPU.
 
-    Attributes
-    ----------
-    name : str
-        The name of the kernel family.
-    passes : tuple of KernelPass
-    launches : tuple of ReadyPass
-    tiling : Tiling
-    sizes : NewArrays
-    dtype : str
-        The type of q, k and v.
-    gpu : Gpu
-    summed : int or None
-        The size of a backward pass's float32 accumulator of dQ in elements. None if the pass needs
-        neither the accumulator nor delta.
-    ordered : bool
-        Whether a backward pass adds to dQ in a fixed order.
+    `summed` is the size of a backward's float32 dQ accumulator in elements, or None if the backward
+    needs neither the accumulator nor delta. With `ordered`, a backward adds to dQ in a fixed order.
     """
 
     def __init__(
@@ -392,14 +363,9 @@ class Plan:
     ) -> tuple[Call, Any, Any, Any]:
         """Return a backward pass's `Call`, and the arrays dQ, dK and dV that it will fill.
 
-        Parameters
-        ----------
-        places : tuple of int
-            Address and strides of q, k, v, out and dout.
-        lse, dlse : int
-            The addresses of the LSE and of its gradient. `dlse` is 0 if the LSE has no gradient.
-        like : array
-            An array of the gradients' type.
+        `places` holds address and strides of q, k, v, out and dout. `lse` and `dlse` are the
+        addresses of the LSE and of its gradient (0 if it has none). `like` is an array of the
+        gradients' type.
         """
         made = self.new_arrays(space, like)
         head = self.head(space, places, lse, dlse, made)
@@ -438,10 +404,7 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch every pass in order, and return the stages' trace events and the timeline.
-
-        Each of the two results is None unless `trace` requests it.
-        """
+        """Launch all passes; return trace events and the timeline (None unless `trace` asks)."""
         if not trace:
             for launch_one in self.launches:
                 launch_one(call, {})

@@ -19,20 +19,11 @@ from flashsim.problem.problem import numpy_dtype
 class ReadByFunctions(NamedTuple):
     """One call's captured arrays and sinks, which kernels read in addition to q, k and v.
 
-    Attributes
-    ----------
-    plain, summing : bytes
-        The bytes of ``struct FlashCaptured``: `plain` for kernels without gradients of captured
-        arrays, and `summing` for kernels with such gradients.
-    sinks : int
-        The address of an array with one float32 per query head, or 0 if there are no sinks.
-    tile : int
-        The address of the array that TMA loads tile by tile, or 0 if there is no such array.
-    gradients : dict
-        For each array that gets a gradient, "d:<name>" maps to a float32 array of zeros, to which
-        the kernel adds.
-    keeps : tuple
-        Objects that keep the memory alive.
+    `plain` and `summing` are the bytes of ``struct FlashCaptured``, for kernels without and with
+    gradients of captured arrays. `sinks` is the address of one float32 per query head, and `tile`
+    that of the array that TMA loads tile by tile; an address of 0 means that there is no such
+    array. `gradients` maps "d:<name>" to a float32 array of zeros, to which the kernel adds.
+    `keeps` keeps the memory alive.
     """
 
     plain: bytes = b""
@@ -47,10 +38,7 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """Return a job's captured arrays and sinks, all of them in GPU memory.
-
-    In a backward pass, the function also allocates the gradients that `problem.score_grads` names.
-    """
+    """Return a job's captured arrays and sinks in GPU memory, and zeros for wanted gradients."""
     p = job.problem
     if not p.has_functions:
         return NOTHING

@@ -116,10 +116,7 @@ _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 
 
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
-    """Return the address of `n` counters that are 0 at every replay of the captured graph.
-
-    Every launch resets its counters to 0 at its end, so a graph need not clear the counters.
-    """
+    """Return the address of `n` counters, which every launch of a captured graph leaves at 0."""
     held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
     if not held or held[-1].size < n:
         with aside():
@@ -159,19 +156,10 @@ class _Ready:
     ) -> None:
         """Launch the decode kernel on `stream`, whose device must be CuPy's current device.
 
-        Parameters
-        ----------
-        stream : int
-        head : sequence of int
-            Address and strides of each of `decode_kernels.TENSORS`, then the addresses of its
-            `POINTERS`.
-        row, pages : int
-            The number of entries per sequence in the block table, and the number of pages in the
-            pool.
-        capacity : int
-            The rows per sequence in the cache, for a kernel that reads live lengths at run time.
-        given : ReadByFunctions
-            The arrays that mask and score functions read, and the sinks.
+        `head` holds the address and strides of each of `decode_kernels.TENSORS`, then the addresses
+        of its `POINTERS`. `row` is the number of entries per sequence in the block table, and
+        `pages` the number of pages in the pool. `capacity` is the number of rows per sequence in
+        the cache, for a kernel that reads live lengths at run time.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
@@ -206,13 +194,9 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
 class Decoder:
     """Decodes torch tensors with a kernel that reads sequence lengths from GPU memory.
 
-    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it.
-
-    Parameters
-    ----------
-    problem : Problem
-        The number of splits is chosen for sequences of up to `problem.n_kv` keys. Calls may have
-        fewer or more keys.
+    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it. The
+    number of splits is chosen for sequences of up to `problem.n_kv` keys, but calls may have fewer
+    or more.
     """
 
     def __init__(
@@ -291,8 +275,7 @@ _EXPLAINING = failures.Explaining()
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
     """Run decoding once, and return the bytes per tensor that the kernel's threads report.
 
-    The entry "O_part read" is the number of bytes of partial results O that the merging threads
-    read.
+    The entry "O_part read" counts the partial results O that the merging threads read.
     """
     return _forward(job, gpu, space, counts=True)[1]
 
@@ -393,10 +376,6 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     GPU to copy the table. Instead, the kernel skips pages that the pool lacks, and a sequence whose
     table names such a page gets NaN. The function also does not check whether sequences share a
     prefix if the caller says so.
-
-    Raises
-    ------
-    ShapeError, DTypeError, OptionError
     """
     p, options = job.problem, job.options
     lengths = live_keys.live_lengths(

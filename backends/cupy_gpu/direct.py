@@ -1,7 +1,4 @@
-"""Launch the passes of an already checked request directly on torch tensors.
-
-The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options.
-"""
+"""Launch the passes of an already checked request directly on torch tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +15,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays of any library, whose addresses the caller passes.
-
-    `shapes` holds the shapes (batch, heads, n, width) of q, k and v.
-    """
+    """A forward pass on contiguous arrays with these shapes of q, k and v, passed by address."""
 
     def __init__(
         self, space: arrays.Space, shapes: tuple[tuple[int, ...], ...], run: Plan | Decoder
@@ -74,10 +68,7 @@ class Forward:
         return out, lse, None if self._repeated.launch(key, stream) else key
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call under `key`, so that `again` can repeat its launches.
-
-        The call must have used the tensors themselves, without copies.
-        """
+        """Note a call on the tensors themselves, not copies, so that `again` can repeat it."""
         self._repeated.note(key, call)
 
     def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -102,14 +93,8 @@ class Forward:
 class Direct:
     """The forward and backward pass of a checked job, for torch tensors on one device.
 
-    Parameters
-    ----------
-    space : arrays.TorchSpace
-    dims : (int, int)
-        head_dim and head_dim_v.
-    forward : Plan
-    backward : function of a bool
-        Returns the plan of the backward pass; the bool says whether the LSE has a gradient.
+    `dims` are head_dim and head_dim_v. The function `backward` returns the plan of the backward
+    pass. Its argument says whether the LSE has a gradient.
     """
 
     def __init__(

@@ -100,12 +100,8 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 
     The functions do not check their arguments again. The result is None if the job's arrays are not
     torch tensors, or if the job's launches need more data than the tensors' addresses and strides.
-
-    Parameters
-    ----------
-    backward_job : function
-        Returns the backward pass's job. The arguments are the result of `recall`, and whether the
-        LSE has a gradient.
+    ``backward_job(recalled, with_lse)`` returns the backward's job, given the result of `recall`
+    and whether the LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -147,13 +143,7 @@ def placed(job: Job, *, few: bool) -> Placed | None:
 def decoder(
     problem: Problem, like: Any, page: int = 0, splits: int | None = None
 ) -> decode.Decoder:
-    """Return a function that decodes torch tensors on the device of `like`.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel decodes the problem.
-    """
+    """Return a `Decoder` for torch tensors on `like`'s device, or raise `UnsupportedError`."""
     require_gpu()
     space = arrays.space_of({"q": like}, problem.dtype)
     return decode.Decoder(space, problem, gpu_of(space.device), page, splits)
@@ -168,8 +158,7 @@ def adopt(name: str, array: Any) -> Any:
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
 
-    With ordered dQ, thread blocks add their parts of dQ in a fixed order. The result holds for the
-    GPU on which the forward pass ran.
+    With ordered dQ, thread blocks add to dQ in a fixed order.
     """
     job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
@@ -334,10 +323,7 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """Return the plan of a job's launches, which depends on all of the job except its arrays.
-
-    The plan is prepared once and then cached in `Job.memo`.
-    """
+    """Return the plan of a job's launches (cached, since it does not depend on the arrays)."""
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
         plan = job.memo[family_of, direction, space] = _planned(
@@ -380,13 +366,7 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """Return the properties of a GPU that determine launches, such as its number of SMs.
-
-    Raises
-    ------
-    BackendUnavailable
-        If the device is too old for the kernels.
-    """
+    """Return a GPU's properties for launches, or raise `BackendUnavailable` if it is too old."""
     properties = cupy.cuda.runtime.getDeviceProperties(device)
     capability = (properties["major"], properties["minor"])
     name = properties["name"].decode()
@@ -417,12 +397,7 @@ def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tu
 def preset() -> Device:
     """Return the device preset, such as "H100", that describes the current GPU.
 
-    Raises
-    ------
-    BackendUnavailable
-        If there is no GPU.
-    OptionError
-        If no preset describes the current GPU.
+    The function raises `BackendUnavailable` without a GPU, and `OptionError` if no preset fits.
     """
     require_gpu()
     runtime = cupy.cuda.runtime
@@ -502,11 +477,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the kernel family that the job requests.
-
-    The option "auto" means the Hopper family if that family supports the job, and otherwise a
-    portable family.
-    """
+    """Return the job's kernel family; "auto" is Hopper's if it supports the job, else portable."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

@@ -71,18 +71,10 @@ class Parameters:
 class Launcher:
     """Launches one kernel, any number of times.
 
-    Parameters
-    ----------
-    function : cupy.cuda.function.Function
-    kernel : Kernel
-    grid : tuple of int
-        Thread blocks, along x and y.
-    cluster : int
-        Blocks per cluster, along x, unless the kernel itself declares its cluster size.
-    overlap : bool
-        Whether the kernel may begin before the previous kernel in the stream has ended. If so, the
-        kernel itself must wait (griddepcontrol.wait) before it reads or writes memory that the
-        previous kernel may access.
+    `grid` is the number of thread blocks along x and y. `cluster` is the number of blocks per
+    cluster, along x, unless the kernel itself declares its cluster size. With `overlap`, the kernel
+    may begin before the previous kernel in the stream has ended. The kernel itself must then wait
+    (griddepcontrol.wait) before it reads or writes memory that the previous kernel may access.
     """
 
     def __init__(
@@ -215,10 +207,7 @@ def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, in
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
-    """Load and launch one of this package's kernels once, on a space's stream.
-
-    `record` is the kernel's ``struct`` argument, which the driver copies.
-    """
+    """Load and launch a kernel once; the driver copies `record`, the kernel's struct argument."""
     with space.active():
         function = nvrtc.load(kernel, space.device)
     Launcher(function, kernel, grid)(space.stream(), Parameters(record.ctypes.data))

@@ -20,10 +20,7 @@ _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
 
 @lru_cache
 def kernel(width: int, total: str, part: str) -> Kernel:
-    """Return the kernel that merges rows of type `part` into rows of type `total`.
-
-    `width` is the number of elements per row of the attention output.
-    """
+    """Return the kernel that merges rows of `width` elements, of type `part` into type `total`."""
     vector = next(n for n in (8, 4, 2, 1) if width % n == 0 and not (n == 8 and total == "float32"))
     lanes = next(n for n in (32, 16, 8, 4, 2, 1) if n * vector <= max(width, vector))
     constants: dict[str, Any] = {
@@ -75,10 +72,8 @@ _MOST_HEADS = 65535
 def held(given: dict[str, Any]) -> dict[str, Any]:
     """Return `given` as arrays that `merged` takes: torch tensors, or CuPy arrays without a copy.
 
-    Raises
-    ------
-    BackendUnavailable, DTypeError
-        If the arrays are not all on one GPU, or have types that no kernel merges.
+    The function raises `BackendUnavailable` or `DTypeError` if the arrays are not all on one GPU,
+    or have types that no kernel merges.
     """
     engine.require_gpu()
     space = arrays.space_of(given, "float32")

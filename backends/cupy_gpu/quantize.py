@@ -60,10 +60,6 @@ def quantize(
         If passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the Hadamard
         matrix.
     dtype : {"float8_e4m3fn", "float8_e5m2"}
-
-    Raises
-    ------
-    BackendUnavailable, DTypeError, UnsupportedError
     """
     engine.require_gpu()
     if isinstance(q, np.ndarray):

@@ -26,20 +26,9 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
     """Return the tensor map of one tensor of a launch, as a kernel argument of 128 bytes.
 
-    Parameters
-    ----------
-    box : Box
-        The tensor's name, and the rows and columns that one copy moves. The box's rows are swizzled
-        in shared memory.
-    pointer : int
-        The tensor's address.
-    strides : tuple of int
-        The strides in elements between batch entries, between heads and between rows.
-
-    Raises
-    ------
-    UnsupportedError
-        If the driver refuses the array's strides.
+    `box` names the tensor, and has the rows and columns that one copy moves. The box's rows are
+    swizzled in shared memory. `strides` are the elements between batch entries, between heads and
+    between rows. If the driver refuses these strides, the function raises `UnsupportedError`.
     """
     p = problem
     dtype = "float32" if box.tensor == "dq_acc" else p.dtype
@@ -75,10 +64,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
     """Return a captured array's tensor map, in which all leading axes form the axis of heads.
 
-    Raises
-    ------
-    UnsupportedError
-        If the driver refuses the array's shape.
+    If the driver refuses the array's shape, the function raises `UnsupportedError`.
     """
     planes, rows, columns = tile.shape
     row = columns * tile.spec.itemsize

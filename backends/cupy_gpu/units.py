@@ -34,13 +34,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """Measure and return the rates and times of all units of a GPU.
-
-    Raises
-    ------
-    BackendUnavailable
-        If there is no GPU, or if the GPU is too old.
-    """
+    """Return the measured rates and times of a GPU's units, or raise `BackendUnavailable`."""
     engine.require_gpu()
     with cupy.cuda.Device(device):
         bench = _Bench(device)

@@ -97,13 +97,10 @@ class Lowered:
 
 @lru_cache(maxsize=64)
 def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
-    """Build the tables for one loop over a schedule.
+    """Build the tables for one loop over a schedule, or raise `UnsupportedError`.
 
-    Raises
-    ------
-    UnsupportedError
-        If a tile needs masking beyond causality, window and bounds. Such masks are an arbitrary
-        mask function, a bias, and a block mask whose cells the tiles do not divide.
+    Tables cannot express an arbitrary mask function, a bias, or a block mask whose cells the tiles
+    do not divide.
     """
     check(schedule.problem, schedule.tiling)
     spans = schedule.row_spans if by == "row" else schedule.col_spans

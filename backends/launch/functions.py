@@ -66,14 +66,9 @@ class TableBand(NamedTuple):
 class Ramp(NamedTuple):
     """A score function that adds a linear function of the positions to the score (ALiBi).
 
-    Attributes
-    ----------
-    factors : tuple of int
-        The indices of the score function's nodes that depend on nothing but the batch entry and the
-        head.
-    steps : int
-        The function adds the product of `factors` and of an integer. This integer is linear in the
-        positions, and grows by `steps` per key.
+    `factors` are the indices of the score function's nodes that depend on nothing but the batch
+    entry and the head. The function adds their product times an integer, which is linear in the
+    positions and grows by `steps` per key.
     """
 
     factors: tuple[int, ...]
@@ -84,30 +79,15 @@ class Ramp(NamedTuple):
 class Generated:
     """The CUDA source code that was generated for one kernel.
 
-    Attributes
-    ----------
-    text : str
-    captured_bytes : int
-        The size of ``struct FlashCaptured``, a multiple of 8.
-    mask, score : bool
-        Whether there is a mask function, and a score function.
-    sums : bool
-        Whether ``flash_score_grad`` adds to the gradients of captured arrays.
-    reads : bool
-        Whether the functions read captured arrays at query or key positions. If so, a kernel must
-        call the functions only at positions that exist.
-    reads_beside : bool
-        Whether the functions read arrays other than `tile` or `band` at query or key positions.
-    tile : BiasTile or None
-        The array that a kernel may load to shared memory tile by tile.
-    band : TableBand or None
-        If `tile` is None, the array whose elements a kernel may load by the distance q - k.
-    ramp : Ramp or None
-        The term that the score function adds to scores, if that term is linear in the positions.
-    graphs : (Graph or None, Graph or None)
-        The mask and the score function, for kernels in Python.
-    wanted : tuple of str
-        The names of the captured arrays whose gradients the kernel computes.
+    `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
+    ``flash_score_grad`` adds to the gradients of the captured arrays `wanted`. With `reads`, the
+    functions read captured arrays at query or key positions, so a kernel must call the functions
+    only at positions that exist. With `reads_beside`, they read arrays other than `tile` and `band`
+    there.
+
+    A kernel may load the array `tile` to shared memory tile by tile. Without a `tile`, a kernel may
+    load elements of `band` by the distance q - k. `ramp` is a term of the score function that is
+    linear in the positions. `graphs` are the mask and the score function, for kernels in Python.
     """
 
     text: str
@@ -236,10 +216,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """Return the array that kernels load before they call the score function, as (tile, band).
-
-    At least one item of the pair is None. A `BiasTile` excludes a `TableBand`.
-    """
+    """Return the array that kernels load before they call the score function, as (tile, band)."""
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 

@@ -75,22 +75,11 @@ ROUND = 1 << 30
 class Gpu:
     """The properties of a GPU that determine how kernels are launched.
 
-    Attributes
-    ----------
-    name : str
-    compute_capability : (int, int)
-    shared_bytes : int
-        Shared memory that a thread block may opt in to, in bytes.
-    l2_bytes : int
-    clock_khz : int
-        The highest SM clock.
-    multiprocessors : int
-    hbm_bandwidth : float
-        Bytes per second, as the data sheet states it.
-    clusters : tuple of (int, int)
-        Pairs of a cluster size (in blocks) and the number of such clusters that run at once, with
-        one block per SM. This number must be measured on each chip, because the SMs are divided
-        differently between the processing clusters of different chips.
+    `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
+    highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
+    of a cluster size (in blocks) and the number of such clusters that run at once, with one block
+    per SM. This number must be measured on each chip, because the SMs are divided differently
+    between the processing clusters of different chips.
     """
 
     name: str
@@ -203,11 +192,7 @@ class Kernel:
 
     @property
     def roles(self) -> int:
-        """The number of roles (groups of warps) per block that record time stamps.
-
-        A single role is the whole thread block. Several roles are a producer warpgroup and the
-        consumer warpgroups.
-        """
+        """The number of roles (the block, or its warpgroups) that record time stamps."""
         return self.threads // 128 if self.boxes else 1
 
     @property
@@ -245,13 +230,7 @@ def whole_sixteens(n: int) -> int:
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """Check the job's algorithm, and return the job's option `kernel` (default "auto").
-
-    Raises
-    ------
-    UnsupportedError, OptionError
-        If the backend lacks the job's algorithm or kernel.
-    """
+    """Return the job's option `kernel`; raise an error if the backend lacks it or the algorithm."""
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
             f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "

@@ -118,20 +118,14 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a forward launch.
-
-    The prediction assumes that each SM runs one block, and that the longest work tiles start first.
-    """
+    """Return the predicted µs of a forward launch: one block per SM, long work tiles first."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a KV-outer backward launch.
-
-    Each work tile of a KV-outer launch covers all query heads that share a KV head.
-    """
+    """Return the predicted µs of a KV-outer launch, whose work tiles each cover a GQA group."""
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans
     visits = np.diff(schedule.col_csr[0]) if spans is None else spans[:, 3] - spans[:, 0]
@@ -193,20 +187,10 @@ def shared_out(
 ) -> list[float]:
     """Return the predicted times in µs, unordered, at which SMs finish their last work tile.
 
-    Parameters
-    ----------
-    walks : int
-        The number of heads. Every head has the work tiles that `steps` lists.
-    steps : ndarray of int64, (tiles,)
-        The number of visits (tile pairs) of each work tile of one head.
-    times : Times
-    adding_up : float
-        The additional µs of a work tile that a cluster shares.
-    cluster : int
-        The number of blocks that share a work tile. Clusters of several blocks start only on SMs on
-        which nothing ran before.
-    free : sequence of float
-        The time in µs from which each SM is free.
+    Each of `walks` heads has the work tiles whose visits (tile pairs) `steps` lists. `cluster`
+    blocks share each work tile, which costs `adding_up` additional µs. Clusters of several blocks
+    start only on SMs on which nothing ran before. `free` holds the time in µs from which each SM is
+    free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -235,21 +219,12 @@ def remainder(
 ) -> tuple[tuple[int, int], ...]:
     """Return extra launches that take the work tiles which do not fill a whole wave.
 
-    Each extra launch is a pair (blocks per cluster, number of work tiles). The function requires
-    work tiles with equal numbers of visits. Without extra launches, most SMs would be idle during
-    the last, partial wave. The extra launches run first, and the blocks of a cluster share each of
-    their work tiles. Either all clusters have the same size, or as many clusters as possible have
-    two blocks and the others have more. The result is empty if the extra launches would not save at
-    least `_LAUNCHED` µs each.
-
-    Parameters
-    ----------
-    items, steps : int
-        The number of work tiles, and the number of visits of each work tile.
-    times : Times
-    adding_up : float
-        The additional µs of a work tile that a cluster shares.
-    gpu : Gpu
+    Each extra launch is a pair (blocks per cluster, number of work tiles). There are `items` work
+    tiles, each with `steps` visits. Without extra launches, most SMs would be idle during the last,
+    partial wave. The extra launches run first, and the blocks of a cluster share each of their work
+    tiles, which costs `adding_up` additional µs. Either all clusters have the same size, or as many
+    clusters as possible have two blocks and the others have more. The result is empty if the extra
+    launches would not save at least `_LAUNCHED` µs each.
     """
 
     def takes(cluster: int) -> float:
@@ -274,11 +249,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the predicted fastest cluster size: the number of blocks that share each work tile.
-
-    The number is 1 if there are enough work tiles to fill the SMs. The parameters are those of
-    `shared_out`.
-    """
+    """Return the predicted fastest cluster size, or 1 if there are work tiles for all SMs."""
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
@@ -306,15 +277,10 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
     """Return the times in µs, unordered, at which SMs (or clusters) finish their last work tile.
 
-    Parameters
-    ----------
-    takes : sequence of float
-        The time of each work tile of one head, in the order in which SMs take the work tiles.
-    walks, clump : int
-        Heads, and heads per head group. The first work tiles of all heads of a group come first,
-        then the second work tiles, and so on. Then the next group begins.
-    free : sequence of float
-        The time from which each SM (or cluster) is free.
+    `takes` holds the time of each work tile of one head, in the order in which SMs take the work
+    tiles. The `walks` heads run in head groups of `clump` heads. The first work tiles of all heads
+    of a group come first, then the second work tiles, and so on. `free` holds the time from which
+    each SM (or cluster) is free.
     """
     return [end for end, _, _ in last_items(takes, walks, clump, free)]
 

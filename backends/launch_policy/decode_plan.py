@@ -70,33 +70,17 @@ _OVERLAPPED = 600e6
 class Decode:
     """The plan of one launch of the kernel `flash_decode`.
 
-    Attributes
-    ----------
-    kernel : Kernel
-    items : ndarray of int32, (n, 8)
-        One entry (a row of 8 integers) per thread block that works on the same KV head and row
-        tile. Fields 0 to 3 are the sequence, the first key tile, the key tile after the last, and
-        the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its number of
-        splits and its length. Field 7 is 0, or the row tile if there is a prefix. The longest
-        entries come first. If the splits of a sequence form a cluster, their entries stay together.
-    splits : tuple of int
-        The number of splits per sequence.
-    rows : int
-        Packed rows per KV head: the number of queries times the number of query heads per KV head.
-    row_tiles : int
-        The number of tiles that the packed rows of a KV head fill.
-    block_k : int
-        Keys per tile.
-    n_visits : int
-        The number of key tiles of the longest sequence.
-    split : Split
-        The rule by which the keys are divided; `splits` is the result of this rule.
-    merge : Kernel, optional
-        The kernel that merges the splits, which is launched after `kernel`. If `merge` is None,
-        `kernel` itself merges the splits.
-    prefix, prefix_splits : int
-        The number of keys that all sequences share, and the number of parts into which these keys
-        are divided. The shared keys are read only once.
+    `items`, int32 (n, 8), has one entry per thread block that works on the same KV head and row
+    tile. Fields 0 to 3 of an entry are the sequence, the first key tile, the key tile after the
+    last, and the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its
+    number of splits and its length. Field 7 is 0, or the row tile if there is a prefix. The longest
+    entries come first. If the splits of a sequence form a cluster, their entries stay together.
+
+    `splits` holds the number of splits per sequence, by the rule `split`. `rows` is the number of
+    packed rows per KV head (queries times query heads per KV head), which fill `row_tiles` row
+    tiles. `n_visits` is the number of key tiles of the longest sequence. The kernel `merge` merges
+    the splits after `kernel`. If `merge` is None, `kernel` itself merges the splits. All sequences
+    share `prefix` keys, which are divided into `prefix_splits` parts and read only once.
     """
 
     problem: Problem
@@ -188,8 +172,7 @@ class Decode:
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     """Return a launch's argument struct, in which only addresses and strides are not yet set.
 
-    `table_row` is the number of entries per sequence in the block table. `pages` is the number of
-    pages in the page pool.
+    A sequence has `table_row` entries in the block table, and the page pool has `pages` pages.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}
@@ -202,15 +185,10 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the same problem with packed sequences that contain only the live keys.
+    """Return the same problem with packed sequences of the live keys, which share a prefix.
 
-    All sequences share their first `prefix` keys.
-
-    Raises
-    ------
-    OptionError, UnsupportedError
-        If a sequence is shorter than the prefix, a query does not see all of the prefix, or the
-        prefix does not consist of whole pages.
+    The function raises `OptionError` or `UnsupportedError` if a sequence is shorter than the
+    prefix, a query does not see all of the prefix, or the prefix does not consist of whole pages.
     """
     p = problem
     check_prefix(prefix, lengths)
@@ -261,25 +239,11 @@ def plan(
     `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles. The
     other row tiles get parts in proportion to their key tiles.
 
-    Parameters
-    ----------
-    problem : Problem
-        Its `n_kv` is the capacity of the cache per sequence.
-    lengths : tuple of int
-        The number of keys that are read per sequence.
-    splits : int, optional
-        The number of splits of every sequence.
-    page : int
-        The number of rows per page, or 0 if the cache is contiguous.
-    counts, timeline : bool
-        Whether the kernel reports the bytes that it moves, and when it moves them.
-    prefix : int
-        The number of keys that all sequences share.
-
-    Raises
-    ------
-    UnsupportedError, OptionError
-        If the kernel does not decode this problem, or cannot merge so many splits.
+    `problem.n_kv` is the capacity of the cache per sequence. `page` is the number of rows per page,
+    or 0 if the cache is contiguous. With `counts` or `timeline`, the kernel reports the bytes that
+    it moves, or when it moves them. `prefix` is the number of keys that all sequences share. If the
+    kernel does not decode this problem, or cannot merge so many splits, the function raises
+    `UnsupportedError` or `OptionError`.
     """
     check(problem, gpu)
     if max(problem.n_kv, *lengths) > _INT32:
@@ -299,13 +263,9 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
     The number of splits is chosen as for sequences that fill the cache. A shorter sequence has the
     same number of splits, each with fewer key tiles or with none. Fields 1 and 2 of an entry in
     `Decode.items` are the number of the split and 0, and the kernel computes the split's key tiles.
-    So the same launch works for every length up to `problem.n_kv`.
-
-    Raises
-    ------
-    UnsupportedError, OptionError
-        In the same cases as `plan`, and for latent attention, whose kernel does not read lengths at
-        run time.
+    So the same launch works for every length up to `problem.n_kv`. The function raises the errors
+    of `plan`, and `UnsupportedError` for latent attention, whose kernel does not read lengths at
+    run time.
     """
     if problem.latent:
         raise UnsupportedError(

@@ -85,16 +85,10 @@ class Shared(NamedTuple):
 
 
 class HandOut(NamedTuple):
-    """How the work tiles of a stage are assigned to thread blocks.
+    """How the work tiles of a stage are assigned to thread blocks, in one or several launches.
 
-    Attributes
-    ----------
-    clump : int
-        The number of heads in a head group, which run together.
-    in_step : bool
-        Whether a KV-outer pass alternates between the query heads of a GQA group.
-    launches : tuple of Shared
-        The launches in their order; most often there is only one.
+    `clump` is the number of heads in a head group, which run together. With `in_step`, a KV-outer
+    pass alternates between the query heads of a GQA group.
     """
 
     clump: int
@@ -106,19 +100,11 @@ class HandOut(NamedTuple):
 class Family(ABC):
     """A family of kernels for all stages of FlashAttention-2, or for its forward pass alone.
 
-    Attributes
-    ----------
-    name : str
-        The family's name in traces.
-    load : callable
-        The compiler: ``load(kernel, device)`` returns the compiled function, ready to launch on
-        CuPy's current device.
-    like : Variant
-        The kernels' compile-time choices that neither schedule tables nor reports determine.
-    takes_functions : bool
-        Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
-    elsewhere : str
-        The advice that error texts give to the user if the kernels do not take functions and sinks.
+    `name` is the family's name in traces. The compiler ``load(kernel, device)`` returns the
+    compiled function, ready to launch on CuPy's current device. `like` holds the compile-time
+    choices that neither schedule tables nor reports determine. `takes_functions` says whether the
+    kernels take `mask_mod`, `score_mod` and `sinks`. If not, error texts give the advice
+    `elsewhere`.
     """
 
     name: str
@@ -157,13 +143,7 @@ class Family(ABC):
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """Return `tiling`, or the fastest tiling if `tiling` is None.
-
-        Raises
-        ------
-        TilingError, UnsupportedError
-            If the kernels cannot run the pass, the error that `refused` returns.
-        """
+        """Return `tiling`, or if None the fastest tiling, or raise the error of `refused`."""
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
@@ -258,17 +238,9 @@ class Family(ABC):
     ) -> tuple[KernelPass, ...]:
         """Return a tuple that holds the single launch of the forward pass.
 
-        Parameters
-        ----------
-        tiling : Tiling or None
-            If None, the method `choose` chooses the tiling.
-        report : {"", "counts", "timeline"}
-            What the kernels record: nothing, the bytes that they move, or the times at which they
-            move them.
-
-        Raises
-        ------
-        TilingError, UnsupportedError
+        If `tiling` is None, the method `choose` chooses the tiling. With the `report` "counts", the
+        kernels record the bytes that they move, and with "timeline" also when they move them. The
+        method raises `TilingError` or `UnsupportedError`.
         """
         return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
 

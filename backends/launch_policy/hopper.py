@@ -50,12 +50,8 @@ _WIDEST_ONCE = 128
 class Hopper(Family):
     """The family of kernels that use instructions that only Hopper has.
 
-    Attributes
-    ----------
-    instead : str
-        The value of option `kernel` that error texts suggest if these kernels cannot run a pass.
-    brings_tiles : bool
-        Whether the forward brings a captured array's elements to shared memory by TMA.
+    If these kernels cannot run a pass, error texts suggest the option ``kernel=instead``. With
+    `brings_tiles`, the forward brings a captured array's elements to shared memory by TMA.
     """
 
     instead: str = "portable"

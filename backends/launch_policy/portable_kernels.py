@@ -14,13 +14,7 @@ _ACCUMULATORS = 192
 
 
 def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return the kernel `flash_forward` for a problem.
-
-    Raises
-    ------
-    TilingError
-        If the kernel cannot be built for this tile.
-    """
+    """Return the kernel `flash_forward` for a problem, or raise `TilingError`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * (dv // 16 + bk // 16) <= _ACCUMULATORS)

@@ -43,14 +43,9 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """Return the kernels that quantise q, k and v to FP8.
+    """Return the kernels that quantise q, k and v to FP8, or raise `UnsupportedError`.
 
     There is only one kernel if each thread block has all rows that share a scale.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernels do not support these arguments.
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):

@@ -137,12 +137,7 @@ def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
 
 
 def _kernel(job: Job) -> str:
-    """Return the kernel family's name ("teaching", "tensor" or "hopper") if it supports the job.
-
-    Raises
-    ------
-    OptionError, UnsupportedError
-    """
+    """Return the kernel family's name ("teaching", "tensor" or "hopper"), or raise an error."""
     p = job.problem
     name = launch.check_asked("numba_cuda", job, ALGORITHMS, KERNELS)
     simulated = teaching_run.simulated()

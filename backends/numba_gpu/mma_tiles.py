@@ -165,11 +165,7 @@ class Operand:
 
     @property
     def parameters(self) -> tuple[Any, ...]:
-        """The Numba types of the operand's parameters.
-
-        The parameters are the address of the lane's piece at (0, 0) and, with `extra`, the first
-        column.
-        """
+        """The Numba types of the lane's first address and, with `extra`, of the first column."""
         return (types.int32, types.int32) if self.extra else (types.int32,)
 
 
@@ -212,14 +208,9 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
     """Return ``multiply(c, a..., b...)``, which computes c + A B, a fragment of (16 `blocks`, n).
 
-    Parameters
-    ----------
-    a : Operand, "registers" or "accumulators"
-        Where A (16 `blocks`, depth) is stored. An `Operand` is in shared memory. "registers" means
-        a fragment of `load_fragments`. "accumulators" means an earlier product's accumulators,
-        which this function rounds to 16 bits.
-    right : Operand
-        B (depth, n).
+    A (16 `blocks`, depth) is an `Operand` in shared memory, a fragment of `load_fragments`
+    ("registers"), or an earlier product's accumulators ("accumulators"), which this function rounds
+    to 16 bits. `right` is B (depth, n).
     """
     count = blocks * n // 2
     if isinstance(a, Operand):

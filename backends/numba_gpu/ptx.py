@@ -85,10 +85,7 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes from HBM to shared memory like `cp_async_16`, except that they pass through L1.
-
-    Such small copies cannot bypass L1.
-    """
+    """Copy 4 bytes as `cp_async_16` does, but through L1, which small copies cannot bypass."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
@@ -244,10 +241,7 @@ def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
 
 
 def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a 32-bit integer unchanged, in such a way that LLVM does not know its value.
-
-    LLVM cannot assume that the results of two calls with the same integer are equal.
-    """
+    """Return a 32-bit integer unchanged, in such a way that LLVM does not know its value."""
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 

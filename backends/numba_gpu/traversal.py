@@ -193,10 +193,7 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: how many bytes of a 16-byte piece are not padding.
-
-    The piece belongs to a row in HBM whose elements have 16 bits.
-    """
+    """Return ``piece_bytes(piece)``: how many bytes of a row's 16-byte piece are not padding."""
 
     @emitted(types.int32, types.int32)
     def piece_bytes_(b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
@@ -206,10 +203,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``, which loads one float32 per row to shared memory.
-
-    Past the last existing row, ``load`` stores 0.
-    """
+    """Return ``load(to, source, rows)``: one float32 per row to shared memory, then zeros."""
 
     @device
     def load(to, source, rows):

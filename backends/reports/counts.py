@@ -23,18 +23,9 @@ def stage_trace(
 ) -> StageTrace:
     """Return one stage's trace events, which contain the bytes that the stage's kernel reported.
 
-    Parameters
-    ----------
-    stage : plans.Stage
-    schedule : Schedule
-        The schedule that the stage loops over.
-    tile_counts : ndarray of uint32, (walks, tiles, SLOTS)
-    visit_counts : ndarray of uint32, (batch * heads, n_visits, SLOTS)
-
-    Raises
-    ------
-    TraceError
-        If two heads did not move the same number of bytes. Only a broken kernel can cause this.
+    `tile_counts` is uint32 (walks, tiles, SLOTS), and `visit_counts` uint32 (batch * heads,
+    n_visits, SLOTS). The function raises `TraceError` if two heads did not move the same number of
+    bytes, which only a broken kernel can cause.
     """
     repeat, stride = plans.heads_of(stage, schedule.problem)
     tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))

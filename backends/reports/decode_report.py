@@ -38,12 +38,9 @@ _BLOCK = ROLES.index("block")
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """Return the schedule of a decode launch, as packed sequences with only their live keys.
 
-    Raises
-    ------
-    UnsupportedError
-        If there is no key at all, or if there is a shared prefix, which is not reported visit by
-        visit. Also if there are several row tiles under a mask: for each row tile, the kernel
-        visits all key tiles that any row tile sees.
+    The function raises `UnsupportedError` if there is no key at all, and for a shared prefix, which
+    is not reported visit by visit. It also raises this error for several row tiles under a mask.
+    For each of them, the kernel visits all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -72,15 +69,9 @@ def stages(
 ) -> tuple[StageTrace, ...]:
     """Return the events of two stages: the loop over parts of the keys, and the merge.
 
-    Parameters
-    ----------
-    visit_counts : ndarray of uint32, (batch * kv_heads * row_tiles, n_visits, SLOTS)
-    item_counts : ndarray of uint32, (items * kv_heads, row_tiles, SLOTS)
-
-    Raises
-    ------
-    TraceError
-        If two KV heads did not move the same number of bytes. Only a broken kernel can cause this.
+    `visit_counts` is uint32 (batch * kv_heads * row_tiles, n_visits, SLOTS), and `item_counts`
+    uint32 (items * kv_heads, row_tiles, SLOTS). The function raises `TraceError` if two KV heads
+    did not move the same number of bytes, which only a broken kernel can cause.
     """
     p, heads, slots = launch.problem, launch.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
@@ -132,14 +123,10 @@ def timeline(
     """Return the SM and the time span of each visit, store and merge, as `events.TIMELINE`.
 
     Times are in ns since the first thread block started. The first warp of a thread block records
-    the time stamps, which therefore describe only the first warp's keys of a tile.
-
-    Parameters
-    ----------
-    visit_stamps : ndarray of uint64, (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS)
-    item_stamps : ndarray of uint64, (items * kv_heads, row_tiles, ITEM_STAMPS)
-    clock_khz : int
-        The SM clock to assume for an SM whose blocks were too short to measure it.
+    the time stamps, which therefore describe only the first warp's keys of a tile. `visit_stamps`
+    is uint64 (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64
+    (items * kv_heads, row_tiles, ITEM_STAMPS). `clock_khz` is the SM clock to assume for an SM
+    whose blocks were too short to measure it.
     """
     p, heads = launch.problem, launch.problem.kv_heads
     items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])

@@ -38,27 +38,14 @@ def spans(
     visit_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the time spans of one stage's phases, in ns of the GPU's clock.
+    """Return the time spans of one stage's phases, in ns of the GPU's clock, as `events.TIMELINE`.
 
-    Parameters
-    ----------
-    stage : int
-        The stage's index in the trace.
-    schedule, by
-        The schedule that the stage loops over, by "row" or by "col".
-    tile_stamps : ndarray of uint64, (walks, tiles, roles, 5)
-        Five numbers per role of a block: its SM, then cycles and ns at the block's start, then
-        cycles and ns at its end. If there is one role, it is the whole block. If there are several,
-        the first is the producer.
-    visit_stamps : ndarray of uint64, (batch * heads, n_visits, roles, 5)
-    clock_khz : int
-        The SM clock to assume for an SM whose blocks were too short to measure it.
-
-    Returns
-    -------
-    ndarray of dtype `events.TIMELINE`
-        A whole block or a consumer gets five spans per visit and one per outer tile. A producer
-        gets two spans per visit.
+    `stage` is the stage's index in the trace. `tile_stamps`, uint64 (walks, tiles, roles, 5), has
+    five numbers per role of a block: its SM, then cycles and ns at the block's start, then cycles
+    and ns at its end. A single role is the whole block. Of several roles, the first is the
+    producer. `visit_stamps` is uint64 (batch * heads, n_visits, roles, 5). `clock_khz` is the SM
+    clock to assume for an SM whose blocks were too short to measure it. A whole block or a consumer
+    gets five spans per visit and one per outer tile. A producer gets two spans per visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
     heads, n_visits, roles, _ = visit_stamps.shape

@@ -76,10 +76,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 
 
 def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    The warpgroup computes the gradients of its 64 keys of every work tile, and its share of dQ.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a warpgroup with 64 keys per work tile."""
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
     deferred = at.deferred  # dQ of a visit is computed in the next visit

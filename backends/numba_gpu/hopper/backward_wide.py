@@ -69,11 +69,7 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
 def _consumer(
     c: SimpleNamespace, at: ColumnsDivided, w: SimpleNamespace, i: SimpleNamespace
 ) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    In every visit (tile pair), the warpgroup computes the scores of its 32 queries, and its columns
-    of dV, dK and dQ.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup."""
     block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
     dq_row_bytes = c.head_dim * 4  # of the accumulator
     scaled, softcap = bool(c.scaled), bool(c.softcap)

@@ -74,7 +74,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
+    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, a thread's loop.
 
     One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
     """
@@ -165,11 +165,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
 
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    The warpgroup computes dQ of its rows. If row tiles have 64 rows, the warpgroup computes the
-    part of dQ that comes from its keys.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup, which computes dQ."""
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     split = at.pieces == 1  # the warpgroups divide the keys

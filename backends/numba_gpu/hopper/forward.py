@@ -73,10 +73,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K and V.
-    """
+    """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop."""
     block_k, groups, visit_words = c.block_k, at.groups, i.visit_words
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
@@ -195,10 +192,7 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
 
 
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    The warpgroup computes its 64 query rows of every work tile.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a warpgroup with 64 rows per work tile."""
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu

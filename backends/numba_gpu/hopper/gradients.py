@@ -77,10 +77,7 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``, an accumulator that starts at one value per column.
-
-    The values come from `tensor.gradients.load_columns`.
-    """
+    """Return ``start_columns(values) -> s``, an accumulator that starts at one value per column."""
 
     @emitted(floats(n // 2), floats(n // 4))
     def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
@@ -98,12 +95,11 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets masked scores to -inf.
+    """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s`` (masked: -inf).
 
-    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
-    rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k - offset +
-    left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that is
-    switched off adds no instructions. `key` and `query` are the first key and query of the warp.
+    Keys are in rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k -
+    offset + left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that
+    is switched off adds no instructions. `key` and `query` are the first key and query of the warp.
     """
     kind = floats(n // 2)
 
@@ -211,10 +207,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Return whether a visit's exponentials take longer than dP.
-
-    If they do, the kernel waits for dP between two slices of exponentials.
-    """
+    """Return whether a visit's exponentials take so long that the wait for dP is between them."""
     return n == 128
 
 
@@ -364,10 +357,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until other blocks have made `mine` additions to a piece of dQ.
-
-    After the wait, this block may add to the piece.
-    """
+    """Wait until a piece of dQ has got `mine` additions, so that this block may add to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -402,10 +392,7 @@ def lay_down(n: int, apart: int) -> Any:
 
 
 def add_from(n: int, apart: int) -> Any:
-    """Return ``add_from(sums, place, block) -> sums``, which adds another block's sums.
-
-    The other block belongs to the same cluster, and stored n columns of its sums with `lay_down`.
-    """
+    """Return ``add_from(sums, place, block) -> sums``: it adds another block's `lay_down` sums."""
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)

@@ -52,20 +52,12 @@ def roles(
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return the code of a thread block: one warpgroup produces, and the others run `consume`.
+    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
-    The result is ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
-
-    Parameters
-    ----------
-    consume : device function
-        ``consume(a, shared, group)``, the loop of consumer warpgroup number `group`.
-    piece_barriers : tuple of int
-        The named barriers of a piece of dQ: free, and full.
-    sends : bool
-        Whether two warps send dQ from shared memory to HBM.
-    start : bool
-        Passed to `statistics`.
+    One warpgroup produces, and the others run ``consume(a, shared, group)``, where `group` is the
+    number of the consumer warpgroup. `piece_barriers` are the named barriers of a piece of dQ:
+    free, and full. With `sends`, two warps send dQ from shared memory to HBM. `start` is passed to
+    `statistics`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -104,7 +96,7 @@ def roles(
 
 
 def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
+    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, a thread's loop.
 
     One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
     """

@@ -26,10 +26,7 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
-    """Initialize a barrier whose phases end after `arrivals` arrivals ("mbarrier.init").
-
-    The barrier is 8 bytes in shared memory.
-    """
+    """Initialize an 8-byte barrier with `arrivals` arrivals per phase ("mbarrier.init")."""
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
 
@@ -95,10 +92,7 @@ def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
-    """Load a float32 from the shared memory of another block of the cluster ("ld").
-
-    The float32 lies `further` bytes after `address`, which comes from `address_in`.
-    """
+    """Load the float32 `further` bytes after `address_in`'s address in another block ("ld")."""
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
 
@@ -205,10 +199,7 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Store four 8 x 8 matrices of 16-bit elements to shared memory ("stmatrix").
-
-    The matrices have the layout of `ptx.ldmatrix`.
-    """
+    """Store four 8 x 8 matrices of 16-bit elements as `ptx.ldmatrix` loads them ("stmatrix")."""
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 

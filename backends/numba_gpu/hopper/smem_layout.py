@@ -13,10 +13,7 @@ ITEM = 48
 
 
 def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
-    """Return how many columns products compute: the larger head_dim, rounded up to `step`.
-
-    A tile in shared memory may have more columns, which TMA pads with zeros.
-    """
+    """Return the columns that products compute: the larger head_dim, rounded up to `step`."""
     return -(-max(head_dim, head_dim_v) // step) * step
 
 
@@ -90,10 +87,7 @@ class SmemLayout(ABC):
 
 @dataclass(frozen=True)
 class OnChip(SmemLayout):
-    """The shared-memory layout of the forward kernel.
-
-    A tile of Q stays in shared memory for one work tile. A tile of K or V stays for one visit.
-    """
+    """The forward's shared memory: Q stays for a work tile, and a tile of K or V for a visit."""
 
     dv: int
     stages: int
@@ -309,10 +303,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
-
-        The barrier "full" has the same arrivals as in `KeysOutside`.
-        """
+        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -419,10 +410,7 @@ class DqAlone(SmemLayout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return the registers per thread of producers, and of consumers.
-
-    The block's 128 (groups + 1) threads share the SM's 65,536 registers.
-    """
+    """Return the registers per thread of producers and of consumers (65,536 per SM)."""
     return (32, 160) if groups == 3 else (40, 232)
 
 

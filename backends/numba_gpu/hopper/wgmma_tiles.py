@@ -290,17 +290,10 @@ def queue_scores(
 ) -> Any:
     """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
 
-    The caller must wait for the result.
-
-    Parameters
-    ----------
-    n, depth : int
-        The number of rows of K, and the number of columns of both tiles.
-    rows, of : int
-        The number of rows of the whole Q tile, of which 64 are used, and of the whole K tile, of
-        which n are used. If `of` is 0, the K tile has n rows.
-    more : bool
-        If true, the returned function is ``queue_scores(s, q, k) -> s + Q K^T`` instead.
+    The caller must wait for the result. The tiles of Q and K have `depth` columns. `rows` is the
+    number of rows of the whole Q tile, of which 64 are used. `of` is the number of rows of the
+    whole K tile, of which n are used, or 0 if the K tile has n rows. With `more`, the function is
+    ``queue_scores(s, q, k) -> s + Q K^T``.
     """
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
@@ -347,10 +340,7 @@ def product_wait(pending: int, n: int) -> Any:
 
 
 def round_operand(bf16: bool, n: int) -> Any:
-    """Return ``round_operand(s) -> p``, which rounds sums to 16 bits for use as a left operand.
-
-    Two neighbouring elements of the operand share a register.
-    """
+    """Return ``round_operand(s) -> p``, which rounds sums to 16 bits for use as a left operand."""
     return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
@@ -363,13 +353,13 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 
 
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
-    """Return the function that rounds and stores 64 rows of output.
+    """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
 
-    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. `row` is
-    the warp's first row, and `address` is the address of row 0. Rows from `stop` on, and columns
-    past the width of `row_of`, are not stored. A lane holds pairs of columns. The four lanes of a
-    quad exchange these pairs, so that each lane stores 16 bytes of a row. With `later`, the
-    function has another parameter: the column at which o begins.
+    The function rounds and stores rows of output, except rows from `stop` on, and columns past the
+    width of `row_of`. `row` is the warp's first row, and `address` is the address of row 0. A lane
+    holds pairs of columns. The four lanes of a quad exchange these pairs, so that each lane stores
+    16 bytes of a row. With `later`, the function has another parameter: the column at which o
+    begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

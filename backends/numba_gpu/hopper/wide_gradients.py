@@ -41,8 +41,7 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
     """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
 
-    The function is ``scores_place(tile, group) -> address``. A warpgroup has 32 of the row's 64
-    queries. The result can be passed to `gradients.store_ds`.
+    A warpgroup has 32 of the row's 64 queries. The address can be passed to `gradients.store_ds`.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -171,11 +170,10 @@ def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 
 def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
-    """Return the function that adds a warpgroup's columns of dQ to the accumulator in HBM.
+    """Return ``add_columns(address, dq, rows, group) -> bytes``, which adds columns of dQ to HBM.
 
-    The function is ``add_columns(address, dq, rows, group) -> bytes``. `address` is the address of
-    the tile's row 0, and only the tile's first `rows` rows exist. All these columns are wide ones
-    (`ColumnsDivided.wide`).
+    `address` is the address of row 0 of the tile in dQ's accumulator. Only the tile's first `rows`
+    rows exist.
     """
     assert not at.narrow, "the narrow columns are not added"
 
@@ -227,12 +225,11 @@ def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
 
 
 def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
-    """Return the function that computes P = exp2(c S - lse) and stores it.
+    """Return ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``: P = exp2(c S - lse).
 
-    The function is ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``. `sloped` is P
-    or, if there is a softcap, P times the softcap's derivative. `lse` holds the negative
-    log-sum-exp, in base 2, of the thread's rows. The function stores 16 keys at a time, while the
-    exponentials of the next 16 keys run.
+    The function stores P, and returns P or, if there is a softcap, P times the softcap's
+    derivative. `lse` holds the negative log-sum-exp, in base 2, of the thread's rows. The function
+    stores 16 keys at a time, while the exponentials of the next 16 keys run.
     """
     kind = floats(n // 2)
 
@@ -364,9 +361,9 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
     """Return the shared-memory address at which this thread stages its part of dQ.
 
-    The function is ``rows_place(dq) -> address``. A row of the staging area has 32 columns per box.
-    The 16-byte pieces of a row are swizzled with the row number. A thread whose row is odd begins
-    with the other half of a box's columns. Otherwise two rows would use the same banks.
+    A row of the staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
+    the row number. A thread whose row is odd begins with the other half of a box's columns.
+    Otherwise two rows would use the same banks.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))

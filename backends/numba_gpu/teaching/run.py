@@ -48,13 +48,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 
 
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
-    """Return the requested tiling, or the largest square tiling that fits if none was requested.
-
-    Raises
-    ------
-    TilingError
-        If the tiles do not fit in 48 KiB, or have more rows than a block has threads.
-    """
+    """Return the requested tiling, or the largest square one that fits, or raise `TilingError`."""
     if tiling is not None:
         need = shared_bytes(problem, tiling, direction)
         if need <= SHARED_BYTES and max(tiling.block_q, tiling.block_k) <= 1024:
@@ -232,12 +226,7 @@ class _Gpu:
 
     @classmethod
     def of(cls, job: Job) -> _Gpu:
-        """Return the `_Gpu` for the device and stream of a job's arrays.
-
-        Raises
-        ------
-        BackendUnavailable, DTypeError
-        """
+        """Return the `_Gpu` for the device and stream of a job's arrays, or raise an error."""
         failures.require_cupy("numba_cuda")
         from flashsim.backends.cupy_gpu import arrays
         from flashsim.backends.cupy_gpu import engine as cupy_engine
@@ -282,10 +271,7 @@ class _Gpu:
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
-        """Run a kernel on the GPU.
-
-        The first call compiles the kernel, which takes a second and prints a message.
-        """
+        """Run a kernel on the GPU; its first call compiles it and prints a message."""
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
         _launch(kernel, (grid, threads, stream), arguments)

@@ -67,10 +67,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``, which adds up each sum over groups of `lanes` neighbouring lanes.
-
-    `lanes` is a power of two.
-    """
+    """Return ``lane_sums(sums)``: each sum is added up over `lanes` (a power of two) neighbours."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:

@@ -128,10 +128,7 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
 
 
 def _tuple(values: list[str]) -> str:
-    """Return the text of statements that return a tuple of `values`.
-
-    The statements first assign each element to a variable, since Numba needs this.
-    """
+    """Return statements that assign `values` to variables, as Numba needs, and return a tuple."""
     names = [f"x{n}" for n in range(len(values))]
     lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
     return "".join(lines) + f"    return ({', '.join(names)},)\n"

@@ -14,7 +14,7 @@ from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
 
 
 def load_rows(blocks: int) -> Any:
-    """Return ``load_rows(address) -> values``: one shared-memory float32 per row of the lane."""
+    """Return ``load_rows(address) -> values``: a shared-memory float32 per row of a lane."""
 
     @emitted(floats(2 * blocks), types.int32)
     def load_rows_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -29,10 +29,7 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """Return ``load_columns(address) -> values``: one shared-memory float32 per column of the lane.
-
-    Each lane holds n / 4 of the n columns.
-    """
+    """Return ``load_columns(address) -> values``: a shared-memory float32 per column of a lane."""
 
     @emitted(floats(n // 4), types.int32)
     def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -105,12 +102,11 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 
 
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
-    """Return the function that sets masked probabilities to 0.
+    """Return ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``.
 
-    The returned function is ``mask_probabilities(p, query, key, offset, key_stop, left, right) ->
-    p``. The function masks the same elements as `mask_rows`. If `by_row` is false, the fragment is
-    P^T, whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L) infinite, so the
-    function selects 0 instead of multiplying by 0.
+    The function sets probabilities to 0 where `mask_rows` masks scores. If `by_row` is false, the
+    fragment is P^T, whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L)
+    infinite, so the function selects 0 instead of multiplying by 0.
     """
     kind = floats(blocks * n // 2)
 
