@@ -1,8 +1,7 @@
 """Give the NumPy, CuPy or torch arrays of a GPU call a single interface.
 
-If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
-another library, results are CuPy arrays, which that library can import through DLPack without a
-copy.
+A GPU call returns arrays of the inputs' library, or CuPy arrays if that library is not NumPy, CuPy
+or torch. Most libraries can import a CuPy array through DLPack without a copy.
 
 Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
 read it: its last axis is not contiguous, its rows or its first byte are not 16-byte aligned, or its
@@ -43,7 +42,7 @@ class View(NamedTuple):
 class Space:
     """The "space" of a call's arrays, which is their library, device and CUDA stream.
 
-    `CupySpace` documents the methods that are declared here as attributes.
+    `CupySpace` has docstrings for the methods that `Space` declares as attributes.
     """
 
     device: int
@@ -420,8 +419,8 @@ def _readable(steps: int, last: int, width: int) -> bool:
 
     The rows of a readable array are contiguous, 16-byte aligned, and a multiple of 16 bytes long.
     `steps` is the bitwise OR of the address and all strides in bytes, so it is a multiple of 16 if
-    and only if the address and each stride are. `last` and `width` are the last axis's stride and
-    length in elements.
+    and only if the address and each stride are. `last` and `width` are the stride and the length of
+    the array's last axis, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -62,7 +62,7 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return copies of the tables in GPU memory, made once per device."""
+    """Return copies of a schedule's tables in GPU memory, which are made once per device."""
     return Uploaded(tables)
 
 
@@ -112,10 +112,10 @@ class Call:
     """The arrays of one call, as the addresses and strides that its launches take.
 
     `head` holds the fields of ``struct Args`` that change from call to call, in the struct's order.
-    First come the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if the call
-    lacks the tensor. Then comes the address of each contiguous float32 array in `launch.SCRATCH`,
-    or 0 if the call lacks the array. The objects in `keeps` must stay alive until the launches are
-    in the stream.
+    `head` begins with the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if
+    the call lacks the tensor. The address of each contiguous float32 array in `launch.SCRATCH`
+    follows, or 0 if the call lacks the array. The objects in `keeps` must stay alive until the
+    launches are in the stream.
     """
 
     def __init__(
@@ -247,8 +247,8 @@ class ReadyPass:
     def _counter_of(self, call: Call) -> tuple[int, Any]:
         """Return the address of a work counter with value 0, and the object that owns its memory.
 
-        No other launch uses the counter while this launch runs. The caller must hold the owning
-        object until the launch is in the stream.
+        No other launch uses this counter at the same time. The caller must hold the counter's owner
+        until the launch is in the stream.
         """
         stream = call.stream
         if _makes_its_counter(stream):
@@ -299,8 +299,8 @@ _MOST_REPEATED = 256
 def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
-    A stream's handle may stand for several streams (the per-thread stream). A captured CUDA graph
-    may later run in any stream and beside other launches.
+    The handle of the per-thread stream stands for several streams. A captured CUDA graph may later
+    run in any stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
@@ -308,7 +308,7 @@ def _makes_its_counter(stream: int) -> bool:
 def _map_of(box: launch.Box) -> range:
     """Return the range of `Call.head` that holds the address and strides of a box's tensor.
 
-    For dQ's accumulator, the range has only the address, since the strides never change. For a
+    For dQ's accumulator, the range holds only the address, since its strides never change. For a
     captured array the range is empty, since `Call.head` does not hold captured arrays.
     """
     if box.tensor == launch.TILE:

@@ -20,10 +20,10 @@ class ReadByFunctions(NamedTuple):
     """One call's captured arrays and sinks, which kernels read in addition to q, k and v.
 
     `plain` and `summing` are the bytes of ``struct FlashCaptured``, for kernels without and with
-    gradients of captured arrays. `sinks` is the address of one float32 per query head, and `tile`
-    that of the array that TMA loads tile by tile; an address of 0 means that there is no such
+    gradients of captured arrays. `sinks` is the address of one float32 per query head, or 0 without
+    sinks. `tile` is the address of the array that TMA loads tile by tile, or 0 without such an
     array. `gradients` maps "d:<name>" to a float32 array of zeros, to which the kernel adds.
-    `keeps` keeps the memory alive.
+    `keeps` holds the owners of the arrays' memory.
     """
 
     plain: bytes = b""

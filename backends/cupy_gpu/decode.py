@@ -89,10 +89,10 @@ def _parts(
 ) -> tuple[tuple[int, int, int], Any]:
     """Return the three addresses of `Workspace.partial`, and an object that owns the memory.
 
-    The object is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
+    The owner is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
     is captured, a call without a workspace allocates from the graph's private memory, because the
-    graph may later run in any stream, beside other work. The arrival counters of such a call are
-    never freed.
+    graph may later run in any stream, beside other work. The arrival counters of a captured graph
+    are never freed.
     """
     if given is not None:
         return given.partial(space, made), None

@@ -56,8 +56,8 @@ class Forward:
         """Return new arrays for out and the LSE, and None if a cached launch will fill them.
 
         If no launch is cached for these addresses, the third result is the key to pass to `note`,
-        and the caller must launch the pass. The rows of out are padded. The space's device must be
-        the current device.
+        and the caller must launch the pass. The rows of the attention output are padded. The
+        space's device must be the current device.
         """
         space = self._space
         out, lse, stream = self._out(), self._lse(), space.stream()
@@ -93,8 +93,8 @@ class Forward:
 class Direct:
     """The forward and backward pass of a checked job, for torch tensors on one device.
 
-    `dims` are head_dim and head_dim_v. The function `backward` returns the plan of the backward
-    pass. Its argument says whether the LSE has a gradient.
+    The function ``backward(with_lse)`` returns the plan of the backward pass, where `with_lse` says
+    whether the LSE has a gradient. `dims` are head_dim and head_dim_v.
     """
 
     def __init__(

@@ -98,10 +98,10 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
     """Return a checked job's passes as functions of torch tensors, or None.
 
-    The functions do not check their arguments again. The result is None if the job's arrays are not
-    torch tensors, or if the job's launches need more data than the tensors' addresses and strides.
-    ``backward_job(recalled, with_lse)`` returns the backward's job, given the result of `recall`
-    and whether the LSE has a gradient.
+    The returned functions do not check their arguments. The result is None if the job's arrays are
+    not torch tensors, or if the job's launches need more data than the tensors' addresses and
+    strides. ``backward_job(recalled, with_lse)`` returns the backward's job, given the result of
+    `recall` and whether the LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -168,8 +168,8 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether "flash2-once" (deterministic) is the fastest backward on this GPU.
 
-    `job` is the backward pass that runs otherwise. Its algorithm is "flash2" if the pass must be
-    deterministic.
+    `job` is the backward pass that runs if the result is False. The algorithm of `job` is "flash2"
+    if the pass must be deterministic.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"

@@ -1,8 +1,8 @@
 """Launch kernels through the CUDA driver, and hold the memory of their arguments.
 
-CuPy cannot set launch attributes. Two features need them: thread-block clusters, and launches that
-may begin before the previous kernel ends (programmatic dependent launch). So this module launches
-kernels through the CUDA driver's library directly.
+This module calls the CUDA driver's library directly, because CuPy cannot set launch attributes.
+Thread-block clusters need launch attributes. So do launches that may begin before the previous
+kernel ends (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -157,8 +157,8 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
-    A plan's uploads and compilations run in such a body. So a call that prepares a plan does not
-    wait for the caller's other GPU work, and may run while a CUDA graph is captured.
+    A plan's uploads and compilations run in the separate stream. So a call that prepares a plan
+    does not wait for the caller's other GPU work, and may run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode

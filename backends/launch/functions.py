@@ -82,8 +82,8 @@ class Generated:
     `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
     ``flash_score_grad`` adds to the gradients of the captured arrays `wanted`. With `reads`, the
     functions read captured arrays at query or key positions, so a kernel must call the functions
-    only at positions that exist. With `reads_beside`, they read arrays other than `tile` and `band`
-    there.
+    only at positions that exist. With `reads_beside`, the functions read captured arrays other than
+    `tile` and `band` at query or key positions.
 
     A kernel may load the array `tile` to shared memory tile by tile. Without a `tile`, a kernel may
     load elements of `band` by the distance q - k. `ramp` is a term of the score function that is
@@ -161,11 +161,10 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """Return the largest array that the score function reads at [.., q, k] and that TMA can load.
+    """Return the largest array that the score function reads at [.., q, k] by TMA, or None.
 
-    The result is None if there is no such array. TMA needs rows whose length is a multiple of 16
-    bytes. The result is also None for packed sequences, because a token's position among the packed
-    tokens is not its index in the array.
+    TMA needs rows whose length is a multiple of 16 bytes. The result is also None for packed
+    sequences, because a token's position among the packed tokens is not its index in the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile

@@ -78,8 +78,8 @@ class Gpu:
     `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
     of a cluster size (in blocks) and the number of such clusters that run at once, with one block
-    per SM. This number must be measured on each chip, because the SMs are divided differently
-    between the processing clusters of different chips.
+    per SM. The number of clusters must be measured on each chip, because the SMs are divided
+    differently between the processing clusters of different chips.
     """
 
     name: str
@@ -111,8 +111,8 @@ class Variant:
 
     With `tf32`, tensor cores compute float32 products, with operands rounded to tf32.
 
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of such a kernel exchange no
-    scores in the backward pass, and its row sums always stay in registers.
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of a Python kernel exchange
+    no scores in the backward pass, and its row sums always stay in registers.
 
     `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
 
@@ -120,14 +120,14 @@ class Variant:
     also waits for the previous kernel before it reads that kernel's results.
 
     With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
-    loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes
-    the dQ of a visit during the next visit (kernels/hopper/backward.cu).
+    loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward
+    computes the dQ of a visit during the next visit (kernels/hopper/backward.cu).
 
     `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
     previous launch has begun. With `more`, a launch lets the next launch begin.
 
     With `once`, each row tile visits a single key tile. With `fused`, kernels compute dQ in one
-    pass with dK and dV. If `ordered` is also set, the kernels add to dQ in a fixed order.
+    pass with dK and dV. With both `fused` and `ordered`, the kernels add to dQ in a fixed order.
     """
 
     spans: bool
@@ -151,9 +151,9 @@ class Variant:
 class Box:
     """A TMA box: the rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is the width of the box in bytes. Within this width, TMA permutes 16-byte pieces over
-    shared memory's banks. `transposed` says that the tensor is (.., d, n), with n padded to a
-    multiple of 16.
+    `swizzle` is the width of the box in bytes, within which TMA permutes 16-byte pieces over shared
+    memory's banks. `transposed` says that the tensor is (.., d, n), with n padded to a multiple of
+    16.
     """
 
     tensor: str
@@ -168,9 +168,8 @@ class Kernel:
     """A kernel compiled for one problem and tiling, with everything a launch needs except the data.
 
     A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
-    work counter. The counter is 0 before and after the launch. If no block gets more than one work
-    tile, there is no counter, and the address is 0. A kernel without `boxes` takes ``struct Args``
-    alone.
+    work counter. The work counter is 0 before and after the launch. Its address is 0 if no block
+    gets more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
     """
 
     file: str

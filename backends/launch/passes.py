@@ -17,8 +17,8 @@ class KernelPass:
     the number of heads in the batch: KV heads for a KV-outer loop, and otherwise query heads.
     `clump` is the number of heads in a head group, which run together so that their tensors stay in
     L2 (`take_work` in common.cuh). `items` are the numbers of the launch's work tiles over all
-    heads, in the order in which blocks take them. Launches of the same stage in `before` come first
-    and take the other work tiles. There are none if the kernels report counts or times.
+    heads, in the order in which blocks take them. `before` holds earlier launches of the same
+    stage, which take the other work tiles. `before` is empty if the kernels report counts or times.
     """
 
     stage: plans.Stage

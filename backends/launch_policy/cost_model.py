@@ -2,8 +2,8 @@
 
 A work tile is one outer tile of one head, such as a row tile in the forward pass. A visit is one
 tile pair: one iteration of a work tile's inner loop. A work tile takes a fixed time, plus a time
-per visit. Only these two times are measured. The model computes the number of work tiles, their
-visits, and how persistent thread blocks fill the SMs.
+per visit, which are both measured. The model computes the number of work tiles, their visits, and
+how persistent thread blocks fill the SMs.
 """
 
 from __future__ import annotations
@@ -151,10 +151,10 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
-    Every backward algorithm except "flash2-once" begins with a delta kernel. For "flash2-once",
-    `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as the previous kernel has
-    left that SM, so the kernel for dQ overlaps with the kernel for dK and dV. The kernel that
-    converts dQ waits for all SMs.
+    "flash2-once" is the only backward algorithm without a delta kernel. Its prediction includes
+    `WITHOUT_DELTA` instead. A kernel begins on an SM as soon as the previous kernel has left that
+    SM, so the kernel for dQ overlaps with the kernel for dK and dV. The kernel that converts dQ
+    waits for all SMs.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -206,8 +206,8 @@ def ends_of_launch(
     """Return the predicted times in µs, unordered, at which SMs finish their work in a launch.
 
     `cluster` SMs work on each work tile, and `places` clusters run at a time. A cluster consists of
-    SMs that become free at about the same time, and begins when the last of them is free. The other
-    parameters are those of `ends`.
+    SMs that become free at about the same time, and begins when the last of them is free. For the
+    other parameters, see `ends`.
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
@@ -290,8 +290,8 @@ def last_items(
 ) -> list[tuple[float, int, int]]:
     """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
 
-    If clusters share the work tiles, "SM" means a cluster. The parameters are those of `ends`. A
-    work tile goes to the SM that is free first. The index is -1 for an SM that gets no work tile.
+    If clusters share the work tiles, "SM" means a cluster. A work tile goes to the SM that is free
+    first. The index is -1 for an SM that gets no work tile. For the parameters, see `ends`.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)

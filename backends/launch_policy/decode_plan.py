@@ -104,7 +104,7 @@ class Decode:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The grid of thread blocks.
+        """The decode kernel's grid of thread blocks.
 
         If a second kernel merges the splits, the row tiles of a split are neighbours along x.
         """
@@ -135,7 +135,7 @@ class Decode:
 
     @cached_property
     def cluster(self) -> int:
-        """The blocks of a cluster, which merges in shared memory, or 1 for merging through HBM."""
+        """The number of thread blocks per cluster; 1 if the splits merge through HBM."""
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
     @property
@@ -303,14 +303,14 @@ def _plain(asked: _DecodeRequest) -> Decode:
     block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
     warps and each SM runs two. Then no block gets more work than the average load of an SM.
 
-    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. If such a
-    sequence has too few key tiles, the largest possible cluster size gives the number of splits.
-    Contiguous sequences of about equal length are not split if their blocks already fill the
-    fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs, since a split would then cost a merge
-    and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to 128
-    columns. With more columns, this rule holds only where no cluster merges, or from `_LONG` key
-    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
-    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. A short
+    sequence with fewer than 8 key tiles gets as many splits as the largest possible cluster has
+    blocks. Contiguous sequences of about equal length are not split if their blocks already fill
+    the fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs, since a split would then cost a
+    merge and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to
+    128 columns. With more columns, the rule about `_ENOUGH` holds only where no cluster merges, or
+    from `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`,
+    on an H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
     otherwise the last clusters would run alone. How many clusters run at once depends on the chip.

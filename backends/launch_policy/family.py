@@ -103,8 +103,8 @@ class Family(ABC):
     `name` is the family's name in traces. The compiler ``load(kernel, device)`` returns the
     compiled function, ready to launch on CuPy's current device. `like` holds the compile-time
     choices that neither schedule tables nor reports determine. `takes_functions` says whether the
-    kernels take `mask_mod`, `score_mod` and `sinks`. If not, error texts give the advice
-    `elsewhere`.
+    kernels take `mask_mod`, `score_mod` and `sinks`. `elsewhere` is the advice in error texts about
+    kernels that do not take functions.
     """
 
     name: str

@@ -187,11 +187,11 @@ class Hopper(Family):
     def cluster(self, walk: Walked) -> int:
         """Return the number of thread blocks that share a work tile.
 
-        The number exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. It is
-        always 1 for the kernel whose warpgroups have roles, which does not support clusters. With a
-        head_dim above 128, the number is limited so that all blocks run at once. Otherwise clusters
-        would be slower: on an H100, 128 work tiles took 92 µs in clusters of two, and 72 µs without
-        clusters.
+        The number exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
+        number is always 1 for the kernel whose warpgroups have roles, which does not support
+        clusters. With a head_dim above 128, the number is limited so that all blocks run at once.
+        Clusters that do not run at once are slower: on an H100, 128 work tiles took 92 µs in
+        clusters of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
@@ -233,9 +233,10 @@ class Hopper(Family):
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. There are no long work tiles that should start first, and with
-        small groups more blocks read the same tiles at the same time. Two cases are exceptions:
-        blocks that add to dQ in a fixed order, and heads that share a large bias, because the
-        blocks of several heads should read the bias's rows at the same time.
+        small groups more blocks read the same tiles at the same time. Blocks that add to dQ in a
+        fixed order do not follow this rule for equally long work tiles. Nor do heads that share a
+        large bias, because the blocks of several heads should read the bias's rows at the same
+        time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and
         load its K and V, which the short work tiles then find in L2. A forward pass over many short
@@ -264,10 +265,10 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
-        The pass alternates if the tensors that a head group loops over, together with its dQ, are
-        larger than L2. It does not alternate under a left window, since work tiles then begin at
-        different row tiles and no order can align them. If there are more work tiles than SMs, work
-        tiles that run at the same time are about equally long and drift apart slowly, so the
+        A KV-outer pass alternates if the tensors that a head group loops over, together with its
+        dQ, are larger than L2. No pass alternates under a left window, since work tiles then begin
+        at different row tiles and no order can align them. If there are more work tiles than SMs,
+        work tiles that run at the same time are about equally long and drift apart slowly, so the
         threshold is twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu

@@ -20,8 +20,8 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 class Rings(NamedTuple):
     """The pipeline stages of the forward kernel's ring buffers in shared memory.
 
-    `stages` counts the stages of K, and of V. `tile` counts those of captured elements, or is 0 if
-    TMA does not load these elements.
+    `stages` is the number of pipeline stages of K, and of V. `tile` is the number of pipeline
+    stages of captured elements, or 0 if TMA does not load these elements.
     """
 
     stages: int
@@ -202,13 +202,13 @@ def product_columns(
 ) -> tuple[int, int]:
     """Return how many columns each backward product computes, and the total of extra columns.
 
-    The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
-    cluster shares a work tile). The second number adds up the extra columns of the products that
-    compute all columns of a tile in shared memory. One such product is dQ^T, whose rows are the
-    tile's columns. (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.)
-    Beyond a head_dim of 128, dK and dV are two more, because their columns are divided between
-    warpgroups. If one warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32
-    instead.
+    The number of computed columns is head_dim, rounded up to a multiple of 16. If a cluster shares
+    a work tile and head_dim is at most 128, it is rounded up to a multiple of 32. The number of
+    extra columns adds up those of the products that compute all columns of a tile in shared memory.
+    The product dQ^T computes them because its rows are the tile's columns. (If the tile has at most
+    32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim of 128, dK and dV compute
+    them, too, because their columns are divided between warpgroups. If one warpgroup computes all
+    of dQ^T, its rows are rounded to a multiple of 32 instead.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16

@@ -154,8 +154,8 @@ def scale_all(count: int) -> Any:
 class Operand:
     """An operand of a matrix product, stored in shared memory.
 
-    The field `swapped` says that the tile is stored transposed. Tiles A [m][k] and B [k][n] are
-    straight. Tiles A [k][m] and B [n][k] (such as K in Q K^T) are swapped. If `extra` is true, the
+    The field `swapped` says that the tile is stored transposed. Tiles A [m][k] and B [k][n] are not
+    swapped. Tiles A [k][m] and B [n][k] (such as K in Q K^T) are swapped. If `extra` is true, the
     operand begins at a column that is known only at run time.
     """
 
@@ -173,8 +173,8 @@ def pieces(tile: Tile, *, transposed: bool) -> Any:
     """Return ``pieces(address)``, the address of a lane's row in a tile's first 16 x 16 piece.
 
     The lane passes this address to `ldmatrix`. If `transposed` is false, `ldmatrix` then loads the
-    A fragment, or two B fragments, of a straight tile. If `transposed` is true, `ldmatrix` loads
-    the fragments of a swapped tile.
+    A fragment, or two B fragments, of a tile that is not swapped. If `transposed` is true,
+    `ldmatrix` loads the fragments of a swapped tile (`Operand`).
     """
 
     @emitted(types.int32, types.int32)
@@ -208,9 +208,9 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
     """Return ``multiply(c, a..., b...)``, which computes c + A B, a fragment of (16 `blocks`, n).
 
-    A (16 `blocks`, depth) is an `Operand` in shared memory, a fragment of `load_fragments`
-    ("registers"), or an earlier product's accumulators ("accumulators"), which this function rounds
-    to 16 bits. `right` is B (depth, n).
+    The matrix A (16 `blocks`, depth) is an `Operand` in shared memory, a fragment of
+    `load_fragments` ("registers"), or an earlier product's accumulators ("accumulators"), which
+    this function rounds to 16 bits. `right` is the matrix B (depth, n).
     """
     count = blocks * n // 2
     if isinstance(a, Operand):

@@ -1,7 +1,7 @@
 """Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
 
-The device functions are built for one kernel's compile-time constants. They read the order of
-tiles, and the begin and end of each tile, from the schedule's tables.
+The device functions are built for one kernel's compile-time constants. The order of tiles, and the
+begin and end of each tile, come from the schedule's tables.
 """
 
 from __future__ import annotations
@@ -95,8 +95,8 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
-    rows)``. Both return the bytes that this thread moved, excluding padding. ``load`` fills the
-    tile's rows past the end of the tensor with zeros.
+    rows)``. ``load`` and ``store`` return the bytes that this thread moved, excluding padding.
+    ``load`` fills the tile's rows past the end of the tensor with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks

@@ -9,8 +9,8 @@ converted by one straight line, through the start of its first block and the end
 In a warp-specialised kernel, each warp role records time stamps: first the producer, then the
 consumer warpgroups. The producer's "visit" begins when it waits for free shared memory. The
 producer's "load" lies between its first and its last TMA instruction, and the producer has no other
-phases. The tiles arrive later. A consumer's "load" is the time for which the consumer waits for the
-tiles.
+phases. A consumer's "load" is the time for which the consumer waits for the tiles, which arrive
+later.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
 covers the rest. The fused backward adds a visit's dQ at the start of the next visit, whose "scores"

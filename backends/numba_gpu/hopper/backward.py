@@ -54,8 +54,8 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
     The kernel takes tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
-    `launch.ARGS`, and the address of a work counter whose value is 0 at the start. The address is 0
-    (no counter) if no block gets more than one work tile.
+    `launch.ARGS`, and the address of a work counter whose value is 0 at the start. The counter's
+    address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))

@@ -1,10 +1,10 @@
 """The fused backward for head dims of 129 to 192 on Hopper, in Python, with warpgroup roles.
 
-The kernel is structured like kernels/hopper/backward_roles.cu. It is KV-outer, but each warpgroup
-computes different products. One consumer warpgroup computes dQ, and the scores, P and dS of a whole
-tile of 64 queries by 96 keys. A second warpgroup accumulates dV^T and a third dK^T, each for all
-keys and columns. P and dS are transposed and pass through shared memory. Each row of the scores
-belongs to one query.
+The kernel is structured like kernels/hopper/backward_roles.cu. The kernel is KV-outer, but each
+warpgroup computes different products. One consumer warpgroup computes dQ, and the scores, P and dS
+of a whole tile of 64 queries by 96 keys. A second warpgroup accumulates dV^T and a third dK^T, each
+for all keys and columns. P and dS are transposed and pass through shared memory. Each row of the
+scores belongs to one query.
 """
 
 from __future__ import annotations

@@ -42,8 +42,8 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
     """Return the Python function of the kernel that has these compile-time constants.
 
     The kernel takes tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
-    counter whose value is 0 at the start. The address is 0 (no counter) if no block gets more than
-    one work tile.
+    counter whose value is 0 at the start. The counter's address is 0 if no block gets more than one
+    work tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)

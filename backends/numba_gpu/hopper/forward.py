@@ -41,7 +41,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
     The kernel takes tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
-    whose value is 0 at the start. The address is 0 (no counter) if no block gets more than one work
+    whose value is 0 at the start. The counter's address is 0 if no block gets more than one work
     tile.
     """
     c = constants(kernel)
@@ -175,7 +175,7 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return a function that starts the copy of a tile of K or V to its stage of the ring buffer.
 
-    The tile has the index `position` in the ring buffer, and begins at key `key`. The barrier
+    The tile has the index `position` in the ring buffer, and begins at key `key`. The mbarrier
     `barrier` counts the tile's bytes.
     """
     expect = hopper.expect(nbytes)

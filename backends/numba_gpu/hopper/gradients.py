@@ -30,7 +30,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def load_statistics(block_q: int) -> Any:
     """Return a warp's function ``load_statistics(lse, delta, rows, unit) -> starts, deltas``.
 
-    Lane l loads rows l, l + 32, and so on. The row's scores start at lse times `unit` (see
+    Lane l loads rows l, l + 32, and so on. A row's scores start at its lse times `unit` (see
     `unit_of_starts`), and its dP starts at -delta. If a row is past the end or sees no key, the
     row's scores start at -inf, so that the row's P is exactly 0.
     """
@@ -97,9 +97,10 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 def mask_columns(n: int, left: bool, right: bool) -> Any:
     """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s`` (masked: -inf).
 
-    Keys are in rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k -
-    offset + left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that
-    is switched off adds no instructions. `key` and `query` are the first key and query of the warp.
+    The rows of S^T are keys, and its columns are queries. Query q sees key k if ``k - offset -
+    right <= q <= k - offset + left``. No query sees key `key_stop` or a later key. A limit (`left`
+    or `right`) that is switched off adds no instructions. `key` and `query` are the first key and
+    query of the warp.
     """
     kind = floats(n // 2)
 
@@ -133,7 +134,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
     The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
     tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
     the exponentials overlap with the products of earlier slices, and with the product dP. The
-    function waits for the end of dP.
+    function waits for the end of the product dP.
 
     Parameters
     ----------
@@ -266,8 +267,8 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
     """Return ``queue_dq(k, ds) -> dq``, which queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
-    The caller must wait for the result. `k` is one chunk of K, and `ds` is the address in dS^T at
-    which the queries begin. The function `ds_place` explains `wide`.
+    The caller must wait for the product dQ^T. `k` is one chunk of K, and `ds` is the address in
+    dS^T at which the queries begin. The function `ds_place` explains `wide`.
     """
     steps = range(block_k // 16)
 
@@ -329,7 +330,7 @@ def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
     """Return the function that adds `wide` columns of a staged piece of dQ to the accumulator.
 
     The function is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that the
-    thread starts form one group. For `packed` see `wgmma_tiles.copy_tile`.
+    thread starts form one group. The parameter `packed` is that of `wgmma_tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -380,7 +381,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 def lay_down(n: int, apart: int) -> Any:
     """Return ``lay_down(place, sums)``, which stores a thread's part of 64 x n sums for `add_from`.
 
-    The sums go to shared memory. Consecutive sums of a thread lie `apart` bytes apart.
+    Consecutive sums of a thread lie `apart` bytes apart in shared memory.
     """
 
     @emitted(None, int32, floats(n // 2))
@@ -408,8 +409,8 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``, the factor for the log-sum-exp in `load_statistics`.
 
-    If `start` is true, score accumulators start at the scaled log-sum-exp, and the factor is -1 /
-    scale. Otherwise the factor is -log2 e, because the product is added to the exponent of exp2.
+    The factor is -1 / scale if score accumulators start at the scaled log-sum-exp (`start`).
+    Otherwise the factor is -log2 e, because the product is added to the exponent of exp2.
     """
 
     @emitted(float32, float32)

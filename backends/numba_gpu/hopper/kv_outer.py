@@ -55,9 +55,9 @@ def roles(
     """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
     One warpgroup produces, and the others run ``consume(a, shared, group)``, where `group` is the
-    number of the consumer warpgroup. `piece_barriers` are the named barriers of a piece of dQ:
-    free, and full. With `sends`, two warps send dQ from shared memory to HBM. `start` is passed to
-    `statistics`.
+    number of the consumer warpgroup. `piece_barriers` are the two named barriers that signal a free
+    and a full piece of dQ. With `sends`, two warps send dQ from shared memory to HBM. The function
+    `statistics` explains `start`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -165,11 +165,11 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
         """Load a work tile's V, and then its K, because the buffer of V becomes free first.
 
-        A block of a cluster has only one work tile, so it need not wait for a previous work tile to
-        free the buffers. Such a wait would even be wrong. A cluster's blocks load each other's
-        tiles, so a block without visits may be done with K and V before its producer reaches the
-        wait. The producer would then mistake this phase of the barrier for the previous phase, and
-        wait forever.
+        A block of a cluster has only one work tile, so its producer need not wait for a previous
+        work tile to free the buffers. In a cluster, a wait for free buffers would even be wrong. A
+        cluster's blocks load each other's tiles, so a block without visits may be done with K and V
+        before its producer reaches the wait. The producer would then mistake this phase of the
+        barrier for the previous phase, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -236,8 +236,8 @@ def statistics(
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
     For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators do not
-    start at these values, and the values for the scores are -lse in base 2.
+    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators start at
+    0, and the warp loads -lse in base 2 instead of the scores' initial values.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before

@@ -80,7 +80,7 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 def cluster_sync(b: ir.IRBuilder) -> None:
     """Wait for all threads of the cluster that have not ended ("barrier.cluster").
 
-    Earlier writes to shared memory by the cluster's threads are then visible.
+    After the wait, earlier writes to shared memory by the cluster's threads are visible.
     """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
@@ -150,7 +150,7 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Make a group of the thread's newest reductions ("cp.async.bulk.commit_group")."""
+    """Group the reductions since the thread's last group ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
@@ -176,7 +176,7 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
     """Wait until a 32-bit integer in HBM has a value ("ld.acquire").
 
-    Writes that another block released together with this value are then visible.
+    After the wait, writes that another block released together with this value are visible.
     """
     text = (
         "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
@@ -365,8 +365,8 @@ def wgmma(
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups of products except the last `pending` ("wgmma.wait_group").
 
-    The returned accumulators `c` are then complete. The instruction takes and returns the
-    registers, so that no code can read them before the wait.
+    After the wait, the accumulators `c` are complete. The instruction takes and returns the
+    registers of `c`, so that no code can read them before the wait.
     """
     count = len(c)
     complete = asm(

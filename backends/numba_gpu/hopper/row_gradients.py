@@ -84,9 +84,9 @@ def row_gradients(bf16: bool, n: int) -> Any:
 def add_halves(d: int) -> Any:
     """Return ``add_halves(dq, scratch, group) -> dq``, which adds up the dQ of two warpgroups.
 
-    Warpgroup 0 gets the sum. Warpgroup 1 passes its dQ through `scratch` (16 KiB of shared memory),
-    64 columns at a time. Named barrier 1, which both warpgroups use, signals when `scratch` is free
-    and when it is full.
+    Warpgroup 0 gets the sum of both dQ. Warpgroup 1 passes its dQ through `scratch` (16 KiB of
+    shared memory), 64 columns at a time. Named barrier 1, which both warpgroups use, signals when
+    `scratch` is free and when it is full.
     """
 
     @emitted(floats(d // 2), floats(d // 2), int32, int32)

@@ -183,10 +183,10 @@ class KeysOutside(ByKeys):
 
     K and V stay in shared memory for one work tile. Q, dO and their row statistics are in ring
     buffers of two stages, and each visit (tile pair) uses one stage. The statistics are the initial
-    values of a row's scores and of its dP. dS^T, which has one row per key, is in another ring
-    buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64 columns of
-    `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate barriers, at
-    which the next visit waits for dS^T.
+    values of a row's scores and of its dP. The matrix dS^T, which has one row per key, is in
+    another ring buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64
+    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate
+    barriers, at which the next visit waits for dS^T.
     """
 
     fused: bool
@@ -237,7 +237,7 @@ class KeysOutside(ByKeys):
         """For each kind of mbarrier, the number of barriers and their arrivals per phase.
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
-        writes a part of dS^T, and each warpgroup reads the rows of all keys.
+        writes a part of dS^T, and each warpgroup reads dS^T for all keys.
         """
         warps = 4 * self.groups
         readers = warps + 1 + (self.groups if self.fused else 0)  # of a work tile
@@ -272,7 +272,7 @@ class ColumnsDivided(ByKeys):
     def wide(self) -> int:
         """The number of a warpgroup's columns that lie in whole chunks of 64 columns.
 
-        The first of these columns of the two warpgroups are 128 columns apart.
+        These columns of warpgroup 1 begin 128 columns after those of warpgroup 0.
         """
         return 128 if self.d == 256 else 64
 
@@ -317,8 +317,8 @@ class Roles(ByKeys):
     """The shared-memory layout of the fused backward whose warpgroups compute different products.
 
     One warpgroup computes P, dS and dQ, another computes dV, and a third computes dK. P^T, dS^T and
-    dO have one stage each. P^T and dS^T have one row per key. Each chunk of dO has its own
-    barriers. dQ has `dq_wide` columns.
+    dO have one stage each. P^T and dS^T have one row per key. Each 64-column chunk of dO has its
+    own barriers.
     """
 
     dq_wide: int

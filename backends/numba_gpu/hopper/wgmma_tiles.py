@@ -1,10 +1,8 @@
 """Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products, and output rows.
 
-A ring buffer has two or three stages (`Ring`). The functions for two stages are also available
-directly in this module.
-
-Accumulator fragments have the layout of `mma_tiles`, with a single block of 16 rows per warp;
-`ptx.wgmma` in this package says which of the warpgroup's 64 rows these are.
+A ring buffer has two or three stages (`Ring`). The functions of a ring buffer with two stages are
+also available directly in this module. Accumulator fragments have the layout of `mma_tiles`, with a
+single block of 16 rows per warp. `ptx.wgmma` says which of the warpgroup's 64 rows a warp has.
 """
 
 from __future__ import annotations
@@ -88,10 +86,10 @@ class Ring:
     """The device functions of a ring buffer with two or three stages.
 
     A tile is identified by its *position*. The first tile has position 0, and `after` returns the
-    position of the next tile. The lowest bits of a position are the stage. The bit above them is
-    the parity of the lap, where a lap is one pass over all stages. With three stages positions are
-    0, 1, 2, 4, 5, 6, 8, and so on. Each stage has one mbarrier for "full" and one for "free". One
-    phase of each barrier ends per lap.
+    position of the next tile. The lowest bits of a position are the stage. The next higher bit of
+    the position is the parity of the lap, where a lap is one pass over all stages. With three
+    stages positions are 0, 1, 2, 4, 5, 6, 8, and so on. Each stage has one mbarrier for "full" and
+    one for "free". One phase of each of these barriers ends per lap.
 
     Attributes
     ----------
@@ -252,7 +250,7 @@ def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
 
     The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
     starts once its readers have released the previous tile. `parity` is the parity of the tile's
-    number, and `packed` is that of `copy_tile`.
+    number. The parameter `packed` is that of `copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -290,7 +288,7 @@ def queue_scores(
 ) -> Any:
     """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
 
-    The caller must wait for the result. The tiles of Q and K have `depth` columns. `rows` is the
+    The caller must wait for the product S. The tiles of Q and K have `depth` columns. `rows` is the
     number of rows of the whole Q tile, of which 64 are used. `of` is the number of rows of the
     whole K tile, of which n are used, or 0 if the K tile has n rows. With `more`, the function is
     ``queue_scores(s, q, k) -> s + Q K^T``.
@@ -318,7 +316,7 @@ def queue_scores(
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
     """Return ``queue_output(o, p, v) -> o``, which queues o + P V, where P is from `round_operand`.
 
-    The caller must wait for the result. V has `n` columns and `depth` rows. `of` is the number of
+    The caller must wait for the product. V has `n` columns and `depth` rows. `of` is the number of
     rows of the whole tile of V, or 0 if this number is `depth`.
     """
 
@@ -356,10 +354,9 @@ def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -
     """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
 
     The function rounds and stores rows of output, except rows from `stop` on, and columns past the
-    width of `row_of`. `row` is the warp's first row, and `address` is the address of row 0. A lane
-    holds pairs of columns. The four lanes of a quad exchange these pairs, so that each lane stores
-    16 bytes of a row. With `later`, the function has another parameter: the column at which o
-    begins.
+    width of `row_of`. `row` is the warp's first row, and `address` is the address of row 0. The
+    four lanes of a quad exchange pairs of columns, so that each lane stores 16 bytes of a row. With
+    `later`, the function has another parameter: the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

@@ -1,9 +1,10 @@
 """Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
 
-P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. They are transposed,
-so each row belongs to one key and has 64 queries. `backward_wide` computes transposed scores, in
-which each row belongs to a key. `backward_roles` computes scores in which each row belongs to a
-query. Each row of dQ belongs to a query, so the staging of dQ differs from that in `gradients`.
+P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. There, P and dS are
+transposed: each row belongs to one key and has 64 queries. `backward_wide` computes transposed
+scores, in which each row belongs to a key. `backward_roles` computes scores in which each row
+belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from that in
+`gradients`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
     """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
 
-    A warpgroup has 32 of the row's 64 queries. The address can be passed to `gradients.store_ds`.
+    A warpgroup has 32 of the 64 queries in a row. `gradients.store_ds` takes the returned address.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -95,8 +96,8 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
     ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
     its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
-    of the wide columns come first, and then those of the narrow columns. The products of the wide
-    columns form one group, and those of the narrow columns another.
+    of the wide columns come first, and then those of the narrow columns (`ColumnsDivided`). The
+    products of the wide columns form one group, and those of the narrow columns another.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -172,8 +173,8 @@ def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
 def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
     """Return ``add_columns(address, dq, rows, group) -> bytes``, which adds columns of dQ to HBM.
 
-    `address` is the address of row 0 of the tile in dQ's accumulator. Only the tile's first `rows`
-    rows exist.
+    `address` is the address of the tile's row 0 in dQ's accumulator. Only the first `rows` rows of
+    the tile exist.
     """
     assert not at.narrow, "the narrow columns are not added"
 
@@ -362,8 +363,8 @@ def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
     """Return the shared-memory address at which this thread stages its part of dQ.
 
     A row of the staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
-    the row number. A thread whose row is odd begins with the other half of a box's columns.
-    Otherwise two rows would use the same banks.
+    the row number. A thread whose row is odd begins with the other half of a box's columns, because
+    otherwise two rows would use the same banks.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))

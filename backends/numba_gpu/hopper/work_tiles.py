@@ -43,16 +43,16 @@ def item_functions(
 ) -> SimpleNamespace:
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
-    `w` holds the functions of `traversal.walk_functions`. A warp role is the producer's warpgroup
-    or one of the consumers' warpgroups. Each role records its own time stamps. If `part` is false,
-    the launch has all work tiles of its pass.
+    `w` holds the functions of `traversal.walk_functions`. Each warp role (the producer's warpgroup,
+    or one of the consumers' warpgroups) records its own time stamps. If `part` is false, the launch
+    has all work tiles of its pass.
 
     - ``first(a)`` and ``stop(a)`` are the numbers of the launch's first work tile, and of the one
       after its last.
-    - ``write(a, slot, number)`` writes work tile `number` to a slot.
+    - ``write(a, slot, number)`` writes work tile `number` to a slot of shared memory.
     - ``after(a, counter)`` requests the number of the next work tile.
     - ``take(shared, item)`` waits for a work tile and returns its slot.
-    - ``leave(shared, item, speaking)`` signals that a warp is done with the slot.
+    - ``leave(shared, item, speaking)`` signals that a warp is done with the slot of a work tile.
     - ``visits(slot)`` returns the work tile's visits as ``begin`` of `w` does.
     - ``place(row, stop, batch)`` returns the coordinates that a tensor map needs for a row.
     - ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the

@@ -1,7 +1,7 @@
 """The row-wise kernels of the backward pass: `flash_delta` runs first, `flash_convert` last.
 
 `flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one, and clears
-dQ's float32 accumulator, if there is one. `flash_convert` rounds this accumulator to 16 bits. Block
+dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's accumulator to 16 bits. Block
 (i, head) handles row tile i. The kernels use no shared memory, and every access to a row in HBM is
 16 bytes wide.
 """
@@ -37,9 +37,9 @@ DEEP = 4
 def _dots(bf16: bool, apart: int) -> Any:
     """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which multiplies pieces of rows.
 
-    A piece has 8 elements. The function computes the dot product of two pieces for each of up to
-    `DEEP` rows, which are `apart` rows apart and begin at `x` and `y`. Only the first `left` rows
-    exist. `rows` is the number of existing rows among those that the function reads.
+    The function computes the dot product of two pieces (of 8 elements) for each of up to `DEEP`
+    rows, which are `apart` rows apart and begin at `x` and `y`. Only the first `left` rows exist.
+    `rows` is the number of existing rows among those that the function reads.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -97,10 +97,10 @@ def _write_rows(apart: int) -> Any:
 
 
 def _less_rows(apart: int) -> Any:
-    """Return ``less_rows(sums, source, left) -> sums``, which subtracts a float32 from each sum.
+    """Return ``less_rows(sums, source, left) -> sums``, which subtracts one float32 per row.
 
-    The function reads one float32 per row from HBM. Successive rows are `apart` rows apart. Only
-    the first `left` rows exist.
+    The float32 values come from HBM. Successive rows are `apart` rows apart. Only the first `left`
+    rows exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -115,12 +115,11 @@ def _less_rows(apart: int) -> Any:
 
 
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
-    """Return the function that scales float32 numbers and rounds them to 16 bits.
+    """Return ``convert(to, step, source, first, pieces, scale) -> bytes`` from float32 to 16 bits.
 
-    The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
-    `per_row` pieces of 8 elements, and all rows together have `pieces` pieces. A call converts up
-    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. The result is the
-    number of stored bytes.
+    The function scales and rounds up to `DEEP` pieces of 8 elements, which are `apart` pieces apart
+    and begin at piece `first`. A row has `per_row` pieces, and all rows together have `pieces`
+    pieces. The result is the number of stored bytes.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)

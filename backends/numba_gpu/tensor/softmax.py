@@ -24,7 +24,7 @@ def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
     """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
 
-    Without a softcap, the returned function returns scale s.
+    Without a softcap, ``scale_scores`` returns scale s.
     """
     kind = floats(blocks * n // 2)
 
@@ -162,8 +162,8 @@ def scale_rows(blocks: int, n: int) -> Any:
 def exponentials(blocks: int, n: int) -> Any:
     """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``, which computes P and row sums.
 
-    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums only over
-    its own columns. The four lanes of a quad add their sums once, at the end.
+    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums P only
+    over its own columns. The four lanes of a quad add their sums once, at the end.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
@@ -186,11 +186,11 @@ def exponentials(blocks: int, n: int) -> Any:
 def row_by_row(n: int) -> Any:
     """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``, one online-softmax step.
 
-    The function computes a lane's row 0 first, and then row 1. It does the work of `softmax_base`,
-    `rescaling` and `exponentials`, with the maxima `m` before this visit and `top` after it. The
-    assembler ptxas first schedules the instructions that begin the longest dependency chain.
-    Exponentials take the longest time, so they should begin early and never wait. For this reason
-    the sums of row 0 form two chains, and those of row 1 a single chain.
+    The function computes a lane's row 0 first, and then row 1. ``row_by_row`` does the work of
+    `softmax_base`, `rescaling` and `exponentials`, with the maxima `m` before this visit and `top`
+    after it. The assembler ptxas first schedules the instructions that begin the longest dependency
+    chain. Exponentials take the longest time, so they should begin early and never wait. For this
+    reason the sums of row 0 form two chains, and those of row 1 a single chain.
     """
     s_kind, pair = floats(n // 2), floats(2)
 
