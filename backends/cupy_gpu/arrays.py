@@ -40,10 +40,7 @@ class View(NamedTuple):
 
 
 class Space:
-    """The "space" of a call's arrays, which is their library, device and CUDA stream.
-
-    `CupySpace` has docstrings for the methods that `Space` declares as attributes.
-    """
+    """The "space" of a call's arrays, which is their library, device and CUDA stream."""
 
     device: int
     view: Callable[..., Any]

@@ -321,10 +321,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the size of a backward's float32 dQ accumulator in elements.
-
-    The result is None if the backward needs neither the accumulator nor delta.
-    """
+    """Return the elements of the float32 dQ accumulator, or None if delta is not needed either."""
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"

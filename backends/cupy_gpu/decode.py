@@ -223,14 +223,10 @@ class Decoder:
     ) -> tuple[Any, Any]:
         """Return the attention output and the LSE.
 
-        Parameters
-        ----------
-        q : Tensor, (batch, heads, n_q, head_dim)
-        k, v : Tensor, (entries, kv_heads, n, width); with a table (pages, kv_heads, page, width)
-        lengths, starts, entries : Tensor of int32, (batch,), contiguous, optional
-            For each sequence, the end of its live keys, the begin of its live keys, and the index
-            of its entry in the cache.
-        table : Tensor of int32, (batch, pages of a sequence), with contiguous rows, optional
+        `q` is (batch, heads, n_q, head_dim). `k` and `v` are (entries, kv_heads, n, width), or with
+        a `table` (pages, kv_heads, page, width). `lengths`, `starts` and `entries` are contiguous
+        int32 (batch,): for each sequence, the end and the begin of its live keys, and the index of
+        its entry in the cache. `table` is int32 (batch, pages of a sequence) with contiguous rows.
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
         with _EXPLAINING, space.on_device():

@@ -1,8 +1,4 @@
-"""`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
-
-The kernels loop over the tiles that `Schedule` lists. On request, the kernels report the bytes that
-they moved, and when they moved them.
-"""
+"""`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -156,10 +152,7 @@ def adopt(name: str, array: Any) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
-
-    With ordered dQ, thread blocks add to dQ in a fixed order.
-    """
+    """Return whether the fused backward with ordered dQ is the fastest deterministic backward."""
     job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
     return family.orders_dq(job.problem)
@@ -234,10 +227,7 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return an object that repeats the job's forward launches, or None.
-
-    The result is None if the launches need more than the addresses of three torch tensors.
-    """
+    """Return an object that repeats forward launches, or None if three addresses do not suffice."""
     p = job.problem
     if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
         return None

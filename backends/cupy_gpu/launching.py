@@ -48,10 +48,7 @@ class _Config(ctypes.Structure):
 
 
 class Argument:
-    """The memory of a kernel's ``struct`` argument, at an address that never changes.
-
-    `buffer` holds the bytes of the argument, and `values` the same memory as named fields.
-    """
+    """The memory of a kernel's ``struct`` argument, at an address that never changes."""
 
     def __init__(self, dtype: np.dtype) -> None:
         whole = np.zeros(dtype.itemsize, np.uint8)

@@ -38,15 +38,10 @@ def kernel(width: int, total: str, part: str) -> Kernel:
 def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
     """Merge `part`, the attention of the same queries over other keys, into `out` and its LSE.
 
-    The merged output and LSE are computed in float32.
-
-    Parameters
-    ----------
-    out : torch.Tensor, (batch, heads, n, width), float32 or part's type
-        Rows ``whole[:, :, a:b]`` of a contiguous tensor, which the function changes in place.
-    lse : torch.Tensor, (batch, heads, n), float32
-        Rows of a contiguous tensor, which the function changes in place.
-    part, part_lse : torch.Tensor, contiguous, of the same shapes
+    The merged output and LSE are computed in float32. `out` (batch, heads, n, width) is float32 or
+    has part's type, and `lse` (batch, heads, n) is float32. `out` and `lse` are rows ``whole[:, :,
+    a:b]`` of contiguous torch tensors, which the function changes in place. `part` and `part_lse`
+    are contiguous and have the same shapes.
     """
     space = arrays.space_of({"out": out, "part": part}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

@@ -1,8 +1,4 @@
-"""Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver.
-
-A tensor map is 128 opaque bytes that a kernel takes by value. This module calls the driver's
-library directly, which every GPU backend needs anyway.
-"""
+"""Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver."""
 
 from __future__ import annotations
 
@@ -62,10 +58,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return a captured array's tensor map, in which all leading axes form the axis of heads.
-
-    If the driver refuses the array's shape, the function raises `UnsupportedError`.
-    """
+    """Return a captured array's tensor map (leading axes: heads), or raise `UnsupportedError`."""
     planes, rows, columns = tile.shape
     row = columns * tile.spec.itemsize
     shape, steps = [columns, rows, planes, 1], [row, rows * row, planes * rows * row]

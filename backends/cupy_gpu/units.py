@@ -1,7 +1,6 @@
 """Measure the throughput or latency of each GPU unit with a kernel that uses only that unit.
 
-The function `flashsim.predict` takes the results as its constants for the GPU. The measurement
-takes about ten seconds and runs on NVIDIA GPUs from Ampere on.
+The measurement takes about ten seconds and runs on NVIDIA GPUs from Ampere on.
 """
 
 from __future__ import annotations

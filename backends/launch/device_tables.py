@@ -21,25 +21,16 @@ from flashsim.schedule.tiling import Tiling
 class Lowered:
     """The tables for one loop over a schedule: by row (Q-outer) or by column (KV-outer).
 
-    A visit is one iteration of the inner loop: one query tile times one key tile.
+    A visit is one iteration of the inner loop: one query tile times one key tile. `rows` and `cols`
+    are int32 (T_r, 4) and (T_c, 4), as in `Schedule`. `spans`, int32 (tiles, 4) or None, is
+    `Schedule.row_spans` or `col_spans`. `ptr`, `index` and `kind`, int32 with one entry per visit,
+    are `Schedule.row_csr` or `col_csr`, and are computed at first use.
 
-    Attributes
-    ----------
-    schedule : Schedule
-    by : {"row", "col"}
-    rows, cols : ndarray of int32, (T_r, 4) and (T_c, 4)
-        `Schedule.rows` and `Schedule.cols`.
-    spans : ndarray of int32, (tiles, 4), or None
-        `Schedule.row_spans` or `col_spans`.
-    ptr, index, kind : ndarray of int32
-        `Schedule.row_csr` or `col_csr`, computed at first use, with one entry per visit.
-    visits, masked : ndarray of int64, (tiles,)
-        The number of visits per outer tile, and how many of them need a mask.
-    order : ndarray of int32, (tiles,)
-        Outer tiles in the order in which blocks take them. Tiles with the most visits come first,
-        since blocks that start late should have little work. `in_turns` uses another order.
-    ranks : ndarray of int32, (n_visits,), or None
-        See `in_turns`.
+    `visits` and `masked`, int64 (tiles,), are the number of visits per outer tile, and how many of
+    them need a mask. `order`, int32 (tiles,), lists the outer tiles in the order in which blocks
+    take them. Tiles with the most visits come first, since blocks that start late should have
+    little work. The function `in_turns` uses another order, and computes `ranks`, int32
+    (n_visits,).
     """
 
     schedule: Schedule

@@ -1,7 +1,7 @@
 """Compute the launches of CUDA C++ kernels: threads, shared memory, compile-time constants.
 
-Nothing in this module needs a GPU or CuPy. A ``static_assert`` in each kernel compares
-`Kernel.shared_bytes` and `ARGS` with the sizes of the kernel's own structs.
+A ``static_assert`` in each kernel compares `Kernel.shared_bytes` and `ARGS` with the sizes of the
+kernel's own structs. Nothing in this module needs a GPU or CuPy.
 """
 
 from __future__ import annotations
@@ -109,25 +109,21 @@ class Gpu:
 class Variant:
     """A kernel's compile-time choices besides the tile: tables, reports and arithmetic.
 
-    With `tf32`, tensor cores compute float32 products, with operands rounded to tf32.
-
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of a Python kernel exchange
-    no scores in the backward pass, and its row sums always stay in registers.
-
-    `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
-
-    With `overlap`, a kernel lets the next kernel start before it has ended. A kernel with `overlap`
-    also waits for the previous kernel before it reads that kernel's results.
+    With `tf32`, tensor cores compute float32 products, with operands rounded to tf32. `python`
+    marks a kernel of `flashsim.backends.numba_gpu`. The warps of a Python kernel exchange no scores
+    in the backward pass, and its row sums always stay in registers. `cluster` is the number of
+    thread blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the
+    next kernel start before it has ended. A kernel with `overlap` also waits for the previous
+    kernel before it reads that kernel's results.
 
     With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
     loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward
-    computes the dQ of a visit during the next visit (kernels/hopper/backward.cu).
+    computes the dQ of a visit during the next visit (kernels/hopper/backward.cu). With `once`, each
+    row tile visits a single key tile. With `fused`, kernels compute dQ in one pass with dK and dV.
+    With both `fused` and `ordered`, the kernels add to dQ in a fixed order.
 
     `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
     previous launch has begun. With `more`, a launch lets the next launch begin.
-
-    With `once`, each row tile visits a single key tile. With `fused`, kernels compute dQ in one
-    pass with dK and dV. With both `fused` and `ordered`, the kernels add to dQ in a fixed order.
     """
 
     spans: bool
@@ -219,10 +215,7 @@ def row_elements(head_dim: int) -> int:
 
 
 def whole_sixteens(n: int) -> int:
-    """Return the number of keys per row of an FP8 V^T: n rounded up to a multiple of 16.
-
-    An FP8 value takes one byte, and the kernel accesses 16 bytes at a time.
-    """
+    """Return the keys per row of an FP8 V^T: n, padded to the 16 bytes that kernels access."""
     return -(-n // 16) * 16
 
 

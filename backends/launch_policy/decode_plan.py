@@ -424,10 +424,7 @@ def _packed(splits: int | None, longest: int) -> Split:
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the range of key tiles that each sequence's queries see, and each range's length.
-
-    A range begins after tile 0 if a sliding window hides the first tiles.
-    """
+    """Return the range of key tiles that each sequence's queries see, and each range's length."""
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
     ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]

@@ -1,8 +1,4 @@
-"""The interface of a kernel family: the tiles it supports, and the kernel of each stage.
-
-A family does not handle arrays, errors and traces: `cupy_gpu.engine` does. Nothing in this module
-needs a GPU.
-"""
+"""The interface of a kernel family: the tiles it supports, and the kernel of each stage."""
 
 from __future__ import annotations
 
@@ -27,10 +23,7 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A requested forward or backward pass, before a tiling is chosen.
-
-    With "flash2-fused", `ordered` says whether blocks add to dQ in a fixed order.
-    """
+    """A requested pass, before a tiling is chosen. With `ordered`, blocks add to dQ in order."""
 
     problem: Problem
     gpu: Gpu

@@ -209,10 +209,7 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return launches whose clusters share the work tiles of the partial wave, or ().
-
-        The result is empty if work tiles are not equally long.
-        """
+        """Return launches whose clusters share the partial wave's equal work tiles, or ()."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()

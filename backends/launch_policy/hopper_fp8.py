@@ -114,10 +114,7 @@ HOPPER_FP8 = HopperFp8(
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Return how many bytes of shared memory a thread block needs (``struct OnChip``).
-
-    Rows of Q and K are padded to a multiple of 128 bytes.
-    """
+    """Return the bytes of a block's ``struct OnChip``, in which rows are padded to 128 bytes."""
     d, dv = -(-problem.head_dim // 128) * 128, problem.head_dim_v
     groups = tiling.block_q // 64
     tiles = tiling.block_q * d + stages * tiling.block_k * (d + dv)

@@ -136,10 +136,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel of the fused pass for head dims of 129 to 192.
-
-    The kernel's consumer warpgroups have different roles: each role computes other products.
-    """
+    """Return the fused kernel for head dims of 129 to 192, whose warpgroups have separate roles."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
@@ -172,10 +169,7 @@ def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Return the size of a ``struct OnChip`` in bytes, a multiple of 1024.
-
-    The struct holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
-    """
+    """Return the bytes of a ``struct OnChip`` (`data`, mbarriers, slots), a multiple of 1024."""
     items = -(-(data + barriers * _BARRIER) // 16) * 16
     return -(-(items + _ITEMS) // 1024) * 1024
 

@@ -116,11 +116,7 @@ def cache_folder() -> Path:
 
 @cache
 def _sources() -> bytes:
-    """Return a digest of all that affects the compilation of kernels, except their constants.
-
-    The digest covers the compilers' versions, the kernels, the offsets of their arguments' fields,
-    and the layout of reports.
-    """
+    """Return a digest of all that affects the compilation of kernels, except their constants."""
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())
     rooms = [

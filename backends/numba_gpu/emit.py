@@ -45,14 +45,9 @@ def words(count: int) -> types.Type:
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
 
-    Parameters
-    ----------
-    returns : Numba type, list of them, or None
-        The type of the result. A Numba type stands for a value, a list for a fragment, and a list
-        of lists for several fragments.
-    *parameters : Numba type
-        The parameters' types. Scalars are cast to their parameter's type. A fragment must have
-        exactly its parameter's type.
+    `returns` is the type of the result. A Numba type stands for a value, a list for a fragment, and
+    a list of lists for several fragments. Scalars are cast to the type of their parameter. A
+    fragment must have exactly its parameter's type.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:

@@ -1,8 +1,4 @@
-"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
-
-The device functions are built for one kernel's compile-time constants. The order of tiles, and the
-begin and end of each tile, come from the schedule's tables.
-"""
+"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports."""
 
 from __future__ import annotations
 

@@ -200,10 +200,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return an event for each of `moves`, with the bytes that the kernel reported for it.
-
-    A store for which the kernel reported no bytes gets no event.
-    """
+    """Return an event with the reported bytes for each of `moves`, except stores of 0 bytes."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))

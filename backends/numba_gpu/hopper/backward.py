@@ -6,7 +6,7 @@ and dV in registers. Scores are computed transposed, so that P^T and dS^T alread
 a left operand in dV = P^T dO and dK = dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so
 dS is written to shared memory only for dQ. A visit is one query tile times one key tile. With
 DEFERRED, a visit's dQ is computed during the next visit, so that neither warpgroup waits for the
-other one's dS.
+other warpgroup's dS.
 
 TMA adds dQ to a float32 accumulator in HBM. With ORDERED, the additions follow the order of the key
 tiles. One producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two

@@ -74,10 +74,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, a thread's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
-    """
+    """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
     block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
     row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
     q_at, dout_at, k_at, v_at, _ = map(at.region, at.regions)

@@ -232,10 +232,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return the masked scores S of visit (tile pair) number n.
-
-        The function also scales and softcaps the scores if the exponential cannot apply the scale.
-        """
+        """Return the masked scores of visit n, scaled if the exponential cannot apply the scale."""
         tile, masked = visit_of(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)

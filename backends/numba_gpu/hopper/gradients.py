@@ -131,23 +131,16 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return a function that computes P = exp2(c S) and queues the matrix product dV += P dO.
 
-    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
-    tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
-    the exponentials overlap with the products of earlier slices, and with the product dP. The
-    function waits for the end of the product dP.
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The tile has `n`
+    queries, and dO has `d` columns. The queries are divided into `slices` slices. A slice's product
+    is queued as soon as its part of P is ready. So the exponentials overlap with the products of
+    earlier slices, and with the product dP. The function waits for the end of the product dP.
 
-    Parameters
-    ----------
-    n, d : int
-        Queries and columns of dO.
-    slices : int
-        The number of slices. If there are few, long slices (n = 128), the function waits for dP in
-        the middle of the slices. It then computes part of dS = P dP during the second half of the
-        slices. The function `products_ahead` returns how large this part is.
-    softcap, start : bool
-        If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If `start` is
-        false, the scores do not start at the statistics, and `lse` is the shared-memory address of
-        each column's -lse in base 2.
+    If there are few, long slices (n = 128), the function waits for dP in the middle of the slices.
+    It then computes part of dS = P dP during the second half of the slices. The function
+    `products_ahead` returns how large this part is. If there is a softcap, p is P times the
+    softcap's derivative, 1 - tanh^2. If `start` is false, the scores do not start at the
+    statistics, and `lse` is the shared-memory address of each column's -lse in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -232,10 +225,7 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``, the swizzled address of a thread's row of dS^T.
-
-    `wide` is the number of queries per chunk of dS^T.
-    """
+    """Return ``ds_place(ds, group) -> address``, the swizzled address of a thread's row of dS^T."""
 
     @emitted(int32, int32, int32)
     def ds_place_(b: ir.IRBuilder, ds: ir.Value, group: ir.Value) -> ir.Value:
@@ -268,7 +258,7 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
     """Return ``queue_dq(k, ds) -> dq``, which queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
     The caller must wait for the product dQ^T. `k` is one chunk of K, and `ds` is the address in
-    dS^T at which the queries begin. The function `ds_place` explains `wide`.
+    dS^T at which the queries begin. `wide` is the number of queries per chunk of dS^T.
     """
     steps = range(block_k // 16)
 
@@ -379,10 +369,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``, which stores a thread's part of 64 x n sums for `add_from`.
-
-    Consecutive sums of a thread lie `apart` bytes apart in shared memory.
-    """
+    """Return ``lay_down(place, sums)``: it stores sums `apart` bytes apart in shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:

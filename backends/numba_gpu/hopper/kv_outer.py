@@ -96,10 +96,7 @@ def roles(
 
 
 def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, a thread's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
-    """
+    """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_at, v_at, q_at, dout_at = map(at.region, ("k", "v", "q", "dout"))

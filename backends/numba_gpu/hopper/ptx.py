@@ -294,31 +294,22 @@ def wgmma(
 ) -> Values:
     """Queue a warpgroup's C + A B, in steps of 16 along k, as one group ("wgmma.mma_async").
 
-    The matrix C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. Of every 8
-    columns, lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) +
-    1, as in `ptx.mma`. The returned registers hold the sums only after `wgmma_wait`.
+    The matrix C is 64 x n in float32 (`c` is None for 0). Warp w of the four holds rows 16 w to 16
+    w + 15. Of every 8 columns, lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l %
+    4) and 2 (l % 4) + 1, as in `ptx.mma`. The returned registers hold the sums only after
+    `wgmma_wait`.
+
+    The operand `left` is A (64 x 16 per step): either its `descriptor`, with rows along k, or a
+    list of registers, four per step, in `ptx.mma`'s layout. The operand `right` is the descriptor
+    of B (16 x n per step). `left_at` (only for a descriptor) and `right_at` hold each step's offset
+    from the operand's descriptor, in descriptor units. With `left_down` or `right_down`, the
+    operand's k dimension runs down the rows of its tile instead of along a row. With
+    `right_narrow`, B's tile is stored in chunks of 16 columns (`NARROW`).
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
     them, because nothing, not even a register move, may come between the fence and a product. Each
     step adds its own offset to a 64-bit matrix descriptor. If each step combined two 32-bit halves
     instead, ptxas would move both halves every time.
-
-    Parameters
-    ----------
-    c : list of values, or None
-        None for 0.
-    left : value or list of values
-        A (64 x 16 per step): its `descriptor`, with rows along k; or registers, four per step, in
-        `ptx.mma`'s layout.
-    right : value
-        B (16 x n per step), its descriptor.
-    left_at, right_at : list of int
-        Each step's offset from the operand's descriptor, in descriptor units. `left_at` is only for
-        a `left` that is a descriptor.
-    left_down, right_down : bool
-        Whether the operand's k dimension runs down the rows of its tile instead of along a row.
-    right_narrow : bool
-        Whether B's tile is stored in chunks of 16 columns (`NARROW`).
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))

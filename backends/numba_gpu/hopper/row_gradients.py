@@ -1,7 +1,4 @@
-"""Numba intrinsics for whole-tile operations of the Q-outer dQ kernel on Hopper.
-
-Rows of a score fragment are queries, and each thread has elements of two rows.
-"""
+"""Numba intrinsics for the Q-outer dQ kernel on Hopper, in which rows of scores are queries."""
 
 from __future__ import annotations
 

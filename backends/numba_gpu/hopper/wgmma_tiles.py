@@ -85,21 +85,17 @@ def expect(count: int) -> Any:
 class Ring:
     """The device functions of a ring buffer with two or three stages.
 
-    A tile is identified by its *position*. The first tile has position 0, and `after` returns the
-    position of the next tile. The lowest bits of a position are the stage. The next higher bit of
-    the position is the parity of the lap, where a lap is one pass over all stages. With three
-    stages positions are 0, 1, 2, 4, 5, 6, 8, and so on. Each stage has one mbarrier for "full" and
-    one for "free". One phase of each of these barriers ends per lap.
+    A tile is identified by its *position*. The first tile has position 0, and ``after(position)``
+    returns the position of the next tile. The lowest bits of a position are the stage, which
+    ``place(position)`` returns. The next higher bit of the position is the parity of the lap, where
+    a lap is one pass over all stages. With three stages positions are 0, 1, 2, 4, 5, 6, 8, and so
+    on.
 
-    Attributes
-    ----------
-    after, place : functions (position) -> int32
-        `after` returns the next tile's position, and `place` returns a tile's stage.
-    stage : function (barriers, position) -> int32
-        The barrier of a tile's stage, among the barriers of one kind.
-    wait_full, wait_free : functions (barriers, position)
-        `wait_full` waits until a tile is in its stage. `wait_free` waits until every reader of the
-        stage's previous tile is done; on the first lap it returns at once.
+    Each stage has one mbarrier for "full" and one for "free". One phase of each of these barriers
+    ends per lap. ``stage(barriers, position)`` returns the barrier of a tile's stage, among the
+    barriers of one kind. ``wait_full(barriers, position)`` waits until a tile is in its stage.
+    ``wait_free(barriers, position)`` waits until every reader of the stage's previous tile is done.
+    On the first lap, ``wait_free`` returns at once.
     """
 
     def __init__(self, stages: int) -> None:
@@ -330,10 +326,7 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """Return ``product_wait(c) -> c``, which waits until the sums `c` of a product are complete.
-
-    The function waits for all groups of products except the last `pending` groups.
-    """
+    """Return ``product_wait(c) -> c``, which waits for all but `pending` groups of products."""
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 

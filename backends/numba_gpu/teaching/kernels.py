@@ -300,10 +300,7 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dq_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel that computes dQ alone, without atomics.
-
-    Block (i, head) computes row tile i, and thread r computes the tile's row r.
-    """
+    """Return the kernel for dQ alone: block (i, head) computes row tile i, one thread per row."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad = d + 1, dv + 1

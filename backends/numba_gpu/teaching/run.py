@@ -216,10 +216,7 @@ class _Simulator:
 
 
 class _Gpu:
-    """Handles arrays and launches on the GPU of the job's arrays, on their library's stream.
-
-    Kernels get CuPy arrays that share the caller's memory. Only NumPy arrays are copied.
-    """
+    """Handles arrays and launches on the GPU of the job's arrays, on their library's stream."""
 
     def __init__(self, space: Any) -> None:
         self.space = space

@@ -48,10 +48,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
-
-    If `wide` is true, each addition to HBM covers 16 bytes, which needs sm_90.
-    """
+    """Return the kernel as a Python function; `wide` additions of 16 bytes to HBM need sm_90."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

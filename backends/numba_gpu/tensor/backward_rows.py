@@ -81,10 +81,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``, which writes one float32 per row to HBM.
-
-    Successive rows are `apart` rows apart. Only the first `left` rows exist and are written.
-    """
+    """Return ``write_rows(to, sums, left)``: a float32 for each of `left` rows, `apart` apart."""
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
