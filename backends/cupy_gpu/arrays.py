@@ -1,12 +1,13 @@
 """Give the NumPy, CuPy or torch arrays of a GPU call a single interface.
 
 A GPU call returns arrays of the inputs' library, or CuPy arrays if that library is not NumPy, CuPy
-or torch. Most libraries can import a CuPy array through DLPack without a copy.
+or torch. The inputs' library can import a CuPy array through DLPack without a copy.
 
 Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
-read it: its last axis is not contiguous, its rows or its first byte are not 16-byte aligned, or its
-head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and their results back to the
-CPU. For torch arrays, kernels run on torch's current CUDA stream, and for all others on CuPy's.
+read it. The last axis of such an array is not contiguous, its rows or its first byte are not
+16-byte aligned, or its head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and
+their results back to the CPU. For torch arrays, kernels run on torch's current CUDA stream, and for
+all others on CuPy's.
 """
 
 from __future__ import annotations

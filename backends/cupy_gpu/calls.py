@@ -321,7 +321,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the elements of the float32 dQ accumulator, or None if delta is not needed either."""
+    """Return the number of elements of a backward's dQ accumulator, or None without delta."""
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"

@@ -1,8 +1,8 @@
 """Launch kernels through the CUDA driver, and hold the memory of their arguments.
 
-This module calls the CUDA driver's library directly, because CuPy cannot set launch attributes.
-Thread-block clusters need launch attributes. So do launches that may begin before the previous
-kernel ends (programmatic dependent launch).
+Thread-block clusters and programmatic dependent launch (a kernel may begin before the previous one
+ends) need launch attributes, which CuPy cannot set. So this module calls the CUDA driver's library
+directly.
 """
 
 from __future__ import annotations

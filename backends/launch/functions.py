@@ -161,7 +161,7 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """Return the largest array that the score function reads at [.., q, k] by TMA, or None.
+    """Return the largest array that is read at [.., q, k] and that TMA can load, or None.
 
     TMA needs rows whose length is a multiple of 16 bytes. The result is also None for packed
     sequences, because a token's position among the packed tokens is not its index in the array.
@@ -248,8 +248,8 @@ def ramp_of(problem: Problem) -> Ramp | None:
     """Return the linear term that the score function adds, or None if tensor cores cannot add it.
 
     The Hopper forward's tensor cores add the term while they compute the scores (Ramp in
-    hopper/forward.cu). bfloat16 has the exponents of float32, so three bfloat16 numbers hold any
-    float32 step.
+    hopper/forward.cu). The format bfloat16 has the exponents of float32, so three bfloat16 numbers
+    hold any float32 step.
     """
     functions = functions_of(problem)
     if functions is None or problem.dtype != "bfloat16" or problem.softcap:

@@ -164,8 +164,8 @@ class Kernel:
     """A kernel compiled for one problem and tiling, with everything a launch needs except the data.
 
     A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
-    work counter. The work counter is 0 before and after the launch. Its address is 0 if no block
-    gets more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
+    work counter. The work counter is 0 before and after the launch. The counter's address is 0 if
+    no block gets more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
     """
 
     file: str

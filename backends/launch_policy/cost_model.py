@@ -151,10 +151,10 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
-    "flash2-once" is the only backward algorithm without a delta kernel. Its prediction includes
-    `WITHOUT_DELTA` instead. A kernel begins on an SM as soon as the previous kernel has left that
-    SM, so the kernel for dQ overlaps with the kernel for dK and dV. The kernel that converts dQ
-    waits for all SMs.
+    "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
+    "flash2-once" includes `WITHOUT_DELTA`. A kernel begins on an SM as soon as the previous kernel
+    has left that SM, so the kernel for dQ overlaps with the kernel for dK and dV. The kernel that
+    converts dQ waits for all SMs.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128

@@ -301,16 +301,16 @@ def _plain(asked: _DecodeRequest) -> Decode:
 
     If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
     block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
-    warps and each SM runs two. Then no block gets more work than the average load of an SM.
+    warps and each SM runs two, so that no block gets more work than the average load of an SM.
 
     On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. A short
     sequence with fewer than 8 key tiles gets as many splits as the largest possible cluster has
     blocks. Contiguous sequences of about equal length are not split if their blocks already fill
-    the fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs, since a split would then cost a
-    merge and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to
-    128 columns. With more columns, the rule about `_ENOUGH` holds only where no cluster merges, or
-    from `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`,
-    on an H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    the fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs. A split would then cost a merge and
+    gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to 128
+    columns. With more columns, the rule about `_ENOUGH` holds only where no cluster merges, or from
+    `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an
+    H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
     otherwise the last clusters would run alone. How many clusters run at once depends on the chip.

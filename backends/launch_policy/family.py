@@ -23,7 +23,7 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A requested pass, before a tiling is chosen. With `ordered`, blocks add to dQ in order."""
+    """A requested pass, before a tiling is chosen. With `ordered`, dQ is added in a fixed order."""
 
     problem: Problem
     gpu: Gpu

@@ -167,9 +167,10 @@ class Hopper(Family):
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the time model predicts that the fused backward beats three passes.
 
-        The three passes compute more products, but need not clear and convert a float32 dQ. Their
-        kernel for dQ runs beside the kernel for dK and dV. Above a head_dim of 192 the fused kernel
-        does not exist: no shared memory is left from which it could send dQ to HBM.
+        The three passes compute more products, but need not clear and convert a float32 dQ. In the
+        three passes, the kernel for dQ runs beside the kernel for dK and dV. Above a head_dim of
+        192 the fused kernel does not exist: no shared memory is left from which it could send dQ to
+        HBM.
         """
         if widest(problem) > 192:
             return False
@@ -209,7 +210,7 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return launches whose clusters share the partial wave's equal work tiles, or ()."""
+        """Return launches in which clusters share the last wave's work tiles, or () for none."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -230,9 +231,9 @@ class Hopper(Family):
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. There are no long work tiles that should start first, and with
-        small groups more blocks read the same tiles at the same time. Blocks that add to dQ in a
-        fixed order do not follow this rule for equally long work tiles. Nor do heads that share a
-        large bias, because the blocks of several heads should read the bias's rows at the same
+        small groups more blocks read the same tiles at the same time. The rule for equally long
+        work tiles excludes blocks that add to dQ in a fixed order. The rule also excludes heads
+        that share a large bias, whose rows the blocks of several heads should read at the same
         time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and

@@ -68,7 +68,7 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return the constant BOUNDED if the forward kernel can omit the running maximum, or {}.
+    """Return ``{"BOUNDED": 1}`` if the forward kernel can omit the running maximum, or {}.
 
     A kernel for bfloat16 can omit the running maximum if the scores have a small enough bound
     (BoundedSoftmax in the kernels).
@@ -197,12 +197,12 @@ def product_columns(
     """Return how many columns each backward product computes, and the total of extra columns.
 
     The number of computed columns is head_dim, rounded up to a multiple of 16. If a cluster shares
-    a work tile and head_dim is at most 128, it is rounded up to a multiple of 32. The number of
-    extra columns adds up those of the products that compute all columns of a tile in shared memory.
-    The product dQ^T computes them because its rows are the tile's columns. (If the tile has at most
-    32 columns, the kernel computes dQ instead of dQ^T.) Beyond a head_dim of 128, dK and dV compute
-    them, too, because their columns are divided between warpgroups. If one warpgroup computes all
-    of dQ^T, its rows are rounded to a multiple of 32 instead.
+    a work tile and head_dim is at most 128, it is rounded up to a multiple of 32. Extra columns are
+    those of products that compute all columns of a tile in shared memory. The product dQ^T has
+    extra columns, because its rows are the tile's columns. If the tile has at most 32 columns, the
+    kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, dK and dV have extra columns, too,
+    because their columns are divided between warpgroups. If one warpgroup computes all of dQ^T, its
+    rows are rounded to a multiple of 32 instead.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16

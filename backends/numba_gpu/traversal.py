@@ -243,13 +243,13 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     - ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
       ``take_work(a)`` returns that of this block.
     - ``row_tile`` and ``col_tile`` return a tile's (start, stop, offset).
-    - ``begin(a, outer)`` starts the inner loop of an outer tile. It returns the index of the tile's
-      first visit, the number of its visits, and the span of inner tiles that they cover.
+    - ``begin(a, outer)`` returns the index of an outer tile's first visit, the number of its
+      visits, and the span of inner tiles that they cover.
     - ``visit(a, walk, n)`` returns (inner tile, masked) of the n-th visit, where `walk` is the
       result of ``begin``.
     - ``report(slot, bytes)`` and ``report_one`` report the bytes that a whole warp moves, and those
       that a single thread moves. ``stamp(address, slot)`` writes a time stamp, in one thread of
-      every `every` threads. All three do nothing unless the kernel is built for reports.
+      every `every` threads. A kernel that is not built for reports does none of this.
     - ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing if launches do
       not overlap.
     """

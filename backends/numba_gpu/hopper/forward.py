@@ -4,8 +4,8 @@ The kernel is structured like kernels/hopper/forward.cu. One producer thread kee
 and V tiles full with TMA. Each consumer warpgroup computes 64 query rows, with S, P and O in
 registers. The schedule's tables list the key tiles that each row tile visits, and say which of
 these key tiles need a mask. Blocks are persistent: a block's producer repeatedly takes the next
-work tile (a row tile of a head) from the launch's list, and passes the work tile to the consumers
-through slots in shared memory.
+work tile (a row tile of a head) from the launch's list. The producer passes the work tile to the
+consumers through slots in shared memory.
 """
 
 from __future__ import annotations

@@ -137,7 +137,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
     earlier slices, and with the product dP. The function waits for the end of the product dP.
 
     If there are few, long slices (n = 128), the function waits for dP in the middle of the slices.
-    It then computes part of dS = P dP during the second half of the slices. The function
+    The function then computes part of dS = P dP during the second half of the slices. The function
     `products_ahead` returns how large this part is. If there is a softcap, p is P times the
     softcap's derivative, 1 - tanh^2. If `start` is false, the scores do not start at the
     statistics, and `lse` is the shared-memory address of each column's -lse in base 2.
@@ -201,7 +201,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Return whether a visit's exponentials take so long that the wait for dP is between them."""
+    """Return whether exponentials outlast dP, so that the wait for dP is between two slices."""
     return n == 128
 
 
@@ -397,7 +397,7 @@ def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``, the factor for the log-sum-exp in `load_statistics`.
 
     The factor is -1 / scale if score accumulators start at the scaled log-sum-exp (`start`).
-    Otherwise the factor is -log2 e, because the product is added to the exponent of exp2.
+    Without `start`, the factor is -log2 e, because the product is added to the exponent of exp2.
     """
 
     @emitted(float32, float32)

@@ -307,8 +307,8 @@ def wgmma(
     `right_narrow`, B's tile is stored in chunks of 16 columns (`NARROW`).
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
-    them, because nothing, not even a register move, may come between the fence and a product. Each
-    step adds its own offset to a 64-bit matrix descriptor. If each step combined two 32-bit halves
+    them. Nothing, not even a register move, may come between the fence and a product. Each step
+    adds its own offset to a 64-bit matrix descriptor. If each step combined two 32-bit halves
     instead, ptxas would move both halves every time.
     """
     count = n // 2

@@ -272,7 +272,7 @@ class ColumnsDivided(ByKeys):
     def wide(self) -> int:
         """The number of a warpgroup's columns that lie in whole chunks of 64 columns.
 
-        These columns of warpgroup 1 begin 128 columns after those of warpgroup 0.
+        The whole chunks of warpgroup 1 begin 128 columns after those of warpgroup 0.
         """
         return 128 if self.d == 256 else 64
 

@@ -78,7 +78,7 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``: the barrier's phase gets an arrival, and awaits `count` bytes."""
+    """Return ``expect(barrier)``, which arrives and makes the phase wait for `count` bytes."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
@@ -161,7 +161,7 @@ def named_sync(threads: int) -> Any:
 
 
 def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``: it arrives at a barrier for `threads`, without a wait."""
+    """Return ``named_arrive(barrier)``, which arrives at a named barrier without waiting."""
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 

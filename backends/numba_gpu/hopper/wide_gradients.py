@@ -1,10 +1,10 @@
 """Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
 
-P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. There, P and dS are
-transposed: each row belongs to one key and has 64 queries. `backward_wide` computes transposed
-scores, in which each row belongs to a key. `backward_roles` computes scores in which each row
-belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from that in
-`gradients`.
+P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. In shared memory, P
+and dS are transposed: each row belongs to one key and has 64 queries. `backward_wide` computes
+transposed scores, in which each row belongs to a key. `backward_roles` computes scores in which
+each row belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from
+that in `gradients`.
 """
 
 from __future__ import annotations

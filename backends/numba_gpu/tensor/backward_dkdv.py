@@ -13,8 +13,8 @@ their scores. So while one warp of a scheduler computes exponentials, another wa
 cores busy.
 
 K and V stay in shared memory until the thread block ends. Q, dO, the log-sum-exp L and delta are in
-one or two stages of shared memory. dK, dV, S^T, P^T and dP^T are in registers. dS is written to
-shared memory only because the dQ product needs the dS of several warps.
+one or two stages of shared memory. The matrices dK, dV, S^T, P^T and dP^T are in registers. The
+matrix dS is written to shared memory only because the dQ product needs the dS of several warps.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ that the schedule lists, and adds up dS K in registers. The kernel uses no atomi
 give bitwise equal results.
 
 Q, dO, the log-sum-exp L and delta stay in shared memory as long as the block runs. K and V are in
-one or two stages of shared memory. dQ, S, P, dP and dS are in registers.
+one or two stages of shared memory. The matrices dQ, S, P, dP and dS are in registers.
 """
 
 from __future__ import annotations

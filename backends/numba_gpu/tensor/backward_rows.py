@@ -67,7 +67,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``: each sum is added up over `lanes` (a power of two) neighbours."""
+    """Return ``lane_sums(sums)``, which adds up each sum over `lanes` (a power of two) lanes."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
@@ -81,7 +81,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``: a float32 for each of `left` rows, `apart` apart."""
+    """Return ``write_rows(to, sums, left)``: one sum to every `apart`-th of `left` rows in HBM."""
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:

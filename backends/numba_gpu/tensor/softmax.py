@@ -138,7 +138,7 @@ def softmax_base(blocks: int) -> Any:
 
 
 def rescaling(blocks: int) -> Any:
-    """Return ``rescaling(m, base, to_log2) -> alpha``: exp(m - m_new), with `base` from m_new."""
+    """Return ``rescaling(m, base, to_log2) -> alpha``, the factor exp(m - m_new) of old sums."""
     kind = floats(2 * blocks)
 
     @emitted(kind, kind, kind, types.float32)
