@@ -109,7 +109,7 @@ class Direct:
         self._width = forward.sizes.out.width
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Return out and the LSE."""
+        """Return the attention output and the LSE."""
         space = self._space
         with _EXPLAINING, space.on_device():
             out, lse = self._forward(q, k, v)

@@ -119,9 +119,9 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
-    With `few`, the decode kernels run. The arrays at these addresses must be contiguous. The result
-    is None if the kernels cannot read contiguous arrays in place, for example because a head_dim is
-    not a multiple of 8.
+    With `few`, the function runs the decode kernels. The arrays at these addresses must be
+    contiguous. The result is None if the kernels cannot read contiguous arrays in place, for
+    example because a head_dim is not a multiple of 8.
     """
     p = job.problem
     require_gpu()
@@ -227,7 +227,7 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return an object that repeats forward launches, or None if three addresses do not suffice."""
+    """Return an object that repeats forward launches, or None if these need more than addresses."""
     p = job.problem
     if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
         return None

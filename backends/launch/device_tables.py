@@ -60,7 +60,7 @@ class Lowered:
 
     @property
     def index(self) -> np.ndarray:
-        """The number of the inner tile of each visit."""
+        """The number of the inner tile that each visit (tile pair) takes."""
         return self._csr[1]
 
     @property

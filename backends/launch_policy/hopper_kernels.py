@@ -31,7 +31,7 @@ class Rings(NamedTuple):
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """Return the forward kernel with these ring buffers."""
+    """Return the Hopper forward kernel for a problem, a tile size and these ring buffers."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -84,7 +84,7 @@ def take_turns(problem: Problem, tiling: Tiling) -> bool:
 
 
 def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
-    """Return the bytes of shared memory of one block of the forward."""
+    """Return the bytes of shared memory that one thread block of the Hopper forward needs."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)

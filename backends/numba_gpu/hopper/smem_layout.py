@@ -37,12 +37,12 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase.
 
         The kinds are in layout order. A "full" barrier waits for the producer's arrival and for the
         bytes of its copies. A "free" barrier waits for one arrival from each warp that reads the
@@ -60,7 +60,7 @@ class SmemLayout(ABC):
         return sum(list(self.regions.values())[:before])
 
     def barrier(self, kind: str) -> int:
-        """Return the shared-memory offset of the first barrier of this kind."""
+        """Return the shared-memory offset of the first of the mbarriers of kind `kind`."""
         before = list(self.arrivals).index(kind)
         counts = [n for n, _ in self.arrivals.values()]
         return sum(self.regions.values()) + sum(counts[:before]) * 8
@@ -87,7 +87,7 @@ class SmemLayout(ABC):
 
 @dataclass(frozen=True)
 class OnChip(SmemLayout):
-    """The forward's shared memory: Q stays for a work tile, and a tile of K or V for a visit."""
+    """The forward's shared-memory layout, which holds Q for a work tile, and K or V for a visit."""
 
     dv: int
     stages: int
@@ -109,23 +109,23 @@ class OnChip(SmemLayout):
 
     @property
     def k_bytes(self) -> int:
-        """The bytes of one stage of K."""
+        """The number of bytes in one pipeline stage of K."""
         return self.block_k * 128 * self.chunks
 
     @property
     def v_bytes(self) -> int:
-        """The bytes of one stage of V."""
+        """The number of bytes in one pipeline stage of V."""
         return self.block_k * 128 * self.chunks_v
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
+        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -156,7 +156,7 @@ class ByKeys(SmemLayout):
     @property
     @abstractmethod
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes.
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory.
 
         Each range is (the first column of warpgroup 0, the number of columns from there to the
         first column of the next warpgroup, width).
@@ -204,7 +204,7 @@ class KeysOutside(ByKeys):
 
     @property
     def ds_bytes(self) -> int:
-        """The bytes of one stage of dS^T."""
+        """The number of bytes in one pipeline stage of dS^T."""
         return self.block_k * self.block_q * 2 if self.fused else 0
 
     @property
@@ -219,12 +219,12 @@ class KeysOutside(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -234,7 +234,7 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase.
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
         writes a part of dS^T, and each warpgroup reads dS^T for all keys.
@@ -283,17 +283,17 @@ class ColumnsDivided(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The bytes of one stage of P^T, or of dS^T."""
+        """The number of bytes in one pipeline stage of P^T, or of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 128, self.wide), (64, 32, self.narrow)) if self.staged else ((0, 0, 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -303,7 +303,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
+        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase."""
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -327,17 +327,17 @@ class Roles(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The bytes of P^T, or of dS^T."""
+        """The number of bytes of P^T, or of dS^T, in shared memory."""
         return self.block_q * self.block_k * 2
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 0, self.dq_wide),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -347,7 +347,7 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase.
 
         The barrier "full" has the same arrivals as in `KeysOutside`. The warps that compute dK
         release a stage of Q. Since these warps wait for dS, all other readers of Q are done by that
@@ -381,17 +381,17 @@ class DqAlone(SmemLayout):
 
     @property
     def own_bytes(self) -> int:
-        """The bytes of one piece of Q, and also of one piece of dO."""
+        """The number of bytes in a piece of Q of 64 rows, and also in such a piece of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """The bytes of one stage of K, and also of one stage of V."""
+        """The number of bytes in one pipeline stage of K, and also in one of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -400,7 +400,7 @@ class DqAlone(SmemLayout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
+        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
