@@ -1,10 +1,10 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
-There are three families of kernels. The "tensor" kernels support float16 and bfloat16, and use
-tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
-only Hopper has. The "teaching" kernels are plain Python loops for float16 and float32, which also
-run in Numba's CUDA simulator. The families "tensor" and "teaching" support score and mask
-functions. Only the "teaching" kernels support sinks.
+The "tensor" kernels support float16 and bfloat16, and use tensor cores from sm_80 on. The "hopper"
+kernels support the same types, and use instructions that only Hopper has. The "teaching" kernels
+are plain Python loops for float16 and float32, which also run in Numba's CUDA simulator. The
+families "tensor" and "teaching" support score and mask functions. Only the "teaching" kernels
+support sinks.
 """
 
 from __future__ import annotations

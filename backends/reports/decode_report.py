@@ -39,8 +39,8 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """Return the schedule of a decode launch, as packed sequences with only their live keys.
 
     The function raises `UnsupportedError` if there is no key at all, for a shared prefix (which is
-    not reported visit by visit), and for several row tiles under a mask. For each row tile, the
-    kernel visits all key tiles that any row tile sees.
+    not reported visit by visit), and for several row tiles under a mask. Under a mask, the kernel
+    visits for each row tile all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(

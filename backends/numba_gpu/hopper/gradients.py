@@ -281,8 +281,8 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 def dq_place(rows: int) -> Any:
     """Return ``dq_place(dq) -> address``, the address where a thread stages its part of dQ for TMA.
 
-    A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
-    a row are swizzled with the row number.
+    A row of dQ's staging area belongs to one query and has 32 columns per box. The 16-byte pieces
+    of a row are swizzled with the row number.
     """
 
     @emitted(int32, int32)

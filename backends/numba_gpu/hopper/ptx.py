@@ -308,8 +308,8 @@ def wgmma(
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
     them. Nothing, not even a register move, may come between the fence and a product. Each step
-    adds its own offset to a 64-bit matrix descriptor. If each step combined two 32-bit halves
-    instead, ptxas would move both halves every time.
+    adds its own offset to a 64-bit matrix descriptor. If each step combined the two 32-bit halves
+    of a descriptor instead, ptxas would move both halves every time.
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))

@@ -37,7 +37,7 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
 
     @property
     @abstractmethod
@@ -119,7 +119,7 @@ class OnChip(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
@@ -224,7 +224,7 @@ class KeysOutside(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -278,7 +278,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def narrow(self) -> int:
-        """The number of a warpgroup's other columns: half of the middle chunk of three."""
+        """The number of a warpgroup's columns in the middle chunk, which both warpgroups share."""
         return 0 if self.d == 256 else 32
 
     @property
@@ -293,7 +293,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -337,7 +337,7 @@ class Roles(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -391,7 +391,7 @@ class DqAlone(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes over all stages, in layout order."""
+        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},

@@ -362,7 +362,7 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
     """Return the shared-memory address at which this thread stages its part of dQ.
 
-    A row of the staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
+    A row of dQ's staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
     the row number. A thread whose row is odd begins with the other half of a box's columns, because
     otherwise two rows would use the same banks.
     """

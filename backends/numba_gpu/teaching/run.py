@@ -79,7 +79,7 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass."""
+    """Run the forward pass with the teaching kernels."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
     check(p, tiling)
     _check_functions(job)
