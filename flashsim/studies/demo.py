@@ -31,7 +31,6 @@ class DemoLayer:
 
     Attributes
     ----------
-    name : str
     comparison : Comparison
         The costs of the forward and backward passes of standard attention, FlashAttention-1 and
         FlashAttention-2.
@@ -121,7 +120,7 @@ def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
 def demo(out: Path) -> list[DemoLayer]:
     """Run attention for every model layer whose inputs come with flashsim, and compare algorithms.
 
-    The traces of FlashAttention-2 are written to the folder `out`.
+    The folder `out` receives the traces of FlashAttention-2.
     """
     out.mkdir(parents=True, exist_ok=True)
     return [_layer(name, out) for name in SAMPLES]

@@ -48,9 +48,9 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes.
+    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes c.
 
-    If the element size halves, B in this rule grows by a factor of sqrt(2).
+    With half the element size c, the rule gives a side B that is sqrt(2) times as large.
     """
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)

@@ -3,8 +3,7 @@
 The first rungs are softmax (naive, stable, online, and with whole rows on chip). The next rungs
 fuse softmax with the product P V. Attention without its softmax, attention with whole rows of
 scores on chip, standard attention and FlashAttention follow. Each rung runs on the simulated
-memory. The rung's bytes are predicted in closed form, and the rung's result is compared with
-float64.
+memory. Closed forms predict each rung's bytes, and each rung's result is compared with float64.
 
 >>> from flashsim import ladder
 >>> print(ladder.climb(n_q=256, n_kv=512, head_dim=32))  # doctest: +SKIP

@@ -1,7 +1,6 @@
-"""The simulated machine on which the ladder's algorithms ("rungs") run.
+"""The simulated machine on which the ladder's algorithms ("rungs") run one attention head.
 
-The machine runs one attention head. Its outer loop runs over row tiles of the score matrix, and its
-inner loop over all tiles of a row.
+The outer loop runs over row tiles of the score matrix, the inner loop over all tiles of a row.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Bench:
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
-        """Open a context for one kernel, and yield an empty SRAM of the device's capacity."""
+        """Yield an empty SRAM of the device's capacity for one kernel, and record its transfers."""
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
@@ -58,7 +57,7 @@ class Bench:
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
         """Yield the number and the rows of each row tile, in the order of the outer loop.
 
-        When the loop advances to the next row tile, all tiles of the last one on chip are freed.
+        Before the next row tile, the SRAM frees all tiles of the previous row tile.
         """
         for i in range(self.schedule.t_r):
             with sram.step(i):
@@ -67,7 +66,7 @@ class Bench:
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
         """Yield the columns of each score tile in row tile `i`, in the order of the inner loop.
 
-        When the loop advances, the tiles that were loaded for the last score tile are freed.
+        Before the next score tile, the SRAM frees the tiles that were loaded for the previous one.
         """
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
@@ -80,18 +79,14 @@ class Bench:
         ----------
         what : str
             The name of the rung, for the message.
-        score : int
-            On-chip bytes of one score.
-        per_row : int
-            On-chip bytes of one row in addition to the row's scores.
-        per_tile : int
-            On-chip bytes that do not grow with the rows.
+        score, per_row, per_tile : int
+            On-chip bytes: of one score, of one row in addition to its scores, and those that do not
+            grow with the rows.
 
         Raises
         ------
         SramOverflow
-            If the rows do not fit. The message states the longest row that fits, at this tile
-            height and at height 1.
+            The message states the longest row that fits, at this tile height and at height 1.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile

@@ -15,14 +15,13 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """Return two times: when a launch's last thread block ends, and an SM's mean busy time.
+    """Return when a launch's last thread block ends, and an SM's mean busy time, in seconds.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
     SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
-    block ends, the next block starts in its slot. A head group has `clump` loops. The kernel
-    finishes the loops of one head group before it begins the loops of the next head group. Within a
-    head group, the longest tiles start first. When no block is left to start, blocks that remain on
-    an SM become faster.
+    block ends, the next block starts on its SM. The kernel finishes one head group before it begins
+    the next head group. Within a head group, the longest tiles start first. When no block is left
+    to start, blocks that remain on an SM become faster.
 
     Parameters
     ----------
@@ -59,7 +58,7 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """Return two times of several overlapping launches: their end, and an SM's mean busy time.
+    """Return when several overlapping launches end, and an SM's mean busy time, in seconds.
 
     As soon as no block of the current launch is left to start, an SM starts blocks of the next
     launch. The blocks of a cluster start together, on SMs that become free at about the same time.
@@ -81,8 +80,8 @@ def in_launches(
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """Return the time at which the last thread block on an SM ends.
 
-    The end times in `blocks` assume that `share` blocks share the SM until the end. This function
-    corrects for the time at the end in which fewer blocks share the SM, and so run faster.
+    The end times in `blocks` assume that `share` blocks share the SM until the end. The function
+    corrects them for the last part of the launch, when fewer blocks share the SM and so run faster.
     """
     if not blocks:
         return 0.0

@@ -1,9 +1,8 @@
 """Describes a GPU for the time model, from measured rates of the GPU's units.
 
-The constants in `calibration` are shares of the rates in an H200's data sheet. For another chip, a
-unit's rate is the H200's rate times the ratio of both chips' measured rates. So a chip with the
-H200's measured rates has the H200's rates, and a chip with half of the measured bandwidth has half
-of the H200's bandwidth.
+The constants in `calibration` are shares of the rates in an H200's data sheet. Another chip's rate
+is the H200's rate times the ratio of the two chips' measured rates. So a chip with half of the
+measured bandwidth has half of the H200's bandwidth.
 """
 
 from __future__ import annotations
@@ -52,9 +51,7 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
-    """Return a `Device` whose rates come from measurements, so that `predict` can use it.
-
-    The returned device has the chip's own capacities, and rates relative to an H200's rates.
+    """Return a `Device` with measured rates, relative to an H200's rates, for `predict`.
 
     Parameters
     ----------

@@ -2,11 +2,10 @@
 
 In the model, a thread block waits for its first keys, and ends with a merge of its warps' results
 (`item`). Between the two, the block streams its keys at the rate of an SM (`rate`), and multiplies
-them at the portable forward kernel's rate on tensor cores. The slower of these determines the
-time. All blocks together are limited by HBM's bandwidth. When a block ends, the next block starts.
-If keys are split, either the last block of a sequence merges the parts, or a cluster merges them
-on chip. The constant `launch` takes into account that a call begins before the previous call has
-ended.
+them at the portable forward kernel's rate on tensor cores; the slower of the two rates counts.
+HBM's bandwidth limits all blocks together. If keys are split, the last block of a sequence merges
+the splits' results, or a cluster merges them on chip. The constant `launch` takes into account that
+a call begins before the previous call has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ ALGORITHM = decode_plan.ALGORITHM
 
 
 def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
-    """Return a description of how the decode kernel is launched for a problem.
+    """Return how the decode kernel is launched for a problem.
 
     Raises
     ------
@@ -71,7 +70,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
 
 
 def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traffic:
-    """Return the bytes and FLOPs of a decode kernel's launch, computed by closed-form formulas."""
+    """Return the bytes and FLOPs of a decode kernel's launch, from closed-form formulas."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)

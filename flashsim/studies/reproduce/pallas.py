@@ -1,11 +1,8 @@
-"""Recomputes the figures of a write-up of attention in Pallas (JAX).
-
-The figures are a roofline, intensities, measured times and on-chip bytes.
+"""Recomputes the roofline, intensities, times and on-chip bytes of a write-up of Pallas attention.
 
 In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
-per score for the softmax. In the backward pass, it counts each kernel's own products. Each tensor
-counts as one HBM transfer. This module computes all of these figures from flashsim's counts, and
-compares the results with the figures that the write-up prints.
+per score for the softmax. In the backward pass, the model counts each kernel's own products. The
+model counts one HBM transfer per tensor.
 """
 
 from __future__ import annotations
@@ -68,7 +65,6 @@ class Textbook:
 
     Attributes
     ----------
-    direction, kernel : str
     n : int
         The number of queries and of keys.
     flops, bytes : int
@@ -83,7 +79,7 @@ class Textbook:
 
     @property
     def intensity(self) -> float:
-        """The arithmetic intensity: FLOPs per byte."""
+        """The arithmetic intensity in FLOPs per byte."""
         return self.flops / self.bytes
 
 
@@ -104,15 +100,12 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
 
 def pallas() -> list[Table]:
-    """Return tables that compare every figure in the write-up with the figure that we compute."""
+    """Return tables that compare every figure in the write-up with the figure computed here."""
     return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return one tuple (direction, kernel, length, index) for each of the write-up's 36 figures.
-
-    The index is that of the length in `LENGTHS`.
-    """
+    """Return (direction, kernel, length, its index) for each of the write-up's 36 figures."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -159,7 +152,7 @@ def _executed() -> Table:
 
 
 def _run(n: int) -> dict[tuple[str, str], int]:
-    """Run the simulator at one length, and return the bytes moved by kernel and direction."""
+    """Return the bytes that the simulator moves at one length, by kernel and direction."""
     moved: dict[tuple[str, str], int] = {}
     q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
     for kernel, algorithm in KERNELS.items():
@@ -170,11 +163,9 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the number of batch entries times the number of heads in the write-up's runs.
+    """Return the batch size times the number of heads in the write-up's runs.
 
-    The number is derived from the write-up's times and percentages.
-
-    The write-up itself does not print this number.
+    The write-up does not print this number, but its times and percentages imply it.
     """
     peak = Device.get(DEVICE).peak(DTYPE)
     counts = {
@@ -186,7 +177,7 @@ def heads() -> int:
 
 
 def speed(direction: str, kernel: str, at: int) -> float:
-    """Return the FLOP/s of a kernel from its printed time, with FLOPs as in the write-up."""
+    """Return a kernel's FLOP/s from its printed time, with FLOPs as in the write-up."""
     counted = textbook(direction, kernel, LENGTHS[at])
     return heads() * counted.flops / (TIMES[direction, kernel][at] / 1e3)
 
@@ -243,7 +234,7 @@ def _scores_on_chip() -> Table:
 
 
 def _fitting(size: int) -> str:
-    """Return a text that names the devices on which a thread block may use `size` bytes on chip."""
+    """Return the names of the devices on which a thread block may use `size` bytes on chip."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"
@@ -254,7 +245,7 @@ def _fitting(size: int) -> str:
 def series() -> dict[str, list[tuple[str, float, float]]]:
     """Return the write-up's measured times as points for a roofline plot (`viz.roofline_series`).
 
-    Each kernel and direction has a list of points: (length, FLOP/B in bfloat16, measured FLOP/s).
+    A point is (length, FLOP/B in bfloat16, measured FLOP/s).
     """
     return {
         f"{kernel}, {direction}": [

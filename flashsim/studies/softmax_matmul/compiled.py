@@ -33,7 +33,7 @@ def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndar
 @keep
 @njit(nogil=True, fastmath={"contract"})
 def _walk(x, v, out, block_1, block_2, first, last):
-    """Compute the row tiles `first` to `last` of all matrices, one after the other."""
+    """Compute the row tiles `first` to `last` - 1 of all matrices."""
     _, d1, d2 = x.shape
     d3 = v.shape[2]
     tiles = (d1 + block_1 - 1) // block_1

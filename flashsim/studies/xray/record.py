@@ -34,7 +34,6 @@ class ProfiledLaunch:
 
     Attributes
     ----------
-    kernel : str
     call : int
         The index of the call in `Profile.calls`.
     direction : {"forward", "backward"}
@@ -52,7 +51,7 @@ class ProfiledLaunch:
 
     @classmethod
     def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
-        """Return a measured kernel launch as a launch that belongs to attention call `call`."""
+        """Return a measured kernel launch as a launch of attention call `call`."""
         return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
@@ -72,11 +71,10 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one program, which can be evaluated on any machine.
+    """The measurements of one program, which any machine can evaluate.
 
     Attributes
     ----------
-    program : str
     device : str
         The preset that matches the GPU, or the name that its driver reports.
     calls : tuple of dict
@@ -127,7 +125,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a `Problem` that were read from JSON: lists become tuples."""
+    """Return a `Problem`'s fields that were read from JSON, with lists replaced by tuples."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -137,7 +135,7 @@ def measure(
 ) -> Profile:
     """Run a PyTorch program under Nsight Compute, and record the kernels of its attention calls.
 
-    The recorded calls are those that `flashsim.torch.watch` records.
+    The attention calls are those that `flashsim.torch.watch` records.
 
     Parameters
     ----------
@@ -145,7 +143,7 @@ def measure(
     arguments : sequence of str
         The arguments of the program.
     device : str, optional
-        The GPU's preset. Default: the preset that matches the GPU.
+        The GPU's preset; default: the one that matches the GPU.
     launches : int
         The most kernels to measure; each runs again for each group of counters.
 
@@ -192,8 +190,8 @@ def measure_kernels(
 ) -> Profile:
     """Run any Python program, and record the kernels whose names match a regular expression.
 
-    Use this function for kernels that `watch` does not record: your own, or a library's. Each
-    launch of the first of these kernels begins a new call, of the same shape.
+    Use this function for kernels that `watch` does not record, such as your own. Each launch of the
+    first kernel that ran begins a new call of the same shape.
 
     Parameters
     ----------
@@ -254,9 +252,7 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the kernel launches in Nsight Compute's table, each with the name of its NVTX range.
-
-    Outside of ranges, the name is "".
+    """Return the kernel launches in Nsight Compute's table, each with its NVTX range's name or "".
 
     Raises
     ------
@@ -277,7 +273,7 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
 
 
 def machine(record: Profile) -> Device | None:
-    """Return the device preset of the GPU in the record, or None if no preset matches."""
+    """Return the device preset of the record's GPU, or None if no preset matches."""
     try:
         return Device.get(record.device)
     except OptionError:

@@ -46,8 +46,6 @@ class ProfiledKernel:
 
     Attributes
     ----------
-    launch : ProfiledLaunch
-    problem : Problem or None
     found : Inference
         The form and the tiles that agree with the counters.
     times : int
@@ -73,7 +71,7 @@ class ProfiledKernel:
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences that say what this kernel's hardware counters show."""
+        """Yield sentences that say what the kernel's hardware counters show."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -152,7 +150,7 @@ def _advice(p: Problem, name: str) -> str:
 
 @own_errors
 class XRay(report.Tabled):
-    """The attention kernels of a program, from hardware counters. The report prints as a table.
+    """The attention kernels of a program, from hardware counters; prints as a table.
 
     Parameters
     ----------
@@ -161,7 +159,6 @@ class XRay(report.Tabled):
 
     Attributes
     ----------
-    record : Profile
     kernels : tuple of ProfiledKernel
         The kernels; equal passes of equal calls occur once.
     """
@@ -219,7 +216,7 @@ class XRay(report.Tabled):
         """Return a table with one row per kernel.
 
         - read B, written B, reduced B: the bytes between the SMs and L2, from hardware counters. L2
-          counts writes in sectors of 32 bytes, so a partly written sector counts as a whole sector.
+          counts a partly written sector of 32 bytes as a whole sector.
         - query tile, key tile: the inferred tile. The tile is "?" if the counters do not depend on
           it; "or" stands between tiles that fit equally well.
         - compulsory: the bytes of all inputs and outputs of the pass, each counted once.
@@ -270,13 +267,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the ten plausible tiles whose bytes are closest to the measured bytes.
-
-        Parameters
-        ----------
-        kernel : ProfiledKernel
-            One of `kernels` whose form has a tile.
-        """
+        """Return a table of the ten plausible tiles whose bytes are closest to those measured."""
         seen, p = kernel.launch.seen, kernel.problem
         table = report.Table(
             f"{kernel.name}: {seen.read:,.0f} B read",
@@ -304,17 +295,14 @@ class XRay(report.Tabled):
     def plot(self, **options: Any) -> Any:
         """Plot the bytes read against the size of the query tile, with each kernel's measurement.
 
-        Parameters
-        ----------
-        **options
-            The options of `flashsim.viz.tile_evidence`.
+        The options are those of `flashsim.viz.tile_evidence`.
         """
         from flashsim import viz
 
         return viz.tile_evidence(self.evidence(), **options)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """Return the data for `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
+        """Return each kernel's curve and measurement, the data for `flashsim.viz.tile_evidence`.
 
         If only a kernel's key tile can be inferred (a fused backward), its curve is over key tiles.
         """
