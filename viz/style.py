@@ -72,8 +72,8 @@ def theme_of(ax: Axes) -> Theme:
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     """Turn a drawing function into a plot that takes optional `ax` and `theme` and returns `ax`.
 
-    The drawing function's docstring describes its other parameters. The description of `ax` and
-    `theme` is the same for all plots and is added here.
+    The plot's docstring is that of the drawing function, with `ax` and `theme` added, and so needs
+    a section Parameters.
     """
 
     @functools.wraps(draw)
@@ -128,7 +128,7 @@ def _described(doc: str) -> str:
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain text."""
+    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain."""
     if "$" not in text:
         return True
     try:
@@ -170,11 +170,7 @@ _BESIDE = (
 def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
     """Write a name beside each mark, at a position where it covers no line and no other name.
 
-    The axes must have their final limits and scales.
-
-    Parameters
-    ----------
-    marks : sequence of (x, y, text, color)
+    A mark is (x, y, text, color). The axes must have their final limits and scales.
     """
     ax.figure.canvas.figure.draw_without_rendering()  # runs the layout, which places the axes
     lines = [line for line in ax.lines if line.get_linestyle() != "None"]
@@ -205,9 +201,9 @@ def series_style(theme: Theme, n: int) -> dict[str, Any]:
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """Return a colour ramp of one hue, from near the background colour to near the text colour.
+    """Return a colour ramp of one hue, readable in print and with colour blindness.
 
-    The ramp is readable in print and with colour blindness.
+    The ramp goes from near the background colour to near the text colour.
     """
     light = ("#d5e3fb", "#0953dc", "#06204f")
     dark = ("#1c3357", "#659eff", "#e4eeff")

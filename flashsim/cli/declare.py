@@ -56,8 +56,8 @@ def option(
 ) -> Any:
     """Declare an option: write it as the default of a command's parameter, whose name it gets.
 
-    `read(name, text)` converts the text to the option's value; for a list, the text has commas. The
-    arguments `more` are passed to `typer.Option`.
+    `read(name, text)` converts the text to the option's value; for a list, the text has commas.
+    `more` is passed to `typer.Option`.
     """
     return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
@@ -210,8 +210,8 @@ def refuse_unused(
 ) -> None:
     """Raise `OptionError` if the user typed options that have no effect in this case.
 
-    These are the options in `never` or, if `only` is set, all except those in `only` and the output
-    formats.
+    The options without effect are those in `never` or, if `only` is set, all except those in `only`
+    and the output formats.
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]

@@ -70,8 +70,8 @@ class StatisticsPanel:
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
         """Return the row tile to show at each step.
 
-        This is the row tile that the step works on. If the statistics hold no row of that tile, it
-        is the row tile that was shown before.
+        The panel shows the row tile that the step works on. If the statistics hold no row of that
+        tile, the panel keeps the previous row tile.
         """
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
@@ -162,10 +162,7 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """List the transfers of a step.
-
-        If the list is too long, its last line says how many transfers are not shown.
-        """
+        """List the transfers of a step; the last line counts those that do not fit in the list."""
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)
