@@ -1,8 +1,7 @@
 """One colour per tensor, in every plot, animation and page; a light and a dark theme.
 
-A search in the colour space Oklab maximised the smallest distance between any two colours. The
-search covered normal sight and protanopia, deuteranopia and tritanopia, simulated with the matrices
-of Machado, Oliveira and Fernandes (2009). `tests/viz/test_viz_palette.py` measures the distances.
+A search in the colour space Oklab maximised the smallest distance between any two colours, also for
+protanopia, deuteranopia and tritanopia as simulated by Machado, Oliveira and Fernandes (2009).
 Seventeen colours cannot all differ clearly, so a reader never depends on colour alone: tensors have
 labels, gradients are hatched, and line styles differ.
 """
@@ -30,12 +29,9 @@ class Theme:
         Page, raised areas, text, secondary text and lines, faint lines.
     accent : str
         The tile being computed, and anything else that must stand out.
-    tensors : mapping of str to str
-        By the papers' names; see `color`.
     cycle : tuple of str
-        Colours of lines and bars that stand for algorithms, in the order of `sources.NAMES`:
-        standard, FlashAttention-1, FlashAttention-2, fused. None of these colours resembles a
-        tensor's colour.
+        Colours of lines and bars that stand for algorithms, in the order of `sources.NAMES`. None
+        of these colours resembles a tensor's colour.
     """
 
     name: str

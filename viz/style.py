@@ -170,7 +170,7 @@ _BESIDE = (
 def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: float = 11) -> None:
     """Write a name beside each mark, at a position where it covers no line and no other name.
 
-    A mark is (x, y, text, color). The axes must have their final limits and scales.
+    The axes must have their final limits and scales.
     """
     ax.figure.canvas.figure.draw_without_rendering()  # runs the layout, which places the axes
     lines = [line for line in ax.lines if line.get_linestyle() != "None"]
@@ -201,10 +201,7 @@ def series_style(theme: Theme, n: int) -> dict[str, Any]:
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """Return a colour ramp of one hue, readable in print and with colour blindness.
-
-    The ramp goes from near the background colour to near the text colour.
-    """
+    """Return a colour ramp of one hue that is readable in print and with colour blindness."""
     light = ("#d5e3fb", "#0953dc", "#06204f")
     dark = ("#1c3357", "#659eff", "#e4eeff")
     return LinearSegmentedColormap.from_list(

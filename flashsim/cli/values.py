@@ -92,10 +92,7 @@ def unscaled(arrays: Arrays) -> dict[str, Any]:
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Return the arrays quantised to FP8, and their scales as options of `run`.
-
-    Without --scales, the arrays are returned unchanged.
-    """
+    """Return the arrays quantised to FP8 if --scales is set, and their scales for `run`."""
     kind = scaling.kind()
     if kind is None:
         if rotate:
@@ -194,10 +191,7 @@ def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
 
 
 def problem_of(arrays: Arrays, mask: opt.Mask) -> Problem:
-    """Return the `Problem` of one head of these arrays, which suffices to choose a tiling.
-
-    Invalid shapes or types raise a `FlashSimError`.
-    """
+    """Return the `Problem` of one head of these arrays, which suffices to choose a tiling."""
     q, k, v = arrays[:3]
     if min(x.ndim for x in (q, k, v)) < 2:
         raise ShapeError(

@@ -63,10 +63,7 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Return the fewest points that the reference gets, and why it loses points or "".
-
-    The points are None if the reference does not run on the exercise's machine.
-    """
+    """Return the fewest points of the reference (None if it fails), and why it loses points."""
     try:
         every = [graded(one.solution_source, one) for _ in range(rounds)]
         if isinstance(one, Exercise):

@@ -71,18 +71,9 @@ def judge(
 ) -> tuple[Marks, Trace | None]:
     """Grade the outcome of running a solution: a recorded program, or answers to questions.
 
-    Parameters
-    ----------
-    handed : Handed
-        The program or the answers. They may come from a process that is not trusted.
-    source : str
-        The text of the solution's file, which messages quote.
-    began : float
-        When grading began, by `time.perf_counter`.
-    limit : float
-        Seconds that replaying the program may take.
-    text : str, optional
-        The text of the solution alone, if `source` holds more than the solution.
+    `handed` may come from a process that is not trusted. Messages quote `source`, the text of the
+    file; `text` is the solution alone, if the file holds more. Grading began at `began` by
+    `time.perf_counter`, and replaying the program may take `limit` seconds.
     """
     text = source if text is None else text
     trace, figures = None, dict[str, int]()

@@ -72,10 +72,7 @@ def grade_homework(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, list[tuple[Path, Marks]]]]:
-    """Grade homework folders for the exercises and run the folders' tests, several at once.
-
-    The function yields each folder with its files and their marks. A missing file gets 0 points.
-    """
+    """Grade homework folders and run their tests; yield each folder with its files and marks."""
 
     def graded(work: tuple[Path, KernelExercise | None]) -> tuple[Path, Marks]:
         root, one = work

@@ -76,8 +76,6 @@ class Marks:
         Bytes moved ("bytes"), the most bytes that get full marks ("budget"), peak bytes on chip
         ("peak"), on-chip capacity ("sram"), and a lower bound on the bytes ("bound").
     moved : tuple of (op, tensor, bytes, the reference's bytes)
-    seconds : float
-        Time that grading took.
     hint : str
         The command that shows a hint; "" if there is none.
     """

@@ -117,10 +117,7 @@ def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def with_problem(truth: Truth, **changes: Any) -> Truth:
-    """Return a function that computes `truth` for a problem in which some fields are replaced.
-
-    For example, ``scale=1.0`` gives the results of a solution that omits the scale.
-    """
+    """Return a function that computes `truth` for a problem in which some fields are replaced."""
     return lambda arrays, p, dtype: truth(arrays, replace(p, **changes), dtype)
 
 
@@ -132,15 +129,9 @@ def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth
 def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions: int = 0) -> Truth:
     """Return a function that computes attention tile by tile, with a mistake in the loop.
 
-    Parameters
-    ----------
-    block_q, block_k : int
-        The tile sizes, on which the result of a mistake depends.
-    top, total : {0, 1}
-        The axis of a tile of scores along which its maximum and its sum are taken: 1 is right, 0
-        possible only with square tiles.
-    divisions : int
-        When O is divided by l: 0 after the loop, 1 in every iteration, 2 both.
+    The maximum and the sum of a tile of scores are taken along the axes `top` and `total`: 1 is
+    right, and 0 is possible only with square tiles. O is divided by l after the loop (`divisions`
+    0), in every iteration (1), or in both places (2).
     """
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
@@ -217,7 +208,7 @@ BACKWARD_SLIPS: dict[str, Truth] = {
 
 
 def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
-    """Return known mistakes in the loop over keys: explanations, and functions of their results."""
+    """Return known mistakes in the loop over keys, each with a function for its result."""
     words = "O was divided by l in every iteration"
     found = {
         f"{words}; divide once, after the last iteration": tiled(block_q, block_k, divisions=1),
@@ -234,10 +225,7 @@ def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
 
 
 def softmax_slips(block_q: int, *, stable: bool) -> dict[str, Truth]:
-    """Return known mistakes in a softmax of complete rows: explanations, and functions of results.
-
-    The solution computes tiles of `block_q` rows.
-    """
+    """Return known mistakes in a softmax of complete rows, each with a function for its result."""
 
     def of(top: int, total: int) -> Truth:
         def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:

@@ -1,14 +1,13 @@
 """Predicts a GPU kernel's energy: the energy of its operations, and the board's idle power.
 
-The energy constants were measured with NVML's energy counter. If a kernel can use a unit of the
-chip alone, that unit's energy was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv).
-The constants of products, scores and sums are fitted to some of the attention passes in that file,
-and tested on the others (docs/reference/predictions.md).
+The energy constants were measured with NVML's energy counter, for each unit alone if possible
+(`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores and sums are
+fitted to some of the attention passes in that file, and tested on the others
+(docs/reference/predictions.md).
 
 If a busy chip reaches its power limit, the chip lowers its clock and its voltage. So the energy of
-the SMs' operations falls in proportion to the clock. A matrix product's energy confirmed the
-proportion: 1.06 pJ per FLOP at 1,980 MHz, and 0.82 at 1,540 MHz. HBM's energy does not depend on
-the clock.
+the SMs' operations falls in proportion to the clock: a matrix product took 1.06 pJ per FLOP at
+1,980 MHz, and 0.82 at 1,540 MHz. HBM's energy does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class Use:
 
     Attributes
     ----------
-    flops : float
-        FLOPs that the tensor cores execute. Tiles that are cut off at an edge count as whole tiles.
-    scores : float
-        Number of scores that are computed, including masked scores.
+    flops, scores : float
+        FLOPs that the tensor cores execute, and scores that are computed, both for whole tiles.
     shared : float
         Bytes that warps read from shared memory.
     moved, added : float
@@ -71,14 +68,11 @@ class Energy:
         Joules per FLOP on the tensor cores, by wgmma and by mma.sync.
     score : float
         Joules per score, for the exponential and all other instructions on that score.
-    shared : float
-        Joules per byte that warps read from shared memory.
+    shared, added, hbm : float
+        Joules per byte that warps read from shared memory, per byte added at L2, including its
+        transfer to L2, and per byte between HBM and L2.
     moved : (float, float)
         Joules per byte between L2 and an SM, if TMA loads it and if threads load it.
-    added : float
-        Joules per byte added at L2, including its transfer to L2.
-    hbm : float
-        Joules per byte between HBM and L2.
     """
 
     waiting: float

@@ -1,9 +1,8 @@
 """The roofline model: computes whether memory bandwidth or arithmetic limits a pass's speed.
 
 The method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of matrix
-products count, because only products run on tensor cores, whose peak is `Device.peak`. The method
-`Traffic.flops` also includes exponentials and other operations, whose peak is lower. Each roofline
-point names its way of counting bytes (`COUNTS`), because these ways are often confused.
+products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
+roofline point names its way of counting bytes (`COUNTS`), because these ways are often confused.
 """
 
 from __future__ import annotations

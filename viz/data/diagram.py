@@ -180,10 +180,7 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def page_edges(schedule: Schedule) -> list[float]:
-    """Return the positions at which KV-cache pages begin, in column tiles from the left edge.
-
-    The list is empty without pages, and if a picture cannot show so many pages apart.
-    """
+    """Return the positions of KV-cache pages' starts, in column tiles; [] if too many to draw."""
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:
         return []

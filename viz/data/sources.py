@@ -111,8 +111,7 @@ def panes(
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
     """Return one or two traces by label, each with statistics of m and l, or None.
 
-    Statistics without a label belong to the first trace. The argument `what` is the plot's name in
-    error texts.
+    Statistics without a label belong to the first trace.
     """
     chosen = labelled(data)
     if len(chosen) > 2:
@@ -151,10 +150,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label for each source: its algorithm, and the settings in which the sources differ.
-
-    A number distinguishes labels that are still equal.
-    """
+    """Return a label for each source: its algorithm, and the settings that differ from others'."""
     facts = [
         {
             "algorithm": title(s.algorithm),

@@ -113,10 +113,7 @@ def check_format(path: str | Path) -> Path:
 
 
 def check_fps(fps: float) -> None:
-    """Raise `OptionError` for a frame rate that no format can store.
-
-    For example, a GIF cannot show a frame for longer than 655 s.
-    """
+    """Raise `OptionError` for a frame rate that no format can store (a GIF: 655 s per frame)."""
     if not SLOWEST <= fps <= FASTEST:
         raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
@@ -167,13 +164,7 @@ class Animation(type(Path())):  # type: ignore[misc]
 
 
 class Film(Frames):
-    """The Matplotlib figure of an animation, and the frames drawn from it.
-
-    Attributes
-    ----------
-    schedule : ndarray of int, (n_frames, n_traces)
-        The step that each trace shows in each frame.
-    """
+    """The Matplotlib figure of an animation, and the frames drawn from it."""
 
     def __init__(
         self,
@@ -303,10 +294,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame, with every pixel that equals the previous frame's pixel set to `same`.
-
-    A GIF of changed pixels has a third of the size.
-    """
+    """Yield each frame with unchanged pixels set to `same`, which shrinks a GIF to a third."""
     before = next(frames)
     yield before
     for frame in frames:

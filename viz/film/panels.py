@@ -23,8 +23,7 @@ from flashsim.viz.style import human
 class StatisticsPanel:
     """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point.
 
-    The panel shows a row of the current row tile, if the statistics hold one. All rows are drawn on
-    the same scale.
+    The panel shows a row of the current row tile, if the statistics hold one.
     """
 
     def __init__(
@@ -68,11 +67,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """Return the row tile to show at each step.
-
-        The panel shows the row tile that the step works on. If the statistics hold no row of that
-        tile, the panel keeps the previous row tile.
-        """
+        """Return the row tile to show at each step: the step's own, or the last with statistics."""
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile

@@ -227,10 +227,7 @@ class RanksFilm(Frames):
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Draw the K and V of each rank at the moment of a frame.
-
-        In the second half of every step except the last, K and V move to the next rank.
-        """
+        """Draw each rank's K and V, which move to the next rank in the second half of a step."""
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0

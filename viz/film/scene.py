@@ -91,10 +91,7 @@ class _Strip:
 class Scene:
     """The diagram of one trace: the score grid, and around it the tensors in HBM.
 
-    Attributes
-    ----------
-    artists : list of Artist
-        Everything that changes from step to step; the rest is background.
+    All `artists` change from step to step; the rest of the picture is background.
     """
 
     def __init__(
@@ -303,10 +300,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box in which score tile (i, j) is drawn.
-
-        If i is -1, the box covers all of column j. If j is -1, the box covers all of row i.
-        """
+        """Return the box of score tile (i, j), of column j if i is -1, or of row i if j is -1."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:

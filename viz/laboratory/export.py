@@ -104,10 +104,7 @@ class NamedTraffic(Traffic):
 
 
 def payload() -> dict[str, Any]:
-    """Return all data of the page, ready for JSON.
-
-    The data contain one list of all polynomials, and refer to a polynomial by its index.
-    """
+    """Return all data of the page for JSON, which refer to polynomials by their index in a list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -218,10 +215,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Return whether the outer loop's iterations must run in order.
-
-    The order matters if an iteration reads what an earlier iteration stored.
-    """
+    """Return whether an iteration of the outer loop reads what an earlier iteration stored."""
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

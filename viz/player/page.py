@@ -232,10 +232,7 @@ def _column(values: np.ndarray) -> dict[str, str]:
 
 
 def embedded_json(value: Any) -> str:
-    """Encode a value as JSON for a script element.
-
-    The text is escaped, so that no string in it can end or open an HTML element.
-    """
+    """Encode a value as JSON whose strings cannot end or open an HTML element in a script."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -248,10 +245,7 @@ def assembled(
     title: str,
     program: str = "",
 ) -> str:
-    """Return the text of one HTML file that holds a page's template, style, scripts and data.
-
-    The template is the package's ``name.html``. The JavaScript in `program` precedes the scripts.
-    """
+    """Return the text of one HTML file that holds a page's template, style, scripts and data."""
     read = lambda file, room=package: files(room).joinpath(file).read_text("utf-8")  # noqa: E731
     programs = [read("common.js", __package__), program, *map(read, scripts)]
     script = "\n".join(filter(None, programs))

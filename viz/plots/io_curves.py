@@ -74,11 +74,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
-    """Draw the bounds of a series.
-
-    If `among` is true, because there are several series, a label names the series to which the
-    theorem is fitted.
-    """
+    """Draw the bounds of a series, with the series' name if it is `among` several series."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     compulsory = [p["compulsory_bytes"] for p in points]

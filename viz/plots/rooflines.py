@@ -235,10 +235,7 @@ def _axes(
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Reserve a strip at the bottom of the axes for algorithms without a measured time.
-
-    The strip takes the fraction `share` of the axes' height, lies below all roofs and has no ticks.
-    """
+    """Reserve a strip, `share` of the axes' height, for algorithms without a measured time."""
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
     bottom = top * (floor / top) ** (1 / (1 - share))

@@ -230,10 +230,7 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return a number for each score tile of a stage, such as its bytes, as float (T_r, T_c).
-
-    The number of a skipped tile is NaN.
-    """
+    """Return a number, such as bytes, per score tile, float (T_r, T_c); NaN for a skipped tile."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

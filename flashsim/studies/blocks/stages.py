@@ -216,10 +216,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return each stage's predicted seconds in flashsim's portable kernels.
-
-    The dict is empty if these kernels cannot run the pass.
-    """
+    """Return each stage's predicted seconds in portable kernels, or {} if they cannot run."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

@@ -48,10 +48,7 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes c.
-
-    With half the element size c, the rule gives a side B that is sqrt(2) times as large.
-    """
+    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes c."""
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)
     quarter = isqrt(side**2 // 4), isqrt(side**2 // 8)

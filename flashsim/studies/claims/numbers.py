@@ -35,11 +35,7 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 def _incoherent() -> Finding:
-    """Check the claim of FlashAttention-3, section 3.3, about a random orthogonal matrix M.
-
-    The paper multiplies q and k by M before it rounds them to 8 bits, because q M (k M)^T equals q
-    k^T, and M spreads outliers over all columns.
-    """
+    """Check that an orthogonal matrix spreads outliers of q and k (FlashAttention-3, section 3)."""
     q, k = _inputs()[:2]
     q[:, 3] *= 30  # a column of outliers
     rng = np.random.default_rng(1)
@@ -160,10 +156,7 @@ def _rounded_state(m_type: str, l_type: str) -> float:
 
 
 def _advance() -> Finding:
-    """Check along which axis a block pointer to K^T, of shape (d, N), must advance: d or N.
-
-    Past the end of K^T, the pointer reads zeros.
-    """
+    """Check along which axis, d or N, a block pointer to K^T of shape (d, N) must advance."""
     q, k, v, _ = _inputs()
     true = _softmax(q @ k.T) @ v
 

@@ -37,8 +37,6 @@ class LoweredPoint:
     ----------
     point : str
         The rounding point that was lowered, or `NOTHING`, or the name of a published kernel.
-    kind : str
-        The kind of input.
     n : int
         The number of queries and of keys.
     errors : dict of float

@@ -19,22 +19,18 @@ def makespan(
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
     SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
-    block ends, the next block starts on its SM. The kernel finishes one head group before it begins
-    the next head group. Within a head group, the longest tiles start first. When no block is left
-    to start, blocks that remain on an SM become faster.
+    block ends, the next block starts on its SM. Head groups run one after another, and within a
+    head group the longest tiles start first. When no block is left to start, blocks that remain on
+    an SM become faster.
 
     Parameters
     ----------
     work, latency : sequence of float
         Seconds on an SM, by outer tile, in launch order.
-    walks : int
-        The number of loops over all tiles (for example one per head).
-    clump : int
-        The number of loops per head group.
-    processors : int
-        The number of SMs.
-    together : int
-        The number of blocks that run on an SM at the same time.
+    walks, clump : int
+        The number of loops over all tiles (for example one per head), and of loops per head group.
+    processors, together : int
+        The number of SMs, and of blocks that run on an SM at the same time.
     """
     items = len(work) * walks
     if not items:
@@ -62,14 +58,8 @@ def in_launches(
 
     As soon as no block of the current launch is left to start, an SM starts blocks of the next
     launch. The blocks of a cluster start together, on SMs that become free at about the same time.
-
-    Parameters
-    ----------
-    launches : sequence of (float, int, int, int)
-        For each launch: seconds per work tile, the number of work tiles, the SMs that share a work
-        tile, and the work tiles that run at the same time.
-    processors : int
-        The number of SMs.
+    Each launch is (seconds per work tile, work tiles, SMs that share a work tile, work tiles that
+    run at the same time); `processors` is the number of SMs.
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:

@@ -29,14 +29,12 @@ class Constants(NamedTuple):
     ----------
     tensor : float
         Share of the tensor cores' time at the data sheet's peak.
-    scores : float
-        Instructions per score on the CUDA cores.
-    masked : float
-        Additional instructions per score if some scores of the tile are masked.
+    scores, masked : float
+        Instructions per score on the CUDA cores, and additional ones in partly masked tiles.
     shared : float
         Share of shared memory's time.
     pieces : float
-        Instructions that compute the address of one 16-byte piece, if each piece needs its own.
+        Instructions that compute the address of a 16-byte piece, if each piece needs its own.
     reduced : float
         Share of the time that L2 would need to deliver as many bytes as are added at L2.
     own : float

@@ -25,15 +25,8 @@ H200 = {
 def rates(units: Mapping[str, float]) -> dict[str, float]:
     """Return measured rates: FLOP/s of one SM's tensor and CUDA cores, bytes/s of HBM and L2.
 
-    Parameters
-    ----------
-    units : mapping of float
-        From `flashsim.backends.cupy_gpu.units.measure`, by name.
-
-    Raises
-    ------
-    TraceError
-        If a unit is missing.
+    `units` is the result of `flashsim.backends.cupy_gpu.units.measure`. A missing unit raises a
+    `TraceError`.
     """
     wanted = {"tensor": ("wgmma", "mma.sync"), "float32": ("multiply-adds",)}
     wanted |= {"HBM": ("HBM",), "L2": ("L2 reads",), "clock": ("SM clock",)}
@@ -53,13 +46,8 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
     """Return a `Device` with measured rates, relative to an H200's rates, for `predict`.
 
-    Parameters
-    ----------
-    gpu : Device
-        The source of the name, the number of SMs and the capacities; its peaks and bandwidths are
-        ignored.
-    units : mapping of float
-        As in `rates`.
+    The returned device has the name, the number of SMs and the capacities of `gpu`. `units` has the
+    measured rates, as for the function `rates`.
     """
     sheet, found = Device.get("H200"), rates(units)
     share = {name: value / H200[name] for name, value in found.items()}

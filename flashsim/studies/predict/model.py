@@ -205,11 +205,10 @@ def _beside(
 ) -> StageTime:
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    The GPU launches the dQ kernel while the kernel for dK and dV runs, and the dQ kernel does not
-    wait for that kernel's results. So the dQ kernel's blocks start without a launch's latency, on
-    SMs that have no blocks of the first kernel or whose blocks have ended. A block's number
-    determines its first work tile: while a block waits for an SM, no other block can take that
-    tile.
+    The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for that
+    kernel's results. So the dQ kernel's blocks start without a launch's latency, on SMs without
+    blocks of the first kernel or whose blocks have ended. A block's number determines its first
+    work tile: while a block waits for an SM, no other block can take that tile.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -228,8 +227,7 @@ def _beside(
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
     """Return when a launch ends in which each thread block has a fixed first work tile.
 
-    A block's first work tile waits until an SM is free for that block. The parameters are those of
-    `cost_model.ends`.
+    The parameters are those of `cost_model.ends`.
     """
     order = [
         item
@@ -385,9 +383,8 @@ def stage_seconds(
     """Return four predicted times of a stage (kernel), in seconds.
 
     The four times are the whole time including the launch, the end of the last tile, the mean busy
-    time of an SM, and the time that HBM needs for the stage's bytes. The argument `works` is the
-    result of `works_of`. The constants `c` are those of the stage's last launch, which has most of
-    the work tiles.
+    time of an SM, and the time that HBM needs. The argument `works` is the result of `works_of`.
+    The constants `c` are those of the last launch, which has most of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -473,10 +470,7 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_names(one: KernelPass, problem: Problem) -> list[str]:
-    """Return the names of a launch's time constants, in order of preference.
-
-    A launch's constants may be named for its head width, or for any width.
-    """
+    """Return the names of a launch's time constants: for its head width, then for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
     return [named, without] if without == "forward" or width == "128" else [named]
@@ -519,10 +513,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return how many seconds are lost when the first thread blocks of a launch end together.
-
-    A launch loses the seconds only once, because later thread blocks end one by one.
-    """
+    """Return the seconds lost once, when the first thread blocks of a launch end together."""
     return c.changeover if blocks > places else 0.0
 
 

@@ -48,8 +48,8 @@ class Work:
     Attributes
     ----------
     visits, masked : ndarray
-        Two numbers per outer tile, over all query heads of a group: its visits (pairs of a query
-        tile and a key tile), and those of its visits in which a mask is applied.
+        Per outer tile, over all query heads of a group: its visits (pairs of a query tile and a key
+        tile), and those of its visits in which a mask is applied.
     visit : dict of float
         Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
         are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
@@ -58,11 +58,9 @@ class Work:
     own : ndarray
         Seconds that L2 needs for the bytes that each outer tile loads and stores outside its
         visits. A tile at a sequence's end counts only the rows that exist.
-    blocks : int
-        The number of blocks that share an SM.
-    groups : int
-        The number of warpgroups of a block that split a visit's rows, for kernels with ping-pong
-        scheduling of warpgroups on the tensor cores; otherwise `PAIR`.
+    blocks, groups : int
+        The blocks that share an SM, and the warpgroups of a block that split a visit's rows by
+        ping-pong scheduling on the tensor cores (without such scheduling, `PAIR`).
     """
 
     visits: np.ndarray
@@ -120,10 +118,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Return the bytes of the transfers in `moves` with the operation `op`, in whole tiles.
-
-    Rows of Q, K, V, O and their gradients are padded to 16 bytes.
-    """
+    """Return the bytes of one operation's transfers: whole tiles, with rows padded to 16 bytes."""
     total = 0
     for move in moves:
         if move.op == op:
@@ -177,10 +172,7 @@ def _uneven_pieces(
 
 
 def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Return how many thread blocks fit on an SM with their registers and shared memory.
-
-    A persistent kernel has 1 block per SM.
-    """
+    """Return how many thread blocks fit on an SM; a persistent kernel has 1 block per SM."""
     if one.kernel.boxes:
         return 1
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
@@ -266,10 +258,7 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Return the bytes of all tensors that a stage (kernel) reads or writes.
-
-    A tensor counts once if the stage reads it, and once if the stage writes it.
-    """
+    """Return the bytes of a stage's tensors, each counted once if read and once if written."""
     return sum(
         whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
         for name, op, tensor in traffic.transfers

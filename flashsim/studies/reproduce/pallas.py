@@ -63,12 +63,8 @@ _ROOMY = Device.get("H100")
 class Textbook:
     """The FLOPs and bytes of one pass of one head, counted as in the write-up.
 
-    Attributes
-    ----------
-    n : int
-        The number of queries and of keys.
-    flops, bytes : int
-        FLOPs, and bytes with 4-byte elements, the only size that gives the printed figures.
+    `n` is the number of queries and of keys. The bytes are those of 4-byte elements, the only size
+    that gives the printed figures.
     """
 
     direction: str
@@ -163,10 +159,7 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the batch size times the number of heads in the write-up's runs.
-
-    The write-up does not print this number, but its times and percentages imply it.
-    """
+    """Return the write-up's batch size times its heads, which its times and percentages imply."""
     peak = Device.get(DEVICE).peak(DTYPE)
     counts = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
@@ -243,10 +236,7 @@ def _fitting(size: int) -> str:
 
 
 def series() -> dict[str, list[tuple[str, float, float]]]:
-    """Return the write-up's measured times as points for a roofline plot (`viz.roofline_series`).
-
-    A point is (length, FLOP/B in bfloat16, measured FLOP/s).
-    """
+    """Return measured points for `viz.roofline_series`: (length, FLOP/B in bfloat16, FLOP/s)."""
     return {
         f"{kernel}, {direction}": [
             (

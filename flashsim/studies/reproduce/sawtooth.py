@@ -1,7 +1,4 @@
-"""Recomputes the effect of sawtooth loops over keys: "Sawtooth wavefronts", arXiv:2601.16032.
-
-The paper is by Zhu, Pan and Ding, who ran FlashAttention on an NVIDIA GB10.
-"""
+"""Recomputes the effect of sawtooth loops over keys (Zhu, Pan and Ding, arXiv:2601.16032)."""
 
 from __future__ import annotations
 

@@ -54,8 +54,7 @@ def fa2_backward(
 ) -> int:
     """Return the shared memory in bytes for the tiles of FlashAttention-2's backward pass.
 
-    The tiles are those of Q, dO, K, V, P and dS. Q has two buffers, unless `one_q`, so that a
-    kernel can load the next tile of Q early.
+    The tiles are those of Q (two buffers, unless `one_q`), dO, K, V, P and dS.
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d

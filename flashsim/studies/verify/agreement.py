@@ -47,13 +47,7 @@ class Difference:
 
 
 def read(text: str) -> list[Difference]:
-    """Return those rows of a table by `benchmarks/verify.py` that have a prediction.
-
-    Raises
-    ------
-    TraceError
-        If the text is not such a table.
-    """
+    """Return a `benchmarks/verify.py` table's rows with a prediction, or raise a `TraceError`."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:

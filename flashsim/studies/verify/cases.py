@@ -140,12 +140,7 @@ class Case:
 class Counted:
     """The transfers of one pass, as its kernels reported them.
 
-    Attributes
-    ----------
-    tiling : Tiling
-        The tiling that the kernels used.
-    transfers : dict
-        ``{(stage, op, tensor): bytes}``.
+    The keys of `transfers` are (stage, op, tensor), and its values are bytes.
     """
 
     algorithm: str
@@ -180,16 +175,12 @@ class MeasuredPass:
 
     Attributes
     ----------
-    traffic : Traffic
-        The predicted traffic.
     launches : dict of list of MeasuredLaunch
         The measured launches by stage.
     counted : dict or None
         The kernel-reported transfers.
-    in_turns : bool
-        Whether the kernels added to dQ in a fixed order.
-    python : bool
-        Whether the kernels are those of `backend="numba_cuda"`.
+    in_turns, python : bool
+        Whether the kernels added to dQ in a fixed order, and are those of `backend="numba_cuda"`.
     """
 
     traffic: Traffic

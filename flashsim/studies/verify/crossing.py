@@ -5,16 +5,14 @@ More bytes cross than the problem's tensors have:
 - Rows in HBM are padded to 16 bytes.
 - L2 sends sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row begins
   in the middle of a sector, and a warp's combined request touches one more sector.
-- Hopper's TMA delivers whole boxes. Columns past a row's end and rows past a sequence's end arrive
-  at the SM as zeros, without being read from memory.
-- If a cluster of thread blocks shares a tile of keys, K and V arrive at each block of the cluster,
-  and so do the other blocks' parts of dK and dV.
-- A kernel reads LSE and delta in sectors too, and per work tile a few sectors of the schedule's
-  tables.
+- Hopper's TMA delivers whole boxes, with zeros past the ends of rows and sequences.
+- K and V arrive at each block of a cluster of thread blocks that share a tile of keys, and so do
+  the other blocks' parts of dK and dV.
+- A kernel reads LSE, delta and a few entries of the schedule's tables in sectors too.
 
-Kernels also compute more FLOPs than the problem has, because they multiply whole tiles with a
-padded head_dim. The rules were derived from counters (docs/notebooks/counters.md), except the rule
-for clusters in the Python kernels, which follows from their code and was not measured.
+Kernels multiply whole tiles with a padded head_dim. The rules were derived from counters
+(docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which follows from
+their code and was not measured.
 """
 
 from __future__ import annotations
@@ -49,9 +47,8 @@ WALKS = ("forward", "dkdv", "dq", "fused")
 class SharedItems(NamedTuple):
     """How thread blocks share key tiles in one launch of a KV-outer Hopper backward kernel.
 
-    The field `items` is the number of key tiles over all heads, and a cluster of `blocks` thread
-    blocks shares each key tile. The field `unused` is the number of dQ products that the thread
-    blocks compute and discard.
+    All heads together have `items` key tiles, and a cluster of `blocks` thread blocks shares each
+    key tile. The launch's blocks compute and discard `unused` dQ products in all.
     """
 
     items: int
@@ -94,15 +91,8 @@ def crossing(
 ) -> int:
     """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
 
-    Parameters
-    ----------
-    op : {"load", "store", "reduce"}
-    hopper : bool
-        Whether the kernel is of the Hopper family, which loads through TMA.
-    launches : sequence of SharedItems
-        Result of `shares`. Default: each outer tile has one block.
-    with_l1 : bool
-        Whether to count also sectors that the SM reads from L1.
+    Hopper kernels load through TMA. `launches` is the result of `shares`; by default, each outer
+    tile has one block. With `with_l1`, sectors that the SM reads from L1 count too.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -158,7 +148,7 @@ MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 def arriving(width: int) -> float:
     """Return how many 32-byte sectors per row of K or V arrive at each block of a cluster.
 
-    The cluster's blocks share a tile of keys. Empty boxes past the row's end do not count.
+    The number leaves out empty TMA boxes past the row's end.
     """
     return MULTICAST.get(width, _whole_boxes(width))
 
@@ -173,12 +163,11 @@ def _statistics(
 ) -> int:
     """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
 
-    One sector holds the values of eight rows. If a head's number of rows is no multiple of eight,
-    most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values of 32
-    rows of a tile at a time, so two successive reads share a sector. The second read of a shared
-    sector hits in L1, so only `with_l1` counts it. Hopper's dQ kernel reads the values of eight
-    rows at a time and bypasses L1; with tiles of 64 rows, each of its two warpgroups reads all
-    values.
+    One sector holds the values of eight rows, so most heads whose number of rows is no multiple of
+    eight begin in the middle of a sector. In a KV-outer loop, a warp reads the values of 32 rows at
+    a time, and the second read of a shared sector hits in L1, so only `with_l1` counts it. Hopper's
+    dQ kernel reads the values of eight rows at a time and bypasses L1; with tiles of 64 rows, each
+    of its two warpgroups reads all values.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -307,10 +296,8 @@ def tensor_flops(
 def _columns_of_dq(traffic: Traffic) -> int:
     """Return the number of dQ columns that the portable fused kernel computes, with padding.
 
-    Each warp has equally many columns, a multiple of 16. A warp whose columns all lie past the last
-    column computes nothing. If a warp's share is two pairs of fragments but only one pair is left,
-    the warp still computes two. With larger shares, the kernel skips the pairs past the last
-    column.
+    Each warp has equally many columns, a multiple of 16, and computes no columns past the last one,
+    except if its share is two pairs of fragments but only one pair is left.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

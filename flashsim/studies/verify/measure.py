@@ -22,12 +22,8 @@ from flashsim.studies.verify.ncu import MeasuredLaunch, command, output_of, pars
 class Record:
     """The measurements of some cases; any machine can compare them with predictions.
 
-    Attributes
-    ----------
-    text : str
-        The CSV that Nsight Compute printed.
-    counted : tuple of (tuple of Counted)
-        The kernel-reported transfers, for each pass of each case.
+    `text` is the CSV that Nsight Compute printed. `counted` has the kernel-reported transfers of
+    each pass of each case.
     """
 
     cases: tuple[Case, ...]

@@ -248,13 +248,7 @@ def command(
 
 
 def output_of(words: Sequence[str]) -> str:
-    """Run a command and return its stdout.
-
-    Raises
-    ------
-    BackendUnavailable
-        If the command fails; the message ends with the command's last output.
-    """
+    """Run a command and return its stdout; raise `BackendUnavailable` if the command fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])

@@ -1,12 +1,11 @@
 """Computes which sectors the kernels' stores touch: an upper bound on the writes that L2 counts.
 
-L2 counts writes in sectors of 32 bytes. If a row has an odd number of 16-byte pieces, every other
-row begins in the middle of a sector, and two store instructions write one half each of the sector
-that two rows share. L2 then receives one request or two, depending on timing, because writes that
-wait between an SM and L2 may be merged. So L2's counter lies between two exact numbers: the bytes
-stored, and the bytes of the sectors that instructions touch (docs/notebooks/counters.md). The
-kernels define which elements one instruction stores: `store_row` in hopper/tile_scheduler.cuh, and
-`store_tile` in portable/mma.cuh and portable/backward_rows.cu.
+If a row has an odd number of 16-byte pieces, every other row begins in the middle of a 32-byte
+sector, and two store instructions write one half each of the sector that two rows share. L2 then
+receives one request or two, depending on timing. So L2's counter lies between two exact numbers:
+the bytes stored, and the bytes of the sectors that instructions touch (docs/notebooks/counters.md).
+The kernels define which elements one instruction stores: `store_row` in hopper/tile_scheduler.cuh,
+and `store_tile` in portable/mma.cuh and portable/backward_rows.cu.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Infers the tiles of a kernel from its hardware counters, with the closed forms.
 
-FlashAttention-2's forward pass reads K and V once for each query tile that sees them. So the number
-of query tiles follows from the bytes that arrive at the SMs. A fused backward pass adds to each
-query row's dQ once for each key tile. So the size of the key tile follows from the bytes that the
-pass adds in L2. The function `infer` computes these bytes for every plausible tile, and returns all
-tiles that agree with the counters: tiles that move the same bytes cannot be distinguished.
+A forward pass reads K and V once for each query tile that sees them, so the bytes that arrive at
+the SMs determine the number of query tiles. A fused backward pass adds to each query row's dQ once
+for each key tile, so the bytes added in L2 determine the size of the key tile. The function `infer`
+returns all plausible tiles that agree with the counters, because some tiles move the same bytes.
 """
 
 from __future__ import annotations
@@ -53,16 +52,9 @@ BOX_BYTES = 128
 class LaunchCounters:
     """The hardware counters of one kernel launch.
 
-    Attributes
-    ----------
-    read : float
-        Bytes that the SMs read from L2.
-    written, reduced : float
-        Bytes that the SMs store in L2, and that they add in L2 by atomics.
-    blocks : int
-        The number of thread blocks, or 0 if it is unknown.
-    tensor_flops : float or None
-        FLOPs that the tensor cores executed, or None if they are unknown.
+    The SMs read `read` bytes from L2, store `written` bytes in L2, and add `reduced` bytes in L2 by
+    atomics. `blocks` counts thread blocks (0 if unknown), and `tensor_flops` the FLOPs on tensor
+    cores (None if unknown).
     """
 
     read: float
@@ -89,12 +81,9 @@ class Fit:
         The number of thread blocks, if each has one outer tile.
     scores : int
         The number of scores in all visited tiles, over all heads.
-    packed : bool
-        Whether a tile's rows are the queries of all query heads that share a key head.
-    boxes : bool
-        Whether the kernel reads whole boxes, also past the ends of sequences and rows, as TMA does.
-    dense : bool
-        Whether the kernel visits fully masked tiles.
+    packed, boxes, dense : bool
+        Whether a tile's rows are the queries of all query heads that share a key head; whether the
+        kernel reads whole boxes, as TMA does; and whether it visits fully masked tiles.
     cluster : int
         The number of thread blocks that share a key tile and add up their parts of dK and dV.
     """
@@ -143,10 +132,9 @@ class Inference:
         difference from the measured bytes. None if there is no other tile.
     splits : int
         The number of parts into which the keys are split.
-    by_grid : bool
-        Whether some tiles agree with the other counters, but not with the number of thread blocks.
-    by_flops : bool
-        Whether the FLOPs on tensor cores are known, and agree.
+    by_grid, by_flops : bool
+        Whether some tiles agree with all counters except the number of thread blocks, and whether
+        the FLOPs on tensor cores are known and agree.
     """
 
     form: str
@@ -254,8 +242,7 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
     """Infer the form of a kernel whose counters alone identify it, or return None.
 
-    The counters identify a kernel that adds to dQ, only sums, only rounds, or has no matrix
-    products.
+    The counters identify kernels that add to dQ, only sum or round, or have no matrix products.
     """
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
@@ -349,9 +336,9 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the bytes that a kernel stored beyond the results that the fit predicts.
+    """Return the bytes that a kernel stored beyond its results.
 
-    The result is 0 if partly written sectors may explain the difference.
+    A difference that partly written sectors may explain counts as 0.
     """
     more = seen.written - fit.written
     return more if more > fit.written else 0.0

@@ -32,15 +32,8 @@ _RANGE = re.compile(r"flashsim\.watch \d+( backward)?")
 class ProfiledLaunch:
     """One kernel launch that belongs to an attention call.
 
-    Attributes
-    ----------
-    call : int
-        The index of the call in `Profile.calls`.
-    direction : {"forward", "backward"}
-    blocks : int
-        The number of thread blocks.
-    counters : dict of str to float
-        Bytes, FLOPs and seconds, by the names in `flashsim.studies.verify.METRICS`.
+    `call` is the index of the call in `Profile.calls`. `counters` has bytes, FLOPs and seconds by
+    the names in `flashsim.studies.verify.METRICS`.
     """
 
     kernel: str
@@ -228,21 +221,10 @@ def measure_kernels(
 def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel: str = "") -> str:
     """Run a program under Nsight Compute, and return the table that ``ncu`` prints.
 
-    Parameters
-    ----------
-    words : sequence of str
-        The program and its arguments.
-    launches : int
-        The most kernels to measure.
-    ranges : bool
-        Whether to measure only kernels in NVTX ranges whose names begin with "flashsim.watch".
-    kernel : str
-        If not "", measure only kernels whose names match this regular expression.
-
-    Raises
-    ------
-    BackendUnavailable
-        If ``ncu`` is missing, or the program fails; the message ends with its last output.
+    At most `launches` kernels are measured. With `ranges`, only kernels in NVTX ranges whose names
+    begin with "flashsim.watch" are measured. With `kernel`, only kernels whose names match the
+    regular expression are measured. If ``ncu`` is missing or the program fails, the function raises
+    `BackendUnavailable`, whose message ends with the last output.
     """
     chosen = ["--launch-count", str(launches)]
     chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
@@ -252,12 +234,9 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the kernel launches in Nsight Compute's table, each with its NVTX range's name or "".
+    """Return the launches in Nsight Compute's table, each with its NVTX range's name or "".
 
-    Raises
-    ------
-    TraceError
-        If the text contains no table, or a launch lacks the bytes that it read.
+    A launch without the bytes that it read, or a text without a table, raises a `TraceError`.
     """
     found = []
     for launch in parse(text):

@@ -44,12 +44,8 @@ _SHORT = (
 class ProfiledKernel:
     """One kernel of one pass of an attention call.
 
-    Attributes
-    ----------
-    found : Inference
-        The form and the tiles that agree with the counters.
-    times : int
-        How often the same pass of the same call ran.
+    `found` has the form and the tiles that agree with the counters. The same pass of the same call
+    ran `times` times.
     """
 
     launch: ProfiledLaunch
