@@ -337,8 +337,8 @@ class _Arrays:
 def _axes(called: Any) -> tuple[str, ...]:
     """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
 
-    The shape of q comes before those of other arrays. A `torch.autograd.Function` uses the names in
-    its `forward`. A function that unpacks no shape has no names.
+    The shape of q comes before the shapes of other arrays. For a `torch.autograd.Function`, the
+    names come from its `forward`. The result is empty if the function unpacks no shape.
     """
     from flashsim.own_kernels.names import paper_name
 

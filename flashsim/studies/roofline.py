@@ -1,7 +1,7 @@
 """The roofline model: computes whether memory bandwidth or arithmetic limits a pass's speed.
 
-The method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of matrix
-products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
+The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
+matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
 roofline point names its way of counting bytes (`COUNTS`), because these ways are often confused.
 """
 
@@ -80,7 +80,10 @@ class Point:
 
     @property
     def attainable(self) -> float | None:
-        """The largest FLOP/s by the roofline: min(peak, intensity x bandwidth); None if unknown."""
+        """The largest FLOP/s by the roofline: min(peak, intensity x bandwidth), or None.
+
+        The value is None if the bandwidth is unknown.
+        """
         if not self.bandwidth:
             return None
         return min(self.device.peak(self.dtype), self.intensity * self.bandwidth)

@@ -300,7 +300,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box of score tile (i, j), of column j if i is -1, or of row i if j is -1."""
+        """Return the box that score tile (i, j) fills; with i = -1 column j, with j = -1 row i."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:

@@ -1,4 +1,4 @@
-"""Checks of claims about bytes, FLOPs, times and on-chip sizes."""
+"""Checks write-ups' claims about bytes, FLOPs, times and on-chip sizes, by computing them."""
 
 from __future__ import annotations
 

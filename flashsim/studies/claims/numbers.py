@@ -1,4 +1,4 @@
-"""Checks of claims about numerical results."""
+"""Checks write-ups' claims about numerical results, by computing the results."""
 
 from __future__ import annotations
 

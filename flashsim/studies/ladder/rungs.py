@@ -111,7 +111,7 @@ RUNGS: dict[str, Rung] = {
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The result of running one rung.
+    """The result of running one rung (algorithm) of the ladder.
 
     Attributes
     ----------

@@ -25,8 +25,8 @@ H200 = {
 def rates(units: Mapping[str, float]) -> dict[str, float]:
     """Return measured rates: FLOP/s of one SM's tensor and CUDA cores, bytes/s of HBM and L2.
 
-    `units` is the result of `flashsim.backends.cupy_gpu.units.measure`. A missing unit raises a
-    `TraceError`.
+    `units` is the result of `flashsim.backends.cupy_gpu.units.measure`. If `units` lacks a unit,
+    the function raises a `TraceError`.
     """
     wanted = {"tensor": ("wgmma", "mma.sync"), "float32": ("multiply-adds",)}
     wanted |= {"HBM": ("HBM",), "L2": ("L2 reads",), "clock": ("SM clock",)}

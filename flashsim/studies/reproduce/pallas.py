@@ -1,8 +1,8 @@
 """Recomputes the roofline, intensities, times and on-chip bytes of a write-up of Pallas attention.
 
 In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
-per score for the softmax. In the backward pass, the model counts each kernel's own products. The
-model counts one HBM transfer per tensor.
+per score for the softmax. In the backward pass, the write-up counts each kernel's own products. The
+write-up counts one HBM transfer per tensor.
 """
 
 from __future__ import annotations
