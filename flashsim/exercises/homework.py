@@ -50,7 +50,7 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def exercises_of(roots: Sequence[Path]) -> list[KernelExercise]:
-    """Return the exercises whose file is in at least one homework folder; if none is, all."""
+    """Return the exercises whose file is in at least one homework folder, or else all exercises."""
     every = [one for one in _bundled() if one.path]
     return [one for one in every if any((root / one.path).is_file() for root in roots)] or every
 
