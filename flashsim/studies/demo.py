@@ -118,10 +118,7 @@ def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
 
 @own_errors
 def demo(out: Path) -> list[DemoLayer]:
-    """Run attention for every model layer whose inputs come with flashsim, and compare algorithms.
-
-    The folder `out` receives the traces of FlashAttention-2.
-    """
+    """Run attention for every bundled model layer, compare algorithms, and save traces in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     return [_layer(name, out) for name in SAMPLES]
 

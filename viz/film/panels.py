@@ -21,10 +21,7 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point.
-
-    The panel shows a row of the current row tile, if the statistics hold one.
-    """
+    """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point."""
 
     def __init__(
         self, panels: Sequence[Axes], s: RowStatistics, walk: Steps, theme: Theme, left: float

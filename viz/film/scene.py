@@ -89,10 +89,7 @@ class _Strip:
 
 
 class Scene:
-    """The diagram of one trace: the score grid, and around it the tensors in HBM.
-
-    All `artists` change from step to step; the rest of the picture is background.
-    """
+    """The diagram of one trace: the score grid, and around it the tensors in HBM."""
 
     def __init__(
         self, ax: Axes, sram: Axes, walk: Steps, theme: Theme, aspect: float, full: int

@@ -56,10 +56,7 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return a row tile's number of rows, and the two ranges of key tiles that it visits.
-
-        The seven numbers are those of `Prefix.tile`.
-        """
+        """Return the rows of a row tile and the key tiles that it visits, as `Prefix.tile` does."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         top = start // self.members // self.cell

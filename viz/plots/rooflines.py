@@ -189,10 +189,7 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return the entry of `values` for each row's label, else for its algorithm, else None.
-
-    A name in `values` that belongs to no row raises an error.
-    """
+    """Return the entry of `values` for each row's label, else for its algorithm, else None."""
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():

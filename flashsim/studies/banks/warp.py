@@ -212,10 +212,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of bank conflicts, with one row per access pattern and shared-memory layout.
-
-    The table has no row for a layout that does not allow the pattern.
-    """
+    """Return a table of bank conflicts, with one row per pattern and layout that allows it."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

@@ -143,10 +143,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return how often the rung loads and stores each score, on average.
-
-        For the naive softmax, arXiv:1805.02867 also has 2 loads and 1 store.
-        """
+        """Return how often the rung loads and stores each score, on average; naive: 2 and 1."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 

@@ -206,10 +206,7 @@ KERNELS = {
 def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
-    """Return a table of the errors that published kernels' roundings cause, on every kind of input.
-
-    The roundings are those of `Precision.preset`.
-    """
+    """Return a table of the errors that published kernels' roundings (`Precision.preset`) cause."""
     n, head_dim = checks.positive_int("n", n), checks.positive_int("head_dim", head_dim)
     table = report.Table(
         f"Error of published kernels' roundings, {dtype}, N = {n:,}, d = {head_dim}",

@@ -72,10 +72,7 @@ class SpreadTime(report.Tabled):
 
     @property
     def efficiency(self) -> float:
-        """The parallel efficiency: one GPU's time divided by `seconds` and by the number of ranks.
-
-        An efficiency of 1 is perfect scaling.
-        """
+        """Parallel efficiency: one GPU's time / (`seconds` times ranks); 1 is perfect scaling."""
         return self.one / (self.seconds * self.account.group.ranks)
 
     def table(self) -> report.Table:
