@@ -63,17 +63,10 @@ def grade_file(
 ) -> tuple[Marks, Trace | None]:
     """Grade a student's file; return its marks, and the trace of its transfers.
 
-    Parameters
-    ----------
-    path : path-like
-        The student's file.
-    exercise : str, optional
-        An exercise's name, or the path of a lecturer's file. Default: the bundled exercise that the
-        file's first line names.
-    limit : float, optional
-        Time limit in seconds. Default: `LIMIT`; for kernels, `kernel_grading.LIMIT`.
-    memory : int, optional
-        Memory limit in MiB. Default: `MEMORY` on Linux, more for kernels, none elsewhere.
+    `exercise` is an exercise's name, or the path of a lecturer's file; by default, it is the
+    bundled exercise that the file's first line names. `limit` is in seconds (default: `LIMIT`; for
+    kernels, `kernel_grading.LIMIT`), and `memory` in MiB (default: `MEMORY` on Linux, more for
+    kernels, none on other systems).
 
     Raises
     ------

@@ -39,8 +39,7 @@ class Rung:
         The function that runs the rung on a `Bench`; None for flashsim's own algorithms.
     scores : (int, int, int)
         How often the rung loads each element of S, stores each element of P, and loads each element
-        of P. The closed form of a rung with a `page` follows from these numbers; `traffic` has the
-        closed forms of flashsim's algorithms.
+        of P. The closed form of a rung with a `page` follows from these numbers.
     """
 
     name: str

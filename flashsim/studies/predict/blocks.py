@@ -23,14 +23,9 @@ def makespan(
     head group the longest tiles start first. When no block is left to start, blocks that remain on
     an SM become faster.
 
-    Parameters
-    ----------
-    work, latency : sequence of float
-        Seconds on an SM, by outer tile, in launch order.
-    walks, clump : int
-        The number of loops over all tiles (for example one per head), and of loops per head group.
-    processors, together : int
-        The number of SMs, and of blocks that run on an SM at the same time.
+    `work` and `latency` are seconds per outer tile, in launch order. `walks` is the number of loops
+    over all tiles (for example one per head), and `clump` the number of loops per head group. An SM
+    runs `together` blocks at the same time.
     """
     items = len(work) * walks
     if not items:

@@ -166,18 +166,9 @@ class Inference:
 def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of one pass of an attention call.
 
-    Parameters
-    ----------
-    problem : Problem
-        The shape and the mask of the attention call.
-    direction : {"forward", "backward"}
-    launches : sequence of LaunchCounters
-        The counters of the pass's kernels, in the order in which they ran.
-
-    Returns
-    -------
-    list of Inference
-        One per launch; its form is "other", without fits, if nothing agrees with the counters.
+    `problem` is the shape and the mask of the call, and `launches` has the counters of the pass's
+    kernels in the order in which they ran. The result has one `Inference` per launch; if nothing
+    agrees with the counters, the form is "other" and there are no fits.
     """
     if direction != "forward":
         return _backward(problem, launches)

@@ -93,15 +93,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a record that `save` wrote.
-
-        Raises
-        ------
-        TraceError
-            If the file has a different format.
-        OSError
-            If the file does not exist.
-        """
+        """Read a record that `save` wrote; raise a `TraceError` if the file is not one."""
         try:
             values = json.loads(path.read_text())
             launches = tuple(ProfiledLaunch(**one) for one in values.pop("launches"))
@@ -128,17 +120,9 @@ def measure(
 ) -> Profile:
     """Run a PyTorch program under Nsight Compute, and record the kernels of its attention calls.
 
-    The attention calls are those that `flashsim.torch.watch` records.
-
-    Parameters
-    ----------
-    program : Path
-    arguments : sequence of str
-        The arguments of the program.
-    device : str, optional
-        The GPU's preset; default: the one that matches the GPU.
-    launches : int
-        The most kernels to measure; each runs again for each group of counters.
+    The attention calls are those that `flashsim.torch.watch` records. By default, `device` is the
+    preset that matches the GPU. At most `launches` kernels are measured; each runs again for each
+    group of counters.
 
     Raises
     ------
@@ -183,23 +167,10 @@ def measure_kernels(
 ) -> Profile:
     """Run any Python program, and record the kernels whose names match a regular expression.
 
-    Use this function for kernels that `watch` does not record, such as your own. Each launch of the
-    first kernel that ran begins a new call of the same shape.
-
-    Parameters
-    ----------
-    program, arguments, device, launches
-        As for `measure`.
-    problem : Problem
-        The shape and the mask of the program's attention.
-    direction : {"forward", "backward"}
-    kernel : str
-        A regular expression of Nsight Compute's ``--kernel-name``.
-
-    Raises
-    ------
-    BackendUnavailable, TraceError
-        As for `measure`.
+    Use this function for kernels that `watch` does not record, such as your own. `problem` is the
+    shape and the mask of the program's attention. `kernel` is a regular expression of Nsight
+    Compute's ``--kernel-name``. Each launch of the first kernel that ran begins a new call of the
+    same shape. All other arguments and the errors are those of `measure`.
     """
     words = [sys.executable, str(program), *arguments]
     taken = launches_of(profile(words, launches=launches, kernel=kernel))

@@ -148,15 +148,7 @@ def _advice(p: Problem, name: str) -> str:
 class XRay(report.Tabled):
     """The attention kernels of a program, from hardware counters; prints as a table.
 
-    Parameters
-    ----------
-    record : Profile
-        The result of `measure`, `measure_kernels` or `Profile.load`.
-
-    Attributes
-    ----------
-    kernels : tuple of ProfiledKernel
-        The kernels; equal passes of equal calls occur once.
+    The argument `record` is the result of `measure`, `measure_kernels` or `Profile.load`.
     """
 
     def __init__(self, record: Profile) -> None:
@@ -165,7 +157,10 @@ class XRay(report.Tabled):
 
     @cached_property
     def kernels(self) -> tuple[ProfiledKernel, ...]:
-        """The attention kernels of the program, in the order in which they first ran."""
+        """The program's attention kernels, in the order in which they first ran.
+
+        Equal passes of equal calls occur once.
+        """
         passes: dict[tuple[int, str], list[ProfiledLaunch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
