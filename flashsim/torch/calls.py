@@ -47,8 +47,7 @@ class AttentionCall:
     Attributes
     ----------
     name : str
-        The module that made the call, named as in ``model.named_modules()``; "" if no module made
-        it.
+        The module that made the call, as in ``model.named_modules()``; "" if no module made it.
     api : str
         The function called: "scaled_dot_product_attention", "flex_attention", ...
     sizes : Extents
@@ -115,10 +114,7 @@ class AttentionCall:
 
     @property
     def note(self) -> str:
-        """Return a text that says which part of the call a count does not include, and why.
-
-        The text is empty if a count includes the whole call.
-        """
+        """Return which part of the call a count leaves out, and why; "" means no part."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -130,7 +126,7 @@ class AttentionCall:
     def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
         """Run the simulator on this call and return its trace, for pictures and the player.
 
-        The simulation uses the call's own q, k and v if they were copied, else random ones
+        The simulation uses the recorded q, k and v if `watch` copied them, else random tensors
         (`seed`).
 
         Parameters
@@ -186,10 +182,10 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Return copies of a call's tensors q, k and v, each as (batch, heads, n, head_dim).
+    """Return copies of q, k and v, each (batch, heads, n, head_dim), or None.
 
-    The function returns None if the tensors have no values, take more than `limit` bytes, or cannot
-    be brought into this shape.
+    The result is None if the tensors have no values, take more than `limit` bytes, or have other
+    sizes.
     """
     s = sizes
     wanted = (
@@ -210,20 +206,14 @@ def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Ten
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """Return a CPU tensor as a NumPy array; bfloat16 is passed on as bits."""
+    """Return a CPU tensor as a NumPy array that shares its memory; bfloat16 keeps its bits."""
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return x.numpy()
 
 
 def only(calls: list[AttentionCall], name: str) -> AttentionCall:
-    """Return the recorded call that has this name; raise if several calls have it.
-
-    Raises
-    ------
-    OptionError
-        If there are several.
-    """
+    """Return the only call of the list `calls`; raise OptionError if the list has several calls."""
     if len(calls) > 1:
         raise OptionError(
             f"{name!r} made {len(calls)} calls, but this needs a single call; choose one from "

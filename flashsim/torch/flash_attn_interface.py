@@ -3,7 +3,7 @@
 Code written for ``flash_attn_interface`` runs after you change one import. Tensor layouts and masks
 are those of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their
 descales. `num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata`
-only tune speed in that package, and have no effect here.
+only tune speed in FlashAttention-3, and have no effect here.
 """
 
 from __future__ import annotations
@@ -150,8 +150,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    Sequence offsets and lengths are read on the host. `flash_attn_func` explains the other
-    arguments.
+    Sequence offsets and lengths are read on the host. For other arguments, see `flash_attn_func`.
 
     Parameters
     ----------
@@ -212,9 +211,10 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
-    The docstrings of `flash_attn_func` and of `flashsim.torch.flash_attn.flash_attn_with_kvcache`
-    explain the arguments that are not listed here. With `cu_seqlens_q`, `qv`, `attention_chunk` or
-    FP8, cache lengths are read on the host, and the live keys are copied together.
+    For arguments not listed here, see `flash_attn_func` and
+    `flashsim.torch.flash_attn.flash_attn_with_kvcache`. With `cu_seqlens_q`, `qv`,
+    `attention_chunk` or FP8, cache lengths are read on the host, and the live keys are copied into
+    one packed array.
 
     Parameters
     ----------
@@ -257,5 +257,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None, because flashsim needs no plan for a tile scheduler; FlashAttention-3 does."""
+    """Return None: FlashAttention-3 plans its tile scheduler here, but flashsim needs no plan."""
     return

@@ -15,8 +15,7 @@ from flashsim.torch import ops
 class FlexPasses(NamedTuple):
     """A score function, a mask and options of `flex_attention`; its methods run the passes.
 
-    `wanted` names the captured arrays whose gradients the backward pass computes. `more` holds
-    further keywords of `flashsim.run`, such as ``causal``, and their values.
+    `wanted` names the captured arrays that get a gradient; `more` holds keywords of `flashsim.run`.
     """
 
     score: Traced | None
@@ -51,13 +50,8 @@ class FlexPasses(NamedTuple):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
         """Run the backward pass; return dQ, dK, dV, and gradients of the sinks and `wanted` arrays.
 
-        Parameters
-        ----------
-        gradients : (dO, the LSE's gradient or None)
-        results : (out, LSE)
-        inputs : (q, k, v)
-        sinks : Tensor, optional
-            If there are no sinks, their gradient is None.
+        `gradients` are (dO, the LSE's gradient or None), `results` (out, LSE) and `inputs` (q, k,
+        v). Without `sinks`, their gradient is None.
         """
         dout, dlse = gradients
         found = execution.backward(

@@ -14,12 +14,10 @@ from flashsim.torch.functional import attention
 def attend(
     query: Tensor, key: Tensor, value: Tensor, offsets: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention of packed sequences.
+    """Compute attention of packed (1, heads, tokens, d) inputs; return (1, tokens, heads, d).
 
-    The inputs are (1, heads, tokens, d); the output is (1, tokens, heads, d).
-
-    A step of continuous batching in which each sequence has one token does not wait for the GPU.
-    All other calls read the sequences' offsets on the host.
+    If each sequence has one token, as in a step of continuous batching, the call does not wait for
+    the GPU. Other calls read the sequences' offsets on the host.
 
     Parameters
     ----------

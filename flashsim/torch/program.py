@@ -11,10 +11,9 @@ from unittest import mock
 
 
 def run(script: Path, arguments: Sequence[str] = ()) -> int:
-    """Run a program to its end, and return its exit code.
+    """Run a Python program to its end, and return its exit code.
 
-    An error of the program is printed as Python prints it; the exit code is then 1, or 130 after
-    Ctrl-C.
+    An error of the program is printed as Python prints it, with exit code 1, or 130 after Ctrl-C.
     """
     path = [str(script.resolve().parent), *sys.path[1:]]
     words = [str(script), *arguments]

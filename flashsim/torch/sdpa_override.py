@@ -1,10 +1,9 @@
 """Lets flashsim replace torch's own attention, and that of Hugging Face's transformers.
 
-torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
-After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
+After `install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
 ``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
 CPU and on CUDA, until ``restore_flash_attention_impl()``. torch's flash attention on CUDA takes no
-`attn_mask`, so flashsim also replaces the other fused kernels there, for calls with a mask.
+`attn_mask`, so flashsim also replaces the other fused kernels on CUDA, for calls with a mask.
 Dropout raises an error, because the kernels do not support it.
 """
 
@@ -114,7 +113,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Translate the arguments of a torch call into keywords of `flashsim.run`.
+    """Translate the arguments of torch's attention into keywords of `flashsim.run`.
 
     torch's causal mask is aligned at the top left, even if the numbers of queries and keys differ.
     """
@@ -132,8 +131,7 @@ def _masked_question(
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
     """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
 
-    If `narrow` is true, a mask that was broadcast over the batch or the heads becomes one bias that
-    all of them share.
+    With `narrow`, batch entries or heads that share a mask share one bias.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
@@ -211,7 +209,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Return the tensor with the memory order (batch, n, heads, d), like torch's gradients."""
+    """Return `x` with the memory order (batch, n, heads, d), like torch's gradients."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -505,10 +503,7 @@ _MASKED_ON_CUDA = {
 
 
 def _masked_on_cuda() -> dict[str, Any]:
-    """Return the functions that replace torch's operators on CUDA, by name.
-
-    If a call has no mask, they run torch's own kernel.
-    """
+    """Return, by name, the functions that replace torch's CUDA operators for calls with a mask."""
     kernel = torch.library.get_kernel
     return {
         name: _if_masked(function, at, kernel(f"aten::{name}", "CUDA"))
