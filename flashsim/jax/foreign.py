@@ -1,9 +1,8 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-Each of the two functions works directly on XLA's memory. On the CPU, the functions wrap this memory
-in NumPy arrays. On a GPU, they wrap it in CuPy arrays, and use XLA's stream. Under `jax.vmap` every
-array has additional leading axes, of the mapped length or 1. The mapped problems are independent,
-so their axes become part of the batch.
+The functions work directly on XLA's memory, as NumPy arrays on the CPU, and on a GPU as CuPy
+arrays, on XLA's stream. Under `jax.vmap` every array has additional leading axes, of the mapped
+length or 1. The mapped problems are independent, so their axes become part of the batch.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.run` on arrays with mapped axes folded into the batch; return out and lse."""
+    """Run `flashsim.run` on arrays whose mapped axes are part of the batch; return out and lse."""
     question.pop("deterministic")
     result = execution.run(**arrays, **question)
     return [result.out, result.lse]
@@ -43,7 +42,7 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
     """Run `flashsim.backward`; return dq, dk, dv, and any further gradients.
 
-    The further gradients are those of the bias, of the sinks, and of the float arrays that a score
+    Further gradients are those of the bias, of the sinks, and of the float arrays that the score
     function captures, in this order.
     """
     score = question.get("score_mod")
@@ -59,10 +58,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions, in place.
-
-    The arrays that the functions capture are removed from `arrays`.
-    """
+    """Replace the graphs in `question` by traced functions; remove their arrays from `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -113,7 +109,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Check a forward pass on a GPU, and return its prepared launch and the positions of q, k, v.
+    """Check a forward pass on a GPU; return its launch and q, k and v's positions, or None.
 
     The result is None if the pass cannot be launched directly.
     """
@@ -135,7 +131,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run a call; `flashsim.torch` decides in the same way."""
+    """Return True if the decode kernels run a call, by the same rule as in `flashsim.torch`."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)
@@ -173,7 +169,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
     """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths.
 
-    If all mapped entries share an array, the array is repeated for each entry.
+    An array that all mapped entries share is repeated for each entry.
     """
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())

@@ -34,8 +34,7 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
     """Return a name for each value that a loop carries.
 
-    The name is the user's if it can be found. Otherwise it is JAX's name, such as "carry[0]", or if
-    there is none, "carry 0".
+    The name is the user's if it is found, else JAX's, such as "carry[0]", else "carry 0".
     """
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]

@@ -37,7 +37,7 @@ class Output:
 
     @property
     def right(self) -> bool:
-        """Whether no element of the tensor is wrong."""
+        """Return True if no element of the tensor is wrong."""
         return not self.wrong
 
 
@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether every output is right."""
+        """Return True if every output of the kernel is right."""
         return all(one.right for one in self.outputs)
 
     def __str__(self) -> str:
@@ -184,12 +184,12 @@ def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _is_m(g: Geometry) -> bool:
-    """Whether the tensor that holds the LSE is called M."""
+    """Return True if the tensor that holds the LSE is called M."""
     return g.record.tensors[g.labels.index("L")].name.lower().startswith("m")
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a kernel's inputs: the tensors that the kernel loads before it stores to them."""
+    """Return a kernel's inputs by label: the tensors that it loads before it stores to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -242,9 +242,9 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the largest error that a result may have.
+    """Return the largest allowed error: TIMES plain attention's error, plus one rounding error.
 
-    It is TIMES the error of plain attention in this type, plus one rounding error.
+    Plain attention is computed in the kernel's element type.
     """
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
@@ -280,7 +280,7 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that explains all these wrong outputs, or "" if none does."""
+    """Return the first known mistake that explains all the wrong outputs, or "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):

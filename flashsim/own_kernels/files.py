@@ -37,7 +37,7 @@ def imports(text: str) -> set[str]:
 def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
     """Turn an exception in a user's file into a `TraceError` that names the file's line.
 
-    The text `hint` is added to the message; it can say which arguments the file received.
+    `hint` is added to the message; for example, it says which arguments the file received.
     """
     try:
         yield

@@ -28,9 +28,8 @@ class KernelFinding:
     line : int
         The line in the user's file; 0 if the warning concerns no single line.
     program : tuple of int
-        Grid coordinates of the first program that the warning concerns; () if it concerns none.
+        Grid coordinates of the first program that the warning concerns; () if none.
     tensor : str
-        The tensor's name.
     """
 
     kind: str
@@ -49,10 +48,7 @@ def findings_of(g: Geometry) -> list[KernelFinding]:
 
 
 def _groups(g: Geometry, chosen: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Yield the `chosen` accesses in groups that share a source line, an operation and a tensor.
-
-    Each item is a tuple (line, operation, tensor code, accesses).
-    """
+    """Yield (line, operation, tensor code, accesses) for each group of the `chosen` accesses."""
     for line, op, code, at in g.record.by_line(chosen):
         yield g.record.lines[line][1], op, code, at
 

@@ -36,13 +36,10 @@ class Follower:
 
     Attributes
     ----------
-    scores : float64 (rows, n_kv)
-        Scaled and masked scores, with -inf where the mask removes a score.
+    scores : scaled scores, float64 (rows, n_kv), with -inf where the mask removes a score
     v : float64 (n_kv, d_v)
-    first_row : int
-        The query index of the first row.
-    relative : float
-        The allowed error of a variable, relative to its largest expected value.
+    first_row : query index of the first row
+    relative : allowed error of a variable, relative to its largest expected value
     """
 
     scores: np.ndarray
@@ -54,9 +51,9 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note that the program loads keys first to last - 1.
+        """Note that the program loads keys first to last - 1; first check its `variables`.
 
-        Before that, check the program's `variables`, which result from the earlier key tiles.
+        The variables result from the earlier key tiles.
         """
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again

@@ -1,8 +1,8 @@
 """Splits a program's accesses into visits (tile pairs), one per inner-loop iteration.
 
-A launch whose outer loop is over queries has one program per query tile, which loops over key
-tiles. A new visit begins when a tensor of the inner loop is accessed at another tile than before.
-So two loads of the same tile in one iteration belong to one visit.
+If a launch's outer loop is over queries, each program has one query tile and loops over key tiles.
+A new visit begins when a tensor of the inner loop is accessed at another tile than before, so two
+loads of the same tile in one iteration belong to one visit.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ class Visits:
     at : int64 (n,)
         Index of each access in the record, ordered by program.
     program, head : int64 (n,)
-        The program and the query head of each access. A program that computes a whole GQA group has
-        several heads.
-    tile : int64 (n,)
-        Outer tile of each access's program.
-    inner : int64 (n,)
-        Inner tile of each access's visit; -1 for accesses outside the inner loop.
+        The program and the query head of each access; a program may have several heads.
+    tile, inner : int64 (n,)
+        Outer tile of each access's program, and inner tile of each access's visit; -1 for accesses
+        outside the inner loop.
     visit : int64 (n,)
-        Number of each access's visit, counted from 0 in the launch. It is -1 for accesses before
-        a program's first visit and after its last one.
+        Number of each access's visit, counted from 0 in the launch; -1 before a program's first
+        visit and after its last one.
     """
 
     outer: str
@@ -97,10 +95,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return, for each access, the first value in its program that is at least 0.
-
-    If the program has no such value, the result is the program's default.
-    """
+    """Return, for each access, the first value in its program that is at least 0, or a default."""
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]

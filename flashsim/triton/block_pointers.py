@@ -1,6 +1,6 @@
 """Block pointers (`tl.make_block_ptr` and `tl.advance`) for Triton 3.9, which removed them.
 
-Many homework files use block pointers. Up to version 3.8, Triton's own interpreter supports them.
+Many homework files use block pointers. Triton's own interpreter supports them up to version 3.8.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ class BlockPointer:
 
     @property
     def element(self) -> Any:
-        """Triton's element type."""
+        """Return Triton's element type of the tensor."""
         return self.base.dtype.element_ty
 
     @property
     def dtype(self) -> Any:
-        """The type of the pointer `base`, so that `p.dtype.element_ty` works in kernels."""
+        """Return the type of the pointer `base`, so that `p.dtype.element_ty` works in kernels."""
         return self.base.dtype
 
     #: Kernels also write `p.type.element_ty`.
@@ -44,7 +44,7 @@ class BlockPointer:
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
         """Return two handles: the pointers of the block's elements, and the block's mask.
 
-        The mask is False for elements out of bounds, along the axes whose bounds are checked.
+        The mask is False for elements out of bounds, along the axes in `boundary_check`.
         """
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
@@ -60,7 +60,7 @@ class BlockPointer:
         return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
 
     def advance(self, offsets: Any, **_: Any) -> BlockPointer:
-        """Return this block pointer moved by some offsets, as `tl.advance` did up to Triton 3.8."""
+        """Return this block pointer moved by `offsets`, as `tl.advance` did up to Triton 3.8."""
         moved = tuple(a + b for a, b in zip(self.offsets, numbers(offsets), strict=True))
         return replace(self, offsets=moved)
 
@@ -77,7 +77,7 @@ def number(value: Any) -> int:
 
 
 def numbers(given: Any) -> tuple[int, ...]:
-    """Return several integer values of a kernel as Python ints."""
+    """Return several of a kernel's integers as Python ints."""
     return tuple(number(one) for one in given)
 
 
@@ -90,7 +90,7 @@ def make_block_ptr(
 
 
 def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
-    """Return a block pointer moved by some offsets, as `tl.advance` did up to Triton 3.8."""
+    """Return a block pointer moved by `offsets`, as `tl.advance` did up to Triton 3.8."""
     return base.advance(offsets)
 
 

@@ -25,7 +25,7 @@ def reader_frame(folder: str) -> FrameType | None:
 
 
 def in_library(folder: str) -> bool:
-    """Return whether a function of Triton's own library is running, such as `tl.sigmoid`."""
+    """Return True if a function of Triton's own library is running, such as `tl.sigmoid`."""
     library = str(Path(folder) / "language" / "standard.py")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):

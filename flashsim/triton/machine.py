@@ -35,17 +35,11 @@ class Ran:
 
     Attributes
     ----------
-    number : int
-        The launch's number in the record.
-    function : callable
-        The kernel as the interpreter runs it.
-    arguments : dict
-        The arguments by parameter, converted for the interpreter.
-    pointers : list of Pointer
-        The array arguments.
-    before : dict of int to ndarray
-        The bytes of each allocation before the launch, by the allocation's address.
-    grid : tuple of int
+    number : the launch's number in the record
+    function : the kernel as the interpreter runs it
+    arguments : the arguments by parameter, converted for the interpreter
+    pointers : the array arguments
+    before : the bytes of each allocation before the launch, by the allocation's address
     """
 
     number: int
@@ -137,7 +131,7 @@ class Interpreter:
         return [*found, tl.core.tensor_descriptor_base]
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
-        """Replace an attribute until `entered` ends."""
+        """Replace an attribute of an object in Triton's language until `entered` ends."""
         self._hooks.enter_context(mock.patch.object(obj, name, value, create=True))
 
     def _interpreted(self, kernel: Any) -> Any:
@@ -145,7 +139,7 @@ class Interpreter:
         return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the globals of the user's file before the interpreter adds its own to them."""
+        """Remember the globals of the user's file before the interpreter adds its own names."""
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
@@ -157,8 +151,8 @@ class Interpreter:
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `patch` of Triton's language that also makes the changes that flashsim needs.
 
-        For Triton 3.9 this adds block pointers. For Triton 3.6 it changes how tensors are converted
-        to integers, which NumPy 2.4 refuses.
+        Triton 3.9 gets block pointers. Triton 3.6 gets another conversion of tensors to integers,
+        because NumPy 2.4 refuses Triton's own.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
@@ -194,7 +188,7 @@ class Interpreter:
         tl.store = block_pointers.storing(tl.store, builder)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Run one configuration of an autotuned kernel, without timing any of them."""
+        """Run one configuration of an autotuned kernel, without timing any configuration."""
 
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -295,7 +289,7 @@ class Interpreter:
         }
 
     def loaded(self, found: Any) -> Any:
-        """Remember the handle that a load returned, and return it."""
+        """Remember the handle that a load returned, and return the handle."""
         self._loaded[id(found)] = found
         return found
 
@@ -397,9 +391,9 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again, on memory as it was before its launch; `look` gets each access.
+        """Run one program again, on memory as before its launch; `look` gets each access.
 
-        This second run is not recorded, and the current memory is restored at the end.
+        The second run is not recorded, and the current memory is restored at the end.
         """
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
@@ -451,7 +445,7 @@ class Interpreter:
             yield place
 
     def _convert(self, value: Any) -> Any:
-        """Return an argument in the form that interpreted kernels accept."""
+        """Return an argument as an object that interpreted kernels accept."""
         at = self.at
         if isinstance(value, Pointer):
             kind = at.tl.pointer_type(value.element)
@@ -480,11 +474,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return the arrays of these tensors, by code.
-
-        For a JAX array, this is the copy that the kernel writes to; otherwise it is the user's
-        array.
-        """
+        """Return the arrays of these tensors, by code; for a JAX array, the copy written to."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
@@ -495,7 +485,7 @@ class Interpreter:
 
 
 def fit_int(place: Sequence[Any]) -> bool:
-    """Return whether all these values are integers."""
+    """Return True if all these values are integers."""
     return all(isinstance(n, (int, np.integer)) for n in place)
 
 

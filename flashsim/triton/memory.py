@@ -23,12 +23,10 @@ class Reached:
 
     Attributes
     ----------
-    addresses : uint64 ndarray
-        Real addresses, in the shape of the pointers; undefined for lanes that are not `real`.
-    real : bool ndarray
-        Lanes whose memory may be accessed.
-    lost : bool ndarray
-        Active lanes whose address is outside of the tensor's allocation.
+    addresses : real addresses, uint64, in the pointers' shape; undefined for lanes that are not
+    `real`
+    real : lanes whose memory may be accessed
+    lost : active lanes whose address is outside of the tensor's allocation
     """
 
     addresses: np.ndarray
@@ -56,10 +54,7 @@ class Memory:
     ) -> Reached:
         """Record an access, and return the real memory that its lanes (elements) refer to.
 
-        Raises
-        ------
-        MemoryModelError
-            If an active lane's address belongs to no argument of the kernel.
+        MemoryModelError is raised if an active lane's address belongs to no argument of the kernel.
         """
         shape = np.broadcast_shapes(pointers.shape, mask.shape)
         addresses = np.broadcast_to(pointers, shape).astype(np.int64)
@@ -93,9 +88,9 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, which a tensor of pointers can hold, to simulated addresses.
+        """Translate real addresses, as in a tensor of pointers, to simulated addresses.
 
-        The method raises an error for an address that belongs to no argument.
+        An address that belongs to no argument raises an error.
         """
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
@@ -189,5 +184,5 @@ class Memory:
 
 
 def dtype_of(handle: Any) -> int:
-    """Return the bytes per element that a pointer handle points to."""
+    """Return the number of bytes of an element that a pointer handle points to."""
     return max(1, handle.get_element_ty().primitive_bitwidth // 8)
