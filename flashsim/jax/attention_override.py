@@ -99,10 +99,7 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the array that is added to the scores: the bias, and -inf for masked keys.
-
-    The mask and the sequence lengths decide which keys are masked.
-    """
+    """Return the bias plus -inf for keys that the mask or the lengths exclude."""
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
         kept = jnp.arange(shape[3]) < lengths[:, None, None, None]
@@ -154,8 +151,8 @@ def _reach(
 ) -> tuple[int, int, tuple[int, int] | None]:
     """Return how many queries see a key, how many keys are seen, and the window.
 
-    `jax.nn` aligns the `t` queries and `s` keys at the top left; the returned window is for
-    flashsim's engines, which align at the bottom right.
+    The window is for flashsim's engines, which align at the bottom right; `jax.nn` aligns `t`
+    queries and `s` keys at the top left.
     """
     left, right = _sides(local_window_size)
     if is_causal:

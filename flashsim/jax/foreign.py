@@ -1,8 +1,7 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-The functions work directly on XLA's memory, as NumPy arrays on the CPU, and on a GPU as CuPy
-arrays, on XLA's stream. Under `jax.vmap` every array has additional leading axes, of the mapped
-length or 1. The mapped problems are independent, so their axes become part of the batch.
+The functions work directly on XLA's memory, on a GPU in XLA's stream. Under `jax.vmap` every array
+has additional leading axes, of the mapped length or 1, which become part of the batch.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv, and any further gradients.
+    """Run `flashsim.backward`; return dq, dk, dv, and, if wanted, further gradients.
 
     Further gradients are those of the bias, of the sinks, and of the float arrays that the score
     function captures, in this order.
@@ -109,10 +108,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Check a forward pass on a GPU; return its launch and q, k and v's positions, or None.
-
-    The result is None if the pass cannot be launched directly.
-    """
+    """Return a GPU pass's launch and the positions of q, k and v, or None if it has no launch."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -167,10 +163,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 
 
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
-    """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths.
-
-    An array that all mapped entries share is repeated for each entry.
-    """
+    """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths."""
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())
     if not lead:
@@ -188,10 +181,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return a result with the mapped axes as separate axes again, no longer part of the batch.
-
-    If a batch shares a bias, the bias's gradients are summed over the batch.
-    """
+    """Return a result with mapped axes apart from the batch; sum a shared bias's gradients."""
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])

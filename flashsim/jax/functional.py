@@ -24,10 +24,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The arguments of an attention call other than arrays, which must be static.
-
-    `functions` holds the graphs of the score and mask functions, by keyword.
-    """
+    """The static arguments of an attention call; `functions` are score and mask graphs."""
 
     request: inputs.Request
     deterministic: bool | None
@@ -181,11 +178,7 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an eager call's cache key, or () if the call cannot be cached.
-
-    Tracers, arrays of other libraries and unhashable values are not cached. The key holds the
-    options' types too, because True and 1 are equal.
-    """
+    """Return an eager call's cache key, with types since True equals 1, or () if not cacheable."""
     for x in (q, k, v):
         if type(x) not in _CONCRETE:
             if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):
@@ -275,8 +268,7 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
     """Return out, (batch, heads, n_q, head_dim_v), and the LSE, (batch, heads, n_q), of attention.
 
-    If `gives_lse` is False, the user gets no LSE; its gradient is then zero, and the backward pass
-    ignores it.
+    With `gives_lse` False, the user gets no LSE, and the backward pass ignores the LSE's gradient.
     """
     results = _results(operands["q"], operands["v"])
     out, lse = _call(FORWARD, question, operands, results)

@@ -1,10 +1,9 @@
 """Evaluate a function that calls Pallas kernels, one primitive at a time, and report accesses.
 
 Pallas's interpreters compile a kernel to XLA, and accesses inside XLA cannot be observed. So
-`Walker` evaluates the jaxpr, JAX's expression form of the traced function. `Walker` runs loops,
-branches and calls itself; JAX computes arithmetic on the CPU, in the kernel's types. Loads, stores
-and atomics of refs (Pallas's array references) are reported to an `Observer` with their source
-line.
+`Walker` evaluates the jaxpr, JAX's expression form of the traced function; JAX computes arithmetic
+on the CPU, in the kernel's types. Loads, stores and atomics of refs (Pallas's array references) are
+reported to an `Observer`.
 
 JAX's primitives are recognized by their names, and indexers by their fields, so no private module
 of JAX is imported.

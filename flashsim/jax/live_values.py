@@ -23,10 +23,10 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the values that a kernel holds when they take the most memory: name to (shape, bytes).
+    """Return a kernel's values when they take the most memory: name to (shape, bytes).
 
-    A name has the number of equal values and their type, such as "2 float32"; a further shape with
-    the same number and type is "2 float32 b".
+    A name is the number and type of equal values, such as "2 float32", or "2 float32 b" for the
+    next shape.
     """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):

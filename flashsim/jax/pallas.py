@@ -100,8 +100,7 @@ def record_kernels(
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
     """Run `function(*args)`; return its kernels' record, the tensors by code, and the result.
 
-    `watched` is (launch, program, callback): the callback gets each access of that program in that
-    launch.
+    `watched` is (launch, program, callback): the callback gets each access of that program.
     """
     if not callable(function):
         raise OptionError(

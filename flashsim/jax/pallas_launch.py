@@ -250,10 +250,7 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes in the order in which a GPU iterates over them, the fastest first.
-
-    Axes that `vmap` added come after the kernel's own axes, the innermost first.
-    """
+    """Return the grid's axes as a GPU iterates, fastest first; axes of `vmap` are the slowest."""
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 
@@ -284,7 +281,7 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the shape and the bytes of each block and scratch buffer in VMEM, by name.
+    """Return the shape and bytes of each block and scratch buffer in VMEM, by name.
 
     One buffer per input is not counted, because the trace contains it as a loaded tile.
     """
@@ -309,10 +306,7 @@ def on_tpu(
 def operands_of(
     params: dict[str, Any], names: Sequence[str], inputs: Sequence[Any], equation: Any
 ) -> list[BlockOperand]:
-    """Return the operands of a `pallas_call`: first its inputs, then its outputs.
-
-    An output that is aliased to an input is the same operand as that input.
-    """
+    """Return a `pallas_call`'s inputs and outputs; an aliased output is the input operand."""
     mapping = params["grid_mapping"]
     aliases = {output: given for given, output in params["input_output_aliases"]}
     operands: list[BlockOperand] = []
@@ -426,10 +420,7 @@ def inner(ref: Ref) -> Lanes:
 
 
 def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
-    """Return the requested model, or by default "tpu" or "gpu", for which the kernel is written.
-
-    A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is for a TPU.
-    """
+    """Return the requested model, or "tpu" for a kernel with TPU-only parameters, else "gpu"."""
     if model is not None and model not in get_args(Model):
         raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
     marks = [type(params.get("compiler_params")).__module__]

@@ -31,8 +31,8 @@ class HbmTensor:
 class Ref:
     """A window of the array `array`, which starts at `start` and has the lengths `shape`.
 
-    Dimensions in `squeezed` have length 1, and the kernel does not see them. `tensor` is the
-    operand in device memory that the window belongs to, or None for an on-chip buffer.
+    The kernel does not see the dimensions in `squeezed`, whose length is 1. `tensor` is the operand
+    in device memory, or None for an on-chip buffer.
     """
 
     array: np.ndarray
@@ -132,10 +132,7 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box of lanes (elements), as an array per dimension.
-
-    The arrays' shape has only the dimensions in `dims`.
-    """
+    """Return the coordinates of a box of lanes, one array per dimension, in the shape of `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):

@@ -123,10 +123,9 @@ class XlaArray:
 
 
 class ForeignCall:
-    """One call of a foreign function: its arguments, result buffers and text attributes.
+    """One call of a foreign function; `frame` is the address of XLA's call frame.
 
-    `frame` is the address of XLA's call frame. The frame is read as 64-bit words, because reading a
-    field of a ctypes structure takes ten times as long.
+    The frame is read as 64-bit words, because reading a ctypes field takes ten times as long.
     """
 
     def __init__(self, frame: int) -> None:
@@ -201,11 +200,10 @@ class ForeignCall:
 class Layout:
     """Everything that all runs of a foreign call have in common, except the arrays' addresses.
 
-    XLA keeps the structures of a call in memory, and writes the arrays' addresses into them before
-    each run. Reading a view of a structure is ten times as fast as reading it through ctypes. XLA
-    may free the structures and use their memory again, so `addresses` compares the whole content,
-    and only follows addresses that it has found there. Callers may store prepared runs in the dict
-    `runs`.
+    XLA keeps a call's structures in memory, and writes the arrays' addresses into them before each
+    run. XLA may also free the structures and use their memory again, so `addresses` compares the
+    whole content, and only follows addresses that it has found there. Reading a view of memory is
+    ten times as fast as ctypes. Callers may store prepared runs in `runs`.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:

@@ -34,8 +34,7 @@ def answer(
 ) -> str:
     """Return the text of the terminal report on a user's kernel, in at most `most` lines.
 
-    The last lines name the `files`: pages and pictures that were written. `note` is the reason why
-    results were not checked, or "".
+    The last lines name the written `files`. `note` says why results were not checked, or "".
     """
     launches = traced.record.launches
     programs = sum(one.programs for one in launches)

@@ -28,9 +28,8 @@ def as_trace(
 ) -> Trace:
     """Return a record as a trace: one stage per kernel launch, one outer-loop step per program.
 
-    If all heads make the same accesses, the trace keeps the accesses of one head. Otherwise all
-    heads form one group in the trace, each with its own events. UnsupportedError is raised if the
-    record has more launches or tensor names than a trace can hold.
+    The trace keeps the accesses of one head if all heads make the same accesses. UnsupportedError
+    is raised if the record has more launches or tensor names than a trace can hold.
     """
     record = geometry.record
     if len(record.launches) > MOST_STAGES:
@@ -114,10 +113,7 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return a launch's events, their FLOPs, and whether they are per "head" or per "group".
-
-    The result is None if the heads of the launch have different events.
-    """
+    """Return a launch's events, their FLOPs and "head" or "group"; None if heads differ."""
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
     # A program that works on several query heads works on a whole group.
@@ -139,10 +135,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return an array, (accesses, facts), by which the accesses of two heads can be compared.
-
-    Heads for which all facts are equal have the same events in the trace.
-    """
+    """Return the facts, (accesses, facts), that two heads must share to have the same events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [

@@ -47,20 +47,12 @@ class Verdict:
 
     Attributes
     ----------
-    outputs : tuple of Output
-    mistake : str
-        The known mistake that gives the same wrong numbers; "" if no known mistake does.
-    tensor : str
-        The first wrong tensor; "" if all tensors are right.
-    head, row, column : int
-        The indices of the first wrong element of `tensor`.
-    program, line : tuple of int, int
-        The program and the line that stored this element.
-    got, wanted : float
-        The element's value, and the value that it should have.
-    step : str
-        The program's first wrong step (the key tile whose variables are wrong), in words; "" if
-        it is unknown.
+    mistake : the known mistake that gives the same wrong numbers, or ""
+    tensor : the first wrong tensor, or ""
+    head, row, column : the indices of the first wrong element of `tensor`
+    program, line : the program and the line that stored this element
+    got, wanted : the element's value, and the value that it should have
+    step : the program's first wrong key tile, in words; "" if unknown
     """
 
     outputs: tuple[Output, ...]
@@ -242,10 +234,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the largest allowed error: TIMES plain attention's error, plus one rounding error.
-
-    Plain attention is computed in the kernel's element type.
-    """
+    """Return the allowed error: TIMES plain attention's in this type, plus one rounding error."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)

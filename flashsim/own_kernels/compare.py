@@ -56,10 +56,7 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """Return the excess bytes: the bytes moved minus `expected`, or minus `compulsory`.
-
-        `compulsory` is subtracted if `expected` is None.
-        """
+        """Return the bytes moved minus `expected` or, if that is None, minus `compulsory`."""
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property
@@ -129,10 +126,7 @@ def _stored_in(g: Geometry, launch: int) -> set[str]:
 def rows_of(
     g: Geometry, expected: Expected | None, compulsory: Callable[[str], tuple[int, int]]
 ) -> list[ByteRow]:
-    """Return a `ByteRow` for each operation and tensor, in the order of the tensors.
-
-    `compulsory(label)` returns how many bytes of a tensor must be read, and how many written.
-    """
+    """Return a `ByteRow` per operation and tensor; `compulsory` gives bytes to read and write."""
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
     reasons = dict(_reasons(g))

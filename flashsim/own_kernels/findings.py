@@ -21,15 +21,12 @@ class KernelFinding:
 
     Attributes
     ----------
-    kind : str
-        "outside", "next head", "two stores", "race", "never stored", "uncoalesced", "masked lanes".
-    text : str
-        The warning in words, with line and program.
-    line : int
-        The line in the user's file; 0 if the warning concerns no single line.
-    program : tuple of int
-        Grid coordinates of the first program that the warning concerns; () if none.
-    tensor : str
+    kind : "outside", "next head", "two stores", "race", "never stored", "uncoalesced", "masked
+    lanes"
+    text : the warning in words, with line and program
+    line : the line in the user's file; 0 if the warning concerns no single line
+    program : grid coordinates of the first program that the warning concerns, or ()
+    tensor : the tensor's name
     """
 
     kind: str

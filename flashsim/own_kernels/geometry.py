@@ -1,9 +1,8 @@
 """`Geometry`: the tile and matrix of each access, and which tensors have queries or keys as rows.
 
-A kernel only has pointers, so the record of its accesses only says which elements were accessed.
-From the elements, `Geometry` derives each access's rows, columns and head, the axis along which a
-tensor is tiled (queries, keys or, for scores, both), the tile sizes and, unless the user states it,
-the attention problem.
+A kernel only has pointers, so its record only says which elements were accessed. From the elements,
+`Geometry` derives each access's rows, columns and head, the axis along which a tensor is tiled
+(queries, keys or, for scores, both), the tile sizes and the attention problem.
 """
 
 from __future__ import annotations
@@ -52,17 +51,11 @@ class Geometry:
 
     Attributes
     ----------
-    labels : list of str
-        The tensors' names in the FlashAttention papers, where known, or else in the kernel.
-    sides : list of Sides
-    lead, row, rows, col, cols : int32 (accesses,)
-        Which matrix of the tensor an access touches (0 is the first), and the access's bounding box
-        in that matrix: first row, number of rows, first column, number of columns.
-    spans : int32 (accesses,)
-        How many matrices (heads) the bounding box spans; above 1 if it reaches the next head.
-    shapes : list of tuple of int
-        The tensors' shapes, with an axis of heads if a tensor stacks the rows of all heads.
-    problem : Problem
+    labels : the tensors' names in the FlashAttention papers, where known, or else in the kernel
+    lead : which matrix of the tensor each access touches (0 is the first), int32 (accesses,)
+    row, rows, col, cols : each access's bounding box in that matrix: first row, number of rows, ...
+    spans : how many matrices (heads) the bounding box spans
+    shapes : the tensors' shapes, with an axis of heads if a tensor stacks the rows of all heads
     """
 
     def __init__(

@@ -37,17 +37,11 @@ class KernelTrace:
 
     Attributes
     ----------
-    record : KernelRecord
-        Every access, as the frontend recorded it.
-    name : str
-        The kernel's name in tables and pictures.
-    device : Device
-    outputs : dict of str to array
-        The final values of the tensors that were stored to, by label.
-    values : tuple of ndarray
-        The final values of all tensors, in the order of the tensors' codes.
-    verdict : Verdict or None
-        The result of the last `check`.
+    record : every access, as the frontend recorded it
+    name : the kernel's name in tables and pictures
+    outputs : the final values of the tensors that were stored to, by label
+    values : the final values of all tensors, in the order of the tensors' codes
+    verdict : the result of the last `check`, or None
 
     Notes
     -----
@@ -143,8 +137,7 @@ class KernelTrace:
     def compulsory(self) -> int:
         """Return the bytes that any such kernel must move: each input and each output once.
 
-        Tensors that the kernel stores before it loads them, such as partial results, are not
-        counted.
+        Tensors that are stored before they are loaded, such as partial results, are not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
@@ -195,10 +188,7 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """Return a known algorithm's bytes with this kernel's tiles, or None for other kernels.
-
-        The known algorithms are FlashAttention-2 and split-KV decoding.
-        """
+        """Return FlashAttention-2's or split-KV decoding's bytes with these tiles, or None."""
         return expected_of(self.geometry, self.device)
 
     @cached_property

@@ -39,11 +39,7 @@ def paper_name(parameter: str) -> str | None:
 
 
 def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) -> list[str]:
-    """Return a name for each tensor: its name in the papers if known, else the kernel's parameter.
-
-    `given` has names that the user chose, by parameter, which take precedence over the papers'
-    names.
-    """
+    """Return a name for each tensor: the user's (`given`), the papers', or the parameter's."""
     parameters, given = list(parameters), dict(given or {})
     for name in given:
         if name not in parameters:

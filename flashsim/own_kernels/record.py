@@ -52,18 +52,12 @@ class Launch:
 
     Attributes
     ----------
-    kernel : str
-    grid : tuple of int
-        Programs along each axis. Program (x, y, z) of a grid (X, Y, Z) has number x + X (y + Y z);
-        a GPU starts programs in this order.
-    arguments : dict of str to int
-        The tensors' codes by parameter name. A tensor that is passed twice has two codes.
-    constants : dict
-        The other arguments by parameter name, such as numbers, tile sizes and flags.
-    file, line : str, int
-        Where the kernel is defined.
-    held : dict of str to (shape, bytes)
-        An estimate: the tile values that one program held when their total size was largest.
+    grid : programs along each axis; program (x, y, z) of a grid (X, Y, Z) has number
+        x + X (y + Y z), and a GPU starts programs in this order
+    arguments : the tensors' codes by parameter name; a tensor that is passed twice has two codes
+    constants : the other arguments by parameter name, such as numbers, tile sizes and flags
+    file, line : where the kernel is defined
+    held : estimated tile values (shape, bytes) of one program when their total size was largest
     """
 
     kernel: str
@@ -124,19 +118,11 @@ class KernelRecord:
 
     Attributes
     ----------
-    source : str
-        The frontend, such as "triton 3.9.0, interpreted".
-    tensors : tuple of KernelTensor
-    launches : tuple of Launch
-    accesses : ndarray of dtype `ACCESS`
-    work : ndarray of dtype `WORK`
-    lines : tuple of (file, number)
-        The source lines that the column `line` numbers.
-    clashes : tuple of Clash
-    stored : dict of int to bool ndarray
-        Per code of a written tensor, a mask of its written elements, in the tensor's shape.
-    notes : tuple of str
-        Sentences about assumptions, and about operations that were not computed as on a GPU.
+    source : the frontend, such as "triton 3.9.0, interpreted"
+    accesses, work : arrays of dtype `ACCESS` and `WORK`
+    lines : the source lines (file, number) that the column `line` numbers
+    stored : per code of a written tensor, a mask of its written elements, in the tensor's shape
+    notes : sentences about assumptions, and about operations that were not computed as on a GPU
     """
 
     source: str
@@ -165,10 +151,7 @@ class KernelRecord:
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
-        """Group the `chosen` accesses into tuples (line, operation, tensor code, accesses).
-
-        The line in each tuple is an index into `lines`.
-        """
+        """Group `chosen` accesses into tuples (index into `lines`, operation, tensor, accesses)."""
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1
         key = a["line"][at].astype(np.int64)

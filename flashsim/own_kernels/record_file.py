@@ -53,10 +53,7 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the records that `packed` serialized.
-
-    TraceError is raised if `data` is no such archive, or unpacks to more than `most` bytes.
-    """
+    """Return the records in `packed` bytes; raise TraceError above `most` bytes or if invalid."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(one.file_size for one in archive.infolist()) > most:

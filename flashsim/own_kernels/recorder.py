@@ -30,8 +30,7 @@ class Recorder:
 
     For each launch, a frontend calls `tensor` for each argument, and then `launch`. For each
     program the frontend calls `program`, then `access` or `block` for each load, store and atomic
-    operation, and `work` for each matrix product. At the end the frontend calls `done`. Tensors
-    with the same name, buffer and layout count as one tensor.
+    operation, and `work` for each matrix product. At the end the frontend calls `done`.
     """
 
     def __init__(self, source: str) -> None:
@@ -66,20 +65,15 @@ class Recorder:
         start: int = 0,
         unlike: Iterable[int] = (),
     ) -> int:
-        """Record a tensor and return its code.
-
-        A tensor that was recorded before keeps its code and name, even if a later launch passes it
-        as another parameter.
+        """Record a tensor and return its code; the same buffer and layout keep their code and name.
 
         Parameters
         ----------
-        strides : iterable of int
-            Strides in elements.
-        buffer, start : int
-            Any number that identifies the allocation, and the first element's byte offset in the
-            allocation. Default: one allocation per name and layout.
-        unlike : iterable of int
-            Codes of the launch's other arguments, so that a tensor passed twice gets two codes.
+        strides : strides in elements
+        buffer, start : a number that identifies the allocation, and the first element's byte offset
+        in it;
+            default: one allocation per name and layout
+        unlike : codes of the launch's other arguments, so that a tensor passed twice gets two codes
         """
         shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
         known = [
@@ -125,10 +119,10 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Record a kernel's launch; return the launch's number.
+        """Record a kernel's launch and return its number.
 
-        The programs of an `ordered` launch run one after another, like a TPU's grid steps, so no
-        data races are possible.
+        The programs of an `ordered` launch run one after another, like a TPU's grid steps, without
+        races.
         """
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
@@ -163,18 +157,12 @@ class Recorder:
         Parameters
         ----------
         op : LOAD, STORE or ATOMIC
-        tensor : int
-            The code that `tensor` returned; -1 if no lane is active.
-        offsets : int64 ndarray
-            Per active lane inside the tensor, its element's offset in elements from the first
-            element.
-        masked, outside : int
-            Lanes that the mask turns off, and lanes that access memory outside of the tensor.
-        sectors : int, optional
-            The number of 32-byte sectors moved, if the frontend knows each request. Default: the
-            number of sectors that hold the elements.
-        line : (file, number)
-            The line in the user's file.
+        tensor : the code that `tensor` returned; -1 if no lane is active
+        offsets : offsets in elements, int64, of the active lanes inside the tensor
+        masked, outside : numbers of lanes that the mask turns off, and that are outside of the
+        tensor
+        sectors : number of 32-byte sectors moved; default: the sectors that hold the elements
+        line : the line in the user's file, (file, number)
         """
         number = self._line(line)
         place = len(self.launches) - 1, op, tensor, number, self._program
@@ -214,10 +202,7 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record, by name, the shape and bytes of the tile values that the program holds now.
-
-        Per launch, the recorder keeps the values from the moment of the largest total size.
-        """
+        """Record shape and bytes of a program's tile values; the largest total per launch stays."""
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
             self._held_most = total
@@ -405,10 +390,7 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows added so far, read-only.
-
-        The result shares memory with the recorder; rows added later go to a new chunk.
-        """
+        """Return all rows so far, read-only, in memory that later rows do not change."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
         self._full, self._before, self._used = [whole], len(whole), 0

@@ -51,10 +51,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note that the program loads keys first to last - 1; first check its `variables`.
-
-        The variables result from the earlier key tiles.
-        """
+        """Check `variables` after the earlier key tiles; the program now loads another tile."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:

@@ -17,20 +17,13 @@ class KernelTensor:
 
     Attributes
     ----------
-    name : str
-        The kernel's parameter name.
-    shape, strides : tuple of int
-        For each axis, its size, and the step in elements to the next index. No stride is negative.
-    dtype : str
-        The element type's name, such as "float16" or "int32".
-    itemsize : int
-        Bytes per element.
-    code : int
-        The tensor's number in the record.
-    buffer : int
-        The number of the allocation that holds the tensor. Views of one array share it.
-    start : int
-        The byte offset of the first element in the allocation.
+    name : the kernel's parameter name
+    strides : per axis, the step in elements to the next index, which is never negative
+    dtype : the element type's name, such as "float16" or "int32"
+    itemsize : bytes per element
+    code : the tensor's number in the record
+    buffer : the number of the allocation that holds the tensor, shared by views of one array
+    start : the byte offset of the first element in the allocation
     """
 
     name: str
@@ -88,10 +81,10 @@ class KernelTensor:
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the indices of elements, one array per axis, and a mask of elements that exist.
+        """Return elements' indices, one array per axis, and a mask of the elements that exist.
 
-        Offsets count elements from the tensor's first one. At an offset past the end, or in a gap
-        between rows, no element exists.
+        No element exists at an offset past the end, or in a gap between rows. Offsets count
+        elements.
         """
         rest = offsets
         found = [np.zeros_like(offsets) for _ in self.shape]

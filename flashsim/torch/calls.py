@@ -46,28 +46,16 @@ class AttentionCall:
 
     Attributes
     ----------
-    name : str
-        The module that made the call, as in ``model.named_modules()``; "" if no module made it.
-    api : str
-        The function called: "scaled_dot_product_attention", "flex_attention", ...
-    sizes : Extents
-    dtype : str
-        The element type of the computation; under autocast, the type to which autocast casts.
-    device : str
-        "cpu" or "cuda:0"; "meta" or "cpu (fake)" for tensors without values.
-    pattern : Pattern
-        Which scores are kept.
-    scale : float or None
-        None: 1 / sqrt(head_dim).
-    softcap, dropout : float
-    notes : list of str
-        What the count does not reproduce exactly.
-    backward : bool
-        Whether the call's gradient was computed; may become true after the watch has ended.
-    inputs : tuple of Tensor, or None
-        Copies of q, k and v, (batch, heads, n, head_dim), if they are small.
-    measured : dict of str to dict of str to float
-        Seconds per kernel (on a CPU per operator) of "forward" and "backward", if measured.
+    name : the module that made the call, as in ``model.named_modules()``, or ""
+    api : the function called: "scaled_dot_product_attention", "flex_attention", ...
+    dtype : the element type of the computation; under autocast, the type to which autocast casts
+    device : "cpu" or "cuda:0"; "meta" or "cpu (fake)" for tensors without values
+    pattern : which scores are kept
+    scale : None for 1 / sqrt(head_dim)
+    notes : what the count does not reproduce exactly
+    backward : True if the gradient was computed; may become true after the watch has ended
+    inputs : copies of q, k and v, (batch, heads, n, head_dim), if they are small, or None
+    measured : seconds per kernel (on a CPU per operator) of "forward" and "backward"
     """
 
     name: str
@@ -127,14 +115,7 @@ class AttentionCall:
         """Run the simulator on this call and return its trace, for pictures and the player.
 
         The simulation uses the recorded q, k and v if `watch` copied them, else random tensors
-        (`seed`).
-
-        Parameters
-        ----------
-        algorithm : str
-        seed : int
-        **options
-            Any other keyword of `flashsim.run`.
+        (`seed`). `options` are keywords of `flashsim.run`.
 
         Raises
         ------
@@ -182,11 +163,7 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Return copies of q, k and v, each (batch, heads, n, head_dim), or None.
-
-    The result is None if the tensors have no values, take more than `limit` bytes, or have other
-    sizes.
-    """
+    """Return 4-D copies of q, k and v of at most `limit` bytes, or None if they have no values."""
     s = sizes
     wanted = (
         (s.batch, s.heads, s.n_q, s.head_dim),

@@ -35,7 +35,7 @@ class Share:
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
         """Return the sum of these gradients and a rank's own block's gradients, rounded once.
 
-        `own` holds a pair for each group of heads: the slice of the heads, and their gradients.
+        `own` holds pairs of a slice of heads and the gradients of these heads.
         """
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
@@ -52,10 +52,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over further keys, `part`, into `out` and the LSE, in place and in float32.
-
-    See `flashsim.merge`.
-    """
+    """Merge attention over further keys, `part`, into `out` and the LSE in place, in float32."""
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused
 

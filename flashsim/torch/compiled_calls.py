@@ -33,9 +33,8 @@ class _Around(threading.local):
 def compiled_flex(observe: Observer) -> Iterator[None]:
     """In the ``with`` block, compile flex_attention for each call that compiled code makes.
 
-    Each call gets the options of the `torch.compile` around it. The block replaces `torch.compile`
-    and `flex_attention` in their modules, so code compiled or imported before the block is not
-    affected.
+    Each call gets the options of the `torch.compile` around it. Code that was compiled or imported
+    before the block is not affected.
     """
     around = _Around()
     made: dict[str, Callable[..., Any]] = {}

@@ -1,14 +1,12 @@
 """Repeated calls of `attention` run directly on an engine: only the first call is checked.
 
-A `Ready` is a checked call, cached under all values that the checks read. In eager mode it runs as
-a plain `torch.autograd.Function`. Under torch.compile it runs inside the operator
-``flashsim::attend``, whose short argument list costs torch's dispatcher little time. Observers and
-transforms of operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) get
-``flashsim::attention`` instead.
+A `Ready` is a checked call, cached under all values that the checks read. A `Ready` runs as a plain
+`torch.autograd.Function` in eager mode, and under torch.compile inside ``flashsim::attend``, whose
+short argument list costs torch's dispatcher little time. Observers and transforms of operators (a
+dispatch mode, torch.func, forward mode, torch.jit.trace) get ``flashsim::attention`` instead.
 
 On a GPU, calls with few queries run the decode kernels even if a gradient is needed, so that calls
-with and without a gradient return the same bits. Calls whose KV caches differ only in length share
-one `Ready`.
+with and without a gradient return the same bits.
 """
 
 from __future__ import annotations
@@ -39,10 +37,7 @@ NAMES = (
 
 
 class Ready:
-    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
-
-    The dict `question` holds the keywords of the operator ``flashsim::attention``.
-    """
+    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
         self.question = dict(zip(NAMES, question, strict=True))
@@ -144,10 +139,7 @@ def about(n: int) -> int:
 
 
 def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
-    """Return a function that runs the decode kernel on q, k and v of these types and shapes.
-
-    The function takes KV caches of any length.
-    """
+    """Return a function that runs the decode kernel for such q, k and v, of any cache length."""
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
     if q.shape[2] == 1:  # one query sees all keys, since its own is the last
@@ -198,10 +190,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return the cached `Ready` for a call of `attention`, or None, and the call's cache key.
-
-    The key is () for a call that must run as an operator, such as one that torch observes.
-    """
+    """Return a call's cached `Ready` or None, and its cache key; () if torch must see the call."""
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:

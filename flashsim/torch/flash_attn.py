@@ -3,8 +3,8 @@
 Code written for the ``flash_attn`` package (FlashAttention-2) runs after you change one import;
 `flashsim.torch.flash_attn_interface` is for FlashAttention-3's package. Tensors are (batch, n,
 heads, head_dim), or (tokens, heads, head_dim) for packed sequences. The causal mask and the window
-are aligned to the end of the keys. Dropout raises UnsupportedError. ALiBi needs no bias matrix,
-because it is computed as a score function.
+are aligned to the end of the keys. Errors are `FlashSimError`; dropout raises UnsupportedError.
+ALiBi needs no bias matrix, because it is computed as a score function.
 """
 
 from __future__ import annotations
@@ -67,11 +67,7 @@ def flash_attn_func(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-        If `return_attn_probs` is true, also the LSE, (batch, heads, n_q) in float32, and None.
-
-    Raises
-    ------
-    FlashSimError
+        With `return_attn_probs`, also the LSE, (batch, heads, n_q) in float32, and None.
     """
     core.no_dropout(dropout_p)
     out, lse = core.attend(
@@ -162,7 +158,7 @@ def flash_attn_varlen_func(
     Returns
     -------
     Tensor, (tokens, heads, head_dim_v)
-        If `return_attn_probs` is true, also the LSE, (heads, tokens) in float32, and None.
+        With `return_attn_probs`, also the LSE, (heads, tokens) in float32, and None.
     """
     core.no_dropout(dropout_p)
     out, lse = core.varlen(
@@ -276,7 +272,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-        If `return_softmax_lse` is true, also the LSE, (batch, heads, n_q) in float32.
+        With `return_softmax_lse`, also the LSE, (batch, heads, n_q) in float32.
     """
     out, lse = core.with_cache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),

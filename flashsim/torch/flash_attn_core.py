@@ -1,7 +1,4 @@
-"""Code that the three interfaces of flash-attention share: rotation, caches, packing, chunks, FP8.
-
-The user's tensors are (batch, n, heads, d) or packed (tokens, heads, d).
-"""
+"""Code that the three interfaces of flash-attention share: rotation, caches, packing, FP8."""
 
 from __future__ import annotations
 
@@ -35,10 +32,7 @@ def varlen(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of packed sequences: out, (tokens, heads, d), and the LSE, (heads, tokens).
-
-    `used_q` and `used_k` are the numbers of rows in use of each sequence.
-    """
+    """Return out, (tokens, heads, d), and the LSE, (heads, tokens), of packed sequences."""
     of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise ShapeError(
@@ -86,8 +80,7 @@ def with_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
-    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q). Rows are rotated
-    by the positions in `at`, or by `lengths` if `at` is None.
+    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q).
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -174,10 +167,9 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append and compute attention as `with_cache` does, for packed queries and keys.
+    """Rotate, append and compute attention like `with_cache`, for packed (tokens, heads, d) arrays.
 
-    Packed arrays are (tokens, heads, d). Cache lengths are read on the host, and `splits` has no
-    effect.
+    Cache lengths are read on the host, and `splits` has no effect.
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(of_q) - 1
@@ -232,8 +224,8 @@ def rotated(
 ) -> Tensor:
     """Return `x`, (batch, n, heads, d), with its first columns rotated by their rows' positions.
 
-    Row i of sequence b has position ``offsets[b] + i``; if `moves` is false, all rows of sequence b
-    have position ``offsets[b]``. The rotation is computed in float32 and rounded once.
+    Row i of sequence b has position ``offsets[b] + i``, or ``offsets[b]`` if `moves` is false. The
+    rotation is computed in float32 and rounded once.
     """
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
@@ -328,9 +320,8 @@ def attend(
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
     """Cut each sequence at the positions that are multiples of `chunk`.
 
-    Query i of a sequence has the same position as key ``i + n_k - n_q``. In each piece of a
-    sequence, too, the last query has the position of the last key, so masks do not change. Pieces
-    without queries or keys are kept.
+    Query i of a sequence has the same position as key ``i + n_k - n_q``, also in each piece, so
+    masks do not change. Pieces without queries or keys are kept.
     """
     of_q, of_k = [0], [0]
     for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
@@ -417,8 +408,8 @@ def _by_functions(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention with ALiBi as a score function and a signed window as a mask function.
 
-    The score and mask functions measure distances from the diagonal, which starts at key ``n_k -
-    n_q``. Sequences with different starts, or with their own slopes, are computed one by one.
+    Sequences are computed one by one if they have their own slopes, or if ``n_k - n_q``, the key
+    where the diagonal starts, differs.
     """
     q, k, v = taken(q=q, k=k, v=v)
     batch, heads = q.shape[:2]
@@ -477,11 +468,7 @@ def _start_array(start: int, q: Tensor) -> Tensor:
 
 
 def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
-    """Return a score function that computes ALiBi with slopes (heads,) or (batch, heads).
-
-    The diagonal's first key is ``starts[0]``, an array element, so one compiled function serves
-    every cache length.
-    """
+    """Return an ALiBi score function; it reads the diagonal's first key from the array `starts`."""
 
     def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]

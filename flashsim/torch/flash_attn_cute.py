@@ -5,8 +5,8 @@ layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_s
 number is a position on the other side of the diagonal, and only None means no limit. As in
 flash-attn-4, a causal mask replaces the right limit, and two limits that leave no key are both
 ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to
-`min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Functions in CuTe DSL, and
-block-sparse and gathered keys, raise UnsupportedError.
+`min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors are `FlashSimError`;
+functions in CuTe DSL, and block-sparse and gathered keys, raise UnsupportedError.
 """
 
 from __future__ import annotations
@@ -93,10 +93,6 @@ def flash_attn_func(
         out, (batch, n_q, heads, head_dim_v), and the LSE in float32, (batch, heads, n_q) or, with
         `qv`, (batch, n_q, heads). `return_lse` changes nothing: the LSE is always returned, and
         always has a gradient.
-
-    Raises
-    ------
-    FlashSimError
     """
     _check_absent(
         gather_kv_indices=gather_kv_indices,

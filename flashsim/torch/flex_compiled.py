@@ -182,10 +182,7 @@ known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_
 
 
 class _Compiled(HigherOrderOperator):
-    """A higher-order operator with the arguments of torch's own flex attention.
-
-    `block_mask` is a pair: the sinks, and the mask function's subgraph.
-    """
+    """A higher-order operator; its `block_mask` is the sinks and the mask function's subgraph."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)

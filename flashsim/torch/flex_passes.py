@@ -48,11 +48,7 @@ class FlexPasses(NamedTuple):
         inputs: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Run the backward pass; return dQ, dK, dV, and gradients of the sinks and `wanted` arrays.
-
-        `gradients` are (dO, the LSE's gradient or None), `results` (out, LSE) and `inputs` (q, k,
-        v). Without `sinks`, their gradient is None.
-        """
+        """Run the backward pass; return dQ, dK, dV, and sinks' and `wanted` arrays' gradients."""
         dout, dlse = gradients
         found = execution.backward(
             *map(ops.readable, (*inputs, *results, dout)),

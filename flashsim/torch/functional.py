@@ -125,12 +125,7 @@ def attention(
 
 
 def taken(**tensors: Any) -> list[Tensor]:
-    """Check that tensors are dense, 2-D to 4-D and on one device; return them, cast under autocast.
-
-    Raises
-    ------
-    DTypeError, ShapeError, UnsupportedError
-    """
+    """Return tensors, cast under autocast; raise unless dense, 2-D to 4-D and on one device."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise DTypeError(
@@ -186,10 +181,9 @@ def default_backend(x: Tensor) -> str:
 
 
 def _expand(x: Tensor) -> Tensor:
-    """Return the tensor with axes of length 1 in front, so that it has four axes.
+    """Return the tensor as 4-D, with axes of length 1 in front; a 4-D tensor is returned itself.
 
-    A tensor that already has four axes is returned itself: if one tensor is q, k and v at once,
-    views would change the order in which torch adds that tensor's gradients.
+    A view would change the order in which torch adds the gradients of a tensor that is q, k and v.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
@@ -207,8 +201,7 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
 class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
-    q is (batch, n_q, d); k and v are (batch, n_k, d). The function saves q, k, v, the output and
-    the LSE, (batch, n_q), for the backward pass. Stanford CS336's assignment 2 asks for this
+    q is (batch, n_q, d); k and v are (batch, n_k, d). Stanford CS336's assignment 2 asks for this
     interface.
     """
 

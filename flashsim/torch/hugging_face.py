@@ -77,17 +77,11 @@ class Band:
 
     Attributes
     ----------
-    causal : bool
-    window : (int, int) or None
-        As in `flashsim.Problem`: bottom-right aligned, after padding is removed.
-    keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
-        True for tokens that are not padding; None means no padding. Rows of padding get zeros.
-    starts, stops : Tensor of int32, (batch,), or None
-        Where each sequence's keys begin and end, if there are few queries, none of them padding:
-        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. For a static
-        cache, `keys` may be None.
-    whole : function without arguments, optional
-        Returns the mask as a boolean tensor, for a model that reshapes or slices its mask.
+    window : as in `flashsim.Problem`: bottom-right aligned, after padding is removed
+    keys, queries : True for tokens that are not padding, (batch, n); None means no padding
+    starts, stops : where each sequence's keys begin and end, int32 (batch,), for `decode` of few
+        queries without padding; nothing is packed then, and `keys` may be None for a static cache
+    whole : returns the mask as a boolean tensor, for a model that reshapes or slices its mask
     """
 
     causal: bool
@@ -146,8 +140,8 @@ _CHOOSING = frozenset(
 class _Spelled(Tensor):
     """A boolean mask tensor that a model may reshape and select from, but not add to scores.
 
-    A model written for eager attention adds its mask to the scores. With a boolean mask, torch
-    would add 1 for True.
+    torch would add 1 for True where a model written for eager attention adds its mask to the
+    scores.
     """
 
     @classmethod
@@ -175,9 +169,8 @@ def mask(
 ) -> Band | Tensor:
     """Return the mask for a call from transformers, as a `Band` if possible and else as a tensor.
 
-    The arguments are those of transformers' `sdpa_mask`: query i has position ``q_offset + i``, key
-    j has ``kv_offset + j``. `attention_mask`, (batch, positions), is False at padding, or is an
-    earlier result of `mask`.
+    Query i has position ``q_offset + i``, and key j has ``kv_offset + j``. `attention_mask`,
+    (batch, positions), is False at padding, or is an earlier result of `mask`.
     """
     if isinstance(attention_mask, Band):
         return attention_mask
@@ -218,11 +211,7 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Return True if a model requests the mask as a tensor, to combine it with its own mask.
-
-    For one query of a static cache, transformers requests a tensor too, but no model uses that
-    tensor.
-    """
+    """Return True if a model requests the mask as a tensor, which the model will read."""
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
     return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
 
@@ -242,8 +231,7 @@ def _live(
 ) -> Band | None:
     """Return the `Band` for a few queries of a static cache, or None if padding prevents a `Band`.
 
-    The `Band` has the same attributes for every token, so torch never recompiles the code, even
-    when the cache is full.
+    The `Band` has the same attributes for every token, so torch never recompiles the code.
     """
     end, window = start + n_q, band.window
     if n_q > FEW or end > n_kv or not band.causal:
@@ -343,11 +331,8 @@ def attend(
 ) -> tuple[Tensor, None]:
     """Compute the attention of a transformers layer: (batch, heads, n, d) to (batch, n, heads, d).
 
-    Raises
-    ------
-    UnsupportedError
-        For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
-        the probabilities.
+    UnsupportedError is raised for dropout, a paged cache, keys or blocks of keys that an indexer
+    chose, or a request for the probabilities.
     """
     if (
         type(attention_mask) is Band
@@ -418,9 +403,8 @@ def attend_paged(
     """Compute a layer's attention over the paged cache of transformers' continuous batching.
 
     Queries, new keys and new values are (1, heads, tokens, d); the output is (1, tokens, heads, d).
-    `cache` stores the new keys and values, and returns those that each sequence sees, packed. Newer
-    versions of transformers update the cache themselves, and call `attend`. Without a paged cache,
-    UnsupportedError is raised.
+    UnsupportedError is raised without a paged cache. Newer versions of transformers update the
+    cache themselves, and call `attend`.
     """
     if cache is None:
         raise UnsupportedError(
@@ -500,10 +484,7 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the tokens that are not padding, their row indices, and the sequences' offsets.
-
-    The tokens of all sequences are packed: (1, heads, tokens, d).
-    """
+    """Return the tokens without padding, (1, heads, tokens, d), and their rows and offsets."""
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)

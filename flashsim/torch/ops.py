@@ -1,8 +1,8 @@
 """The torch operators ``flashsim::attention`` and ``flashsim::attention_backward``.
 
-The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes.
-`forward` and `backward` compute the operators' results. The functions `*_shapes` return the shapes
-of the results, for torch.compile, the meta device and fake tensors.
+The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. The
+functions `*_shapes` return the results' shapes, for torch.compile, the meta device and fake
+tensors.
 """
 
 from __future__ import annotations
@@ -98,10 +98,7 @@ def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[st
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return the tensor with a contiguous last axis, nothing broadcast and no pending negation.
-
-    Gradients are often broadcast (``out.sum().backward()``), which engines cannot read.
-    """
+    """Return the tensor with a contiguous last axis, nothing broadcast and no pending negation."""
     x = x.detach().resolve_neg()
     return x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
 
@@ -126,8 +123,8 @@ def forward_shapes(
 ) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped like the results; raise the errors that a run would raise.
 
-    Offsets and a compiler's symbolic sizes have no values yet, so the operator checks them when it
-    runs.
+    Offsets and a compiler's symbolic sizes have no values yet; the operator checks both at run
+    time.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
         request = inputs.Request(**keywords(**question))
@@ -287,10 +284,9 @@ def forward_folded(
     sinks: Tensor | None = None,
     **question: Any,
 ) -> Any:
-    """Run `function` (`forward` or `differentiable`) under torch.vmap.
+    """Run `function` (`forward` or `differentiable`) under torch.vmap, with the axis in the batch.
 
-    The mapped axis becomes part of the batch. Calls with sinks run once per mapped entry instead,
-    because a whole batch shares its sinks.
+    Calls with sinks run once per mapped entry, because a whole batch shares its sinks.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:
@@ -337,10 +333,7 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Reshape a tensor that torch.vmap maps over axis `dim` to (size * batch, ...).
-
-    If `dim` is None, the tensor is repeated, because all mapped entries share it.
-    """
+    """Reshape a tensor mapped over axis `dim` to (size * batch, ...); None: repeat the tensor."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 

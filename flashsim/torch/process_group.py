@@ -60,12 +60,9 @@ class Pending:
         self._going = going  # tensors stay alive until they are sent
 
     def wait(self) -> None:
-        """Wait for all sends and receives; on a GPU, only the current stream waits.
+        """Wait for all sends and receives (on a GPU, only the current stream waits).
 
-        Raises
-        ------
-        RankError
-            If another rank is gone, or the group's timeout has passed.
+        RankError is raised if another rank is gone, or the group's timeout has passed.
         """
         with _explaining(self._what):
             for work in self._works:
@@ -91,11 +88,7 @@ class Member:
             )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Start to compare this rank's values in `mine` with those of all other ranks.
-
-        `error` is the error in this rank's own call, if any: the other ranks learn that it
-        occurred.
-        """
+        """Start to compare `mine`, this rank's values, and its `error` with all other ranks."""
         return Inquiry(self, mine, error)
 
     def exchange(
@@ -149,10 +142,7 @@ class Inquiry:
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:
-        """Raise this rank's own error, or RankError if another rank failed or arguments differ.
-
-        The RankError names the ranks that differ, and the value in which they differ.
-        """
+        """Raise this rank's own error, or RankError if another rank failed or arguments differ."""
         with _explaining(self._what):
             self._work.wait()
         if self._error is not None:
@@ -193,10 +183,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of these ranks for CPU tensors: `group` itself, or a new gloo group.
-
-    The new group has the timeout of `group` if that can be read, else gloo's default.
-    """
+    """Return a group for CPU tensors: `group` itself, or a gloo group with `group`'s timeout."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:

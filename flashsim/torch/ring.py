@@ -1,7 +1,7 @@
 """`ring_attention`: attention over a process group, each of whose GPUs has some of the rows.
 
-`flashsim.distributed.Group` decides which rank has which rows, which block of scores each rank
-computes at each step, and which tensors each rank sends to which other rank.
+`flashsim.distributed.Group` decides which rank computes which blocks of scores at each step, and
+which tensors each rank sends to which other rank.
 """
 
 from __future__ import annotations
@@ -358,20 +358,16 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Return True if gradients are summed in float32 over several blocks of scores.
+        """Return True if gradients of more than two blocks of scores are summed in float32.
 
-        With only two blocks, no float32 sum is stored: the two gradients are added and rounded at
-        once.
+        The gradients of two blocks are added and rounded at once, without a stored sum.
         """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 
     # -- the link -------------------------------------------------------------------------------
 
     def pass_on(self, step: int, *parcels: tuple[Parcel, Parcel]) -> Pending:
-        """Start to send a parcel to the ring's next rank and to receive one from the previous rank.
-
-        `parcels` has a pair of parcels (sent, received) per message.
-        """
+        """Start to send parcels to the ring's next rank, and to receive from the previous one."""
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)
         names = " ".join(name for going, coming in parcels for name in going | coming)

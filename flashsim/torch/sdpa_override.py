@@ -113,10 +113,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Translate the arguments of torch's attention into keywords of `flashsim.run`.
-
-    torch's causal mask is aligned at the top left, even if the numbers of queries and keys differ.
-    """
+    """Translate torch's arguments, with a causal mask at the top left, into `flashsim.run`'s."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
@@ -129,10 +126,7 @@ def _masked_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
-    """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
-
-    With `narrow`, batch entries or heads that share a mask share one bias.
-    """
+    """Turn a mask into a bias (False: -infinity); `narrow` stores one copy along broadcast axes."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = zero.masked_fill(~mask, float("-inf"))

@@ -1,7 +1,4 @@
-"""`Seen`: a model's recorded attention calls, and their memory traffic with two algorithms.
-
-The algorithms are standard attention and FlashAttention-2.
-"""
+"""`Seen`: a model's attention calls, and their bytes with standard and flash attention."""
 
 from __future__ import annotations
 
@@ -84,10 +81,8 @@ class Seen:
     def named(self, name: str) -> list[AttentionCall]:
         """Return the calls that a module made.
 
-        Raises
-        ------
-        OptionError
-            If no module of that name made a call, or the names of several modules end in `name`.
+        OptionError is raised if no module of that name made a call, or if the names of several
+        modules end in `name`.
         """
         names = list(dict.fromkeys(call.name for call in self.calls))
         ends = [known for known in names if known == name or known.endswith(f".{name}")]
@@ -175,10 +170,7 @@ class Seen:
     def kernels(self) -> report.Table:
         """Return the kernels (on a CPU the operators) of each distinct call, slowest first.
 
-        Raises
-        ------
-        OptionError
-            If nothing was measured.
+        OptionError is raised if nothing was measured.
         """
         table = report.Table(
             f"kernels of {self._counted()} of {self.model}, as measured",
@@ -216,28 +208,14 @@ class Seen:
         return self.full_table(**options).json()
 
     def to_pandas(self, **options: Any) -> Any:
-        """Return `full_table` as a pandas DataFrame.
-
-        Raises
-        ------
-        BackendUnavailable
-            If pandas is not installed.
-        """
+        """Return `full_table` as a pandas DataFrame; raise BackendUnavailable without pandas."""
         return report.dataframe(self.rows(**options), [*_COLUMNS])
 
     def plot(self, *, device: str | Device = "H100", **options: Any) -> Any:
         """Plot each distinct call's requested forward bytes: standard beside FlashAttention-2.
 
-        Parameters
-        ----------
-        device : str or Device
-        **options
-            Options of `flashsim.viz.traffic`.
-
-        Raises
-        ------
-        OptionError
-            If no call can be counted.
+        `options` are those of `flashsim.viz.traffic`. OptionError is raised if no call can be
+        counted.
         """
         from flashsim import viz
 

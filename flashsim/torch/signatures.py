@@ -1,8 +1,4 @@
-"""The functions that count as attention calls, and how to read each function's arguments.
-
-`reader` returns the reader of an attention function: it takes a call's arguments, named as in the
-function's schema, and returns an `AttentionCall`.
-"""
+"""The functions that count as attention calls, and how to read each function's arguments."""
 
 from __future__ import annotations
 
@@ -111,10 +107,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the mask pattern of torch's arguments: a mask, or the flag `is_causal`.
-
-    torch's causal mask is aligned at the top left.
-    """
+    """Return the pattern of a mask, or of the flag `causal`, whose mask starts at the top left."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -185,9 +178,9 @@ _NOT_COUNTED = (
 
 
 def _flash(a: Arguments) -> AttentionCall:
-    """Read a call of a FlashAttention function, of flash_attn or torch: (batch, n, heads, d).
+    """Read a call of FlashAttention's or torch's functions: (batch, n, heads, d), or packed 3-D.
 
-    Packed tensors are (n, heads, d). The causal mask and the window are bottom-right aligned.
+    The functions' causal mask and window are bottom-right aligned.
     """
     q, v = (a[short if short in a else long] for short, long in (("q", "query"), ("v", "value")))
     notes: list[str] = []

@@ -1,9 +1,8 @@
 """Profiler ranges around attention calls that `watch` sees; torch's profiler times the kernels.
 
-Each attention call runs in a profiler range with a unique name. The autograd nodes that the call
-creates run in ranges too; nodes are recognised by the sequence numbers handed out during the call.
-`Timer` opens ranges of torch's profiler, and `Ranges` NVTX ranges, by which Nsight Compute labels
-kernels.
+Each attention call runs in a profiler range with a unique name, and so do the autograd nodes that
+the call creates; nodes are recognised by the sequence numbers handed out during the call. `Timer`
+opens ranges of torch's profiler, and `Ranges` NVTX ranges, by which Nsight Compute labels kernels.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ _LOOKING_ON = "PythonDispatchMode"  # watch's own
 
 
 class Ranges:
-    """Opens a profiler range around each call, and around each part of its backward pass.
-
-    `calls` gives each range's call and direction, by the range's name.
-    """
+    """Opens a profiler range around each call, and around each part of its backward pass."""
 
     def __init__(self, open_range: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.open_range = open_range

@@ -95,8 +95,8 @@ def watch(
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
     """Record calls like `watch`, each in a profiler range; `Ranges.calls` has each range's call.
 
-    flex_attention that compiled code calls runs compiled (`compiled_calls`), unlike with `watch`.
     `open_range` returns a context manager for a named range, like `torch.cuda.nvtx.range`.
+    flex_attention that compiled code calls stays compiled, unlike with `watch`.
     """
     recorder = _Recorder(Seen("a program"), _Names(None), 0)
     recorder.timer = Ranges(open_range)
@@ -181,11 +181,7 @@ _apply = torch.autograd.Function.apply.__func__
 
 
 def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """Call an autograd function and report it to this thread's recorders.
-
-    FlashAttention-4 is an autograd function that calls no operator of torch, so torch's modes miss
-    it.
-    """
+    """Call an autograd function, such as FlashAttention-4, which torch's modes miss; report it."""
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
@@ -305,11 +301,7 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Note that the call with this output has a backward pass.
-
-        If an autograd.Function runs the backward operator, no recorded output has a hook that notes
-        it.
-        """
+        """Note that the call with this output has a backward pass, if no hook notes it."""
         call = self.ours.get(_memory(out))
         if call is not None:
             call.backward = True
@@ -333,10 +325,7 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Record a call, and note whether its output takes part in a backward pass.
-
-        A call whose arguments cannot be read is listed in `Seen.missed`, and raises no error.
-        """
+        """Record a call and whether it has a backward pass, or add it to `Seen.missed`."""
         name = self.names.current()
         try:
             call = read()

@@ -92,10 +92,7 @@ class Arguments:
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Return a kernel's argument with each array in it replaced by a `Pointer`.
-
-        The arrays' tensor codes are added to `taken`, by parameter.
-        """
+        """Return an argument with `Pointer`s for arrays; add the tensor codes to `taken`."""
         if isinstance(given, np.generic):
             return given.item()
         if given is None or isinstance(given, (bool, int, float, str)) or not visible(name):

@@ -17,10 +17,7 @@ from flashsim.triton.narrow_floats import handle
 
 @dataclass(frozen=True)
 class BlockPointer:
-    """A block of a tensor: base, shape and strides of the tensor, offsets and shape of the block.
-
-    All numbers in a block pointer count elements.
-    """
+    """A block of a tensor: base, shape, strides, offsets and block shape, counted in elements."""
 
     base: Any
     shape: tuple[int, ...]
@@ -42,10 +39,7 @@ class BlockPointer:
     type = dtype
 
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
-        """Return two handles: the pointers of the block's elements, and the block's mask.
-
-        The mask is False for elements out of bounds, along the axes in `boundary_check`.
-        """
+        """Return the pointers of the block's elements, and a mask that is False out of bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)

@@ -56,11 +56,11 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 @contextmanager
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
-    """Replace Triton's driver by a `Driver` inside the ``with`` block, and restore it at the end.
+    """Replace Triton's driver by a `Driver` in the ``with`` block.
 
-    If `available` is true, `torch.cuda.is_available` returns True, because users' tests are skipped
-    if there is no GPU. The ``with`` statement yields a function, which replaces functions of torch
-    and ``triton.testing`` too. Call it after any import that may have loaded these modules.
+    With `available`, `torch.cuda.is_available` returns True, because users' tests are skipped
+    without a GPU. The ``with`` statement yields a function that replaces functions of torch and
+    ``triton.testing`` too. Call that function after any import that may have loaded these modules.
     """
     at = installed()
     driver = at.triton.runtime.driver

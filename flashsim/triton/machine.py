@@ -55,13 +55,10 @@ class Interpreter:
 
     Parameters
     ----------
-    config : int or mapping, optional
-        The configuration of autotuned kernels to run: its index, or keyword arguments that it must
-        have. Default: the first one that remains after the kernel's `prune_configs_by`.
-    programs : sequence of tuple, optional
-        Run only the programs with these grid coordinates.
-    keep : bool
-        Copy memory before each launch, so that `again` can run its programs again.
+    config : the configuration of autotuned kernels to run: its index, or keyword arguments that it
+        must have; default: the first one that remains after the kernel's `prune_configs_by`
+    programs : run only the programs with these grid coordinates
+    keep : copy memory before each launch, so that `again` can run its programs again
     """
 
     def __init__(
@@ -391,10 +388,7 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again, on memory as before its launch; `look` gets each access.
-
-        The second run is not recorded, and the current memory is restored at the end.
-        """
+        """Run one program again on memory as before its launch; call `look` per access."""
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:

@@ -88,10 +88,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, as in a tensor of pointers, to simulated addresses.
-
-        An address that belongs to no argument raises an error.
-        """
+        """Translate real addresses, as in a tensor of pointers, to simulated ones, or raise."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
@@ -152,10 +149,7 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find the tensors that contain those accessed elements that lie outside of this tensor.
-
-        Only tensors in the same allocation are searched.
-        """
+        """Find other tensors in the allocation that hold elements outside of `its` tensor."""
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:

@@ -33,10 +33,7 @@ class Watch:
         return len(self._machine.recorder.launches)
 
     def result(self, *, unchecked: bool = False) -> KernelTrace:
-        """Return the trace of all kernel launches so far.
-
-        With `unchecked`, the results are not compared with a reference; call `KernelTrace.check`
-        later.
+        """Return the trace of all kernel launches so far; `unchecked` skips the check of results.
 
         Raises
         ------
