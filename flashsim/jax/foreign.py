@@ -108,7 +108,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Return a GPU pass's launch and the positions of q, k and v, or None if it has no launch."""
+    """Return the launch of a forward pass on a GPU, and where q, k and v are, or None."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -181,7 +181,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return a result with mapped axes apart from the batch; sum a shared bias's gradients."""
+    """Separate mapped axes from the batch again; sum gradients of a bias that a batch shares."""
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])

@@ -178,7 +178,10 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an eager call's cache key, with types since True equals 1, or () if not cacheable."""
+    """Return an eager call's cache key, or () for tracers and values that have no hash.
+
+    The key holds the options' types too, because True equals 1.
+    """
     for x in (q, k, v):
         if type(x) not in _CONCRETE:
             if not isinstance(x, jax.Array) or isinstance(x, jax.core.Tracer):

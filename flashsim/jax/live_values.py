@@ -23,10 +23,10 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return a kernel's values when they take the most memory: name to (shape, bytes).
+    """Return the shape and bytes of a kernel's values, by name, when they take the most memory.
 
-    A name is the number and type of equal values, such as "2 float32", or "2 float32 b" for the
-    next shape.
+    A name such as "2 float32" is the number and type of equal values; "2 float32 b" is another
+    shape.
     """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):

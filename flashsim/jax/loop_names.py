@@ -32,7 +32,7 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 
 
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
-    """Return a name for each value that a loop carries: the user's, JAX's, or "carry 0"."""
+    """Return the name of each value that a loop carries: the user's, or JAX's, or "carry 0"."""
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]
     names = [str(name) for name in known] + [""] * (count - len(known))

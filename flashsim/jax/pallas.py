@@ -180,8 +180,7 @@ def is_array(leaf: Any) -> bool:
 def own_lines() -> Iterator[None]:
     """Inside the ``with`` block, make JAX record the source line of each equation.
 
-    Otherwise all equations in the backward pass of a `custom_vjp`, and so all loads of a backward
-    kernel, would have the line of the forward call.
+    Otherwise JAX gives all loads of a `custom_vjp`'s backward kernel the line of the forward call.
     """
     try:
         from jax._src import source_info_util
@@ -350,7 +349,7 @@ class PallasNotes:
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-    """Return the active lanes' element offsets, how many lanes are masked, and how many outside."""
+    """Return the active lanes' element offsets, and the numbers of masked and of outside lanes."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
     for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):

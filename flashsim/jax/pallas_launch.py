@@ -36,7 +36,7 @@ class Programs(Observer, Protocol):
         """Report that a kernel starts."""
 
     def program(self, index: tuple[int, ...]) -> None:
-        """Report that a program of the grid, on a TPU a grid step, starts."""
+        """Report that a program (on a TPU, a grid step) starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
         """Report that a TPU's grid returns to an output block that it copied back before."""
@@ -250,7 +250,7 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes as a GPU iterates, fastest first; axes of `vmap` are the slowest."""
+    """Return the grid's axes in a GPU's order, the fastest first, axes that `vmap` added last."""
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 
@@ -420,7 +420,7 @@ def inner(ref: Ref) -> Lanes:
 
 
 def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
-    """Return the requested model, or "tpu" for a kernel with TPU-only parameters, else "gpu"."""
+    """Return the requested model, or "tpu" if the kernel uses features of TPUs, else "gpu"."""
     if model is not None and model not in get_args(Model):
         raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
     marks = [type(params.get("compiler_params")).__module__]

@@ -132,7 +132,7 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box of lanes, one array per dimension, in the shape of `dims`."""
+    """Return the coordinates of a box of lanes: per dimension, an array over the axes in `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):

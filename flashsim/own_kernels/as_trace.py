@@ -113,7 +113,10 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return a launch's events, their FLOPs and "head" or "group"; None if heads differ."""
+    """Return a launch's events, their FLOPs, and whether they are per "head" or per "group".
+
+    The result is None if the heads of the launch have different events.
+    """
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
     # A program that works on several query heads works on a whole group.
@@ -135,7 +138,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return the facts, (accesses, facts), that two heads must share to have the same events."""
+    """Return an array, (accesses, facts), that is equal for two heads with the same events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [

@@ -21,8 +21,8 @@ class KernelFinding:
 
     Attributes
     ----------
-    kind : "outside", "next head", "two stores", "race", "never stored", "uncoalesced", "masked
-    lanes"
+    kind : "outside", "next head", "two stores", "race", "never stored", "uncoalesced" or
+        "masked lanes"
     text : the warning in words, with line and program
     line : the line in the user's file; 0 if the warning concerns no single line
     program : grid coordinates of the first program that the warning concerns, or ()

@@ -35,8 +35,7 @@ class Sides:
 
     Attributes
     ----------
-    axis : ROW if the tensor's rows are queries, COL if keys; TILE if it has query rows and key
-    columns
+    axis : ROW if the rows are queries, COL if they are keys, TILE for query rows and key columns
     rows : index of the axis along which the tensor's rows lie
     vector : True for a tensor with one number per row
     """

@@ -53,7 +53,7 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the records in `packed` bytes; raise TraceError above `most` bytes or if invalid."""
+    """Return the records that `packed` serialized; raise TraceError for any other bytes."""
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(one.file_size for one in archive.infolist()) > most:

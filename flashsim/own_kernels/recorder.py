@@ -70,9 +70,8 @@ class Recorder:
         Parameters
         ----------
         strides : strides in elements
-        buffer, start : a number that identifies the allocation, and the first element's byte offset
-        in it;
-            default: one allocation per name and layout
+        buffer, start : a number for the allocation (default: one per name and layout), and the byte
+            offset of the first element in the allocation
         unlike : codes of the launch's other arguments, so that a tensor passed twice gets two codes
         """
         shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
@@ -119,11 +118,7 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Record a kernel's launch and return its number.
-
-        The programs of an `ordered` launch run one after another, like a TPU's grid steps, without
-        races.
-        """
+        """Record a kernel's launch and return its number; an `ordered` launch has no data races."""
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
@@ -159,7 +154,7 @@ class Recorder:
         op : LOAD, STORE or ATOMIC
         tensor : the code that `tensor` returned; -1 if no lane is active
         offsets : offsets in elements, int64, of the active lanes inside the tensor
-        masked, outside : numbers of lanes that the mask turns off, and that are outside of the
+        masked, outside : numbers of lanes that the mask turns off, and of lanes outside of the
         tensor
         sectors : number of 32-byte sectors moved; default: the sectors that hold the elements
         line : the line in the user's file, (file, number)
@@ -202,7 +197,7 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record shape and bytes of a program's tile values; the largest total per launch stays."""
+        """Record the shape and bytes of a program's tile values; the launch keeps the largest."""
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
             self._held_most = total

@@ -83,8 +83,7 @@ class KernelTensor:
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
         """Return elements' indices, one array per axis, and a mask of the elements that exist.
 
-        No element exists at an offset past the end, or in a gap between rows. Offsets count
-        elements.
+        No element exists at an offset past the end, or in a gap between rows.
         """
         rest = offsets
         found = [np.zeros_like(offsets) for _ in self.shape]

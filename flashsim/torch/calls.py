@@ -163,7 +163,7 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Return 4-D copies of q, k and v of at most `limit` bytes, or None if they have no values."""
+    """Return 4-D copies of q, k and v, or None if they have no values or exceed `limit` bytes."""
     s = sizes
     wanted = (
         (s.batch, s.heads, s.n_q, s.head_dim),

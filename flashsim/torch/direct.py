@@ -139,7 +139,7 @@ def about(n: int) -> int:
 
 
 def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
-    """Return a function that runs the decode kernel for such q, k and v, of any cache length."""
+    """Return a function that runs the decode kernel on tensors like these, of any cache length."""
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
     if q.shape[2] == 1:  # one query sees all keys, since its own is the last
@@ -190,7 +190,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return a call's cached `Ready` or None, and its cache key; () if torch must see the call."""
+    """Return a call's cached `Ready` or None, and its cache key; () for a call that is observed."""
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:

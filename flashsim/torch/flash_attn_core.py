@@ -80,7 +80,8 @@ def with_cache(
 ) -> tuple[Tensor, Tensor]:
     """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
-    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q).
+    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q). New rows are
+    rotated by the positions in `at`, or by `lengths` if `at` is None.
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -468,7 +469,11 @@ def _start_array(start: int, q: Tensor) -> Tensor:
 
 
 def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
-    """Return an ALiBi score function; it reads the diagonal's first key from the array `starts`."""
+    """Return a score function that computes ALiBi with slopes (heads,) or (batch, heads).
+
+    The score function reads the diagonal's first key from the array `starts`, so one compilation
+    serves every cache length.
+    """
 
     def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         slope = slopes[h] if slopes.ndim == 1 else slopes[b, h]

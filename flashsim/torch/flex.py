@@ -225,7 +225,10 @@ def _of_blocks(block_mask: Any) -> Callable[..., Any]:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return booleans per block of scores: whether a `BlockMask` lists it, and whether as full."""
+    """Return two boolean tensors: the blocks that a `BlockMask` lists, and those it lists as full.
+
+    The boolean tensors have the shape (batch, heads, block rows, block columns).
+    """
     listed = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is None:
         return listed, torch.zeros_like(listed)

@@ -183,7 +183,7 @@ def default_backend(x: Tensor) -> str:
 def _expand(x: Tensor) -> Tensor:
     """Return the tensor as 4-D, with axes of length 1 in front; a 4-D tensor is returned itself.
 
-    A view would change the order in which torch adds the gradients of a tensor that is q, k and v.
+    If one tensor is q, k and v, a view would change the order in which torch adds its gradients.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 

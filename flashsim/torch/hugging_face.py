@@ -140,8 +140,7 @@ _CHOOSING = frozenset(
 class _Spelled(Tensor):
     """A boolean mask tensor that a model may reshape and select from, but not add to scores.
 
-    torch would add 1 for True where a model written for eager attention adds its mask to the
-    scores.
+    Added to scores, as in a model written for eager attention, True would count as 1.
     """
 
     @classmethod
@@ -169,8 +168,9 @@ def mask(
 ) -> Band | Tensor:
     """Return the mask for a call from transformers, as a `Band` if possible and else as a tensor.
 
-    Query i has position ``q_offset + i``, and key j has ``kv_offset + j``. `attention_mask`,
-    (batch, positions), is False at padding, or is an earlier result of `mask`.
+    The arguments are those of transformers' `sdpa_mask`. Query i has position ``q_offset + i``, and
+    key j has ``kv_offset + j``. `attention_mask`, (batch, positions), is False at padding, or is an
+    earlier result of `mask`.
     """
     if isinstance(attention_mask, Band):
         return attention_mask

@@ -284,7 +284,7 @@ def forward_folded(
     sinks: Tensor | None = None,
     **question: Any,
 ) -> Any:
-    """Run `function` (`forward` or `differentiable`) under torch.vmap, with the axis in the batch.
+    """Run `function` (`forward` or `differentiable`) under torch.vmap; its axis joins the batch.
 
     Calls with sinks run once per mapped entry, because a whole batch shares its sinks.
     """
@@ -333,7 +333,7 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Reshape a tensor mapped over axis `dim` to (size * batch, ...); None: repeat the tensor."""
+    """Reshape a tensor with mapped axis `dim` (None: repeat the tensor) to (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 

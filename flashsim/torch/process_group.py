@@ -88,7 +88,7 @@ class Member:
             )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Start to compare `mine`, this rank's values, and its `error` with all other ranks."""
+        """Start to tell all ranks this rank's values, `mine`, and whether it has an `error`."""
         return Inquiry(self, mine, error)
 
     def exchange(

@@ -113,7 +113,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Translate torch's arguments, with a causal mask at the top left, into `flashsim.run`'s."""
+    """Return `flashsim.run`'s keywords for torch's arguments, whose causal mask is top-left."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
@@ -126,7 +126,7 @@ def _masked_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
-    """Turn a mask into a bias (False: -infinity); `narrow` stores one copy along broadcast axes."""
+    """Turn a mask into a bias, with -infinity for False; `narrow` stores a shared mask once."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = zero.masked_fill(~mask, float("-inf"))

@@ -181,7 +181,7 @@ _apply = torch.autograd.Function.apply.__func__
 
 
 def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """Call an autograd function, such as FlashAttention-4, which torch's modes miss; report it."""
+    """Call an autograd function and report it, because torch's modes miss FlashAttention-4."""
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
@@ -301,7 +301,7 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Note that the call with this output has a backward pass, if no hook notes it."""
+        """Note that the call with this output has a backward pass, for outputs without a hook."""
         call = self.ours.get(_memory(out))
         if call is not None:
             call.backward = True
@@ -325,7 +325,7 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Record a call and whether it has a backward pass, or add it to `Seen.missed`."""
+        """Record a call, or list it in `Seen.missed` if its arguments cannot be read."""
         name = self.names.current()
         try:
             call = read()

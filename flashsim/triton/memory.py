@@ -23,10 +23,9 @@ class Reached:
 
     Attributes
     ----------
-    addresses : real addresses, uint64, in the pointers' shape; undefined for lanes that are not
-    `real`
-    real : lanes whose memory may be accessed
-    lost : active lanes whose address is outside of the tensor's allocation
+    addresses : real addresses, uint64, in the pointers' shape; undefined where `real` is False
+    real : True for lanes whose memory may be accessed
+    lost : True for active lanes whose address is outside of the tensor's allocation
     """
 
     addresses: np.ndarray
@@ -88,7 +87,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, as in a tensor of pointers, to simulated ones, or raise."""
+        """Translate real addresses, as in a tensor of pointers, to simulated addresses."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
