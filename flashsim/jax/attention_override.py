@@ -149,10 +149,10 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return how many queries see a key, how many keys are seen, and the window.
+    """Return how many queries see any key, how many keys any query sees, and the sliding window.
 
-    The window is for flashsim's engines, which align at the bottom right; `jax.nn` aligns `t`
-    queries and `s` keys at the top left.
+    The returned window is for flashsim's engines, which align at the bottom right; `jax.nn` aligns
+    `t` queries and `s` keys at the top left.
     """
     left, right = _sides(local_window_size)
     if is_causal:

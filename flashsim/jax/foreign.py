@@ -163,7 +163,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 
 
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
-    """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths."""
+    """Fold each array's `jax.vmap` axes into its batch, in place; return the axes' lengths."""
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())
     if not lead:
@@ -181,7 +181,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Separate mapped axes from the batch again; sum gradients of a bias that a batch shares."""
+    """Separate the axes of `jax.vmap` from the batch again; sum gradients of a shared bias."""
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])

@@ -167,7 +167,7 @@ def run_tpu(
     jaxpr: Any,
     starts: Sequence[Sequence[tuple[int, ...]]],
 ) -> None:
-    """Run the grid's steps in order; blocks are copied to and from VMEM when they change."""
+    """Run a TPU kernel's grid steps in order; copy blocks to and from VMEM when they change."""
     count = len(here.scalars) + len(here.operands)
     kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
     scalars = []

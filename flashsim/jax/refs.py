@@ -52,12 +52,12 @@ class Ref:
 
 @dataclass(eq=False)
 class Lanes:
-    """The elements of one access, one lane per element.
+    """The array elements that one load or store accesses, one lane per element.
 
     `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
     array; it is None if any lane is outside. If the lanes are a box, `axes` has (first, length,
-    step) per dimension of the array, and `dims` lists the dimensions of the value. Otherwise,
-    `arrays` holds the lanes' coordinates.
+    step) per dimension of the array, and `dims` lists the dimensions of the value. If the lanes are
+    not a box, `arrays` holds their coordinates.
     """
 
     ref: Ref
@@ -127,7 +127,7 @@ def poison(dtype: np.dtype) -> Any:
 
 
 def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return an array filled with `poison`."""
+    """Return an array filled with `poison`, which stands for memory that was never written."""
     return np.full(tuple(shape), poison(dtype), dtype)
 
 

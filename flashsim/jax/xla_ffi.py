@@ -203,7 +203,7 @@ class Layout:
     XLA keeps a call's structures in memory, and writes the arrays' addresses into them before each
     run. XLA may also free the structures and use their memory again, so `addresses` compares the
     whole content, and only follows addresses that it has found there. Reading a view of memory is
-    ten times as fast as ctypes. Callers may store prepared runs in `runs`.
+    ten times as fast as ctypes. Callers may store prepared launches in the dict `runs`.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:

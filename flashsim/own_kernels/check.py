@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 @dataclass(frozen=True)
 class Output:
-    """The comparison of one tensor: the largest and the allowed error, and wrong elements."""
+    """The check of one result tensor: its largest error, the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -316,7 +316,7 @@ def _located(
     want: np.ndarray,
     mistake: str,
 ) -> Verdict:
-    """Return the verdict, completed by the first wrong element and the program that stored it."""
+    """Return the verdict with the first wrong element and the program that stored the element."""
     at = np.argwhere(wrong)[0]
     head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
     a, code = g.record.accesses, g.labels.index(name)

@@ -31,7 +31,7 @@ _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 @dataclass(frozen=True)
 class Sides:
-    """How a kernel's tensor is tiled.
+    """The tiling of a kernel's tensor: along queries, keys or both.
 
     Attributes
     ----------

@@ -142,7 +142,7 @@ class KernelTrace:
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
     def compulsory_of(self, tensor: str) -> tuple[int, int]:
-        """Return how many bytes of a tensor such a kernel must read, and how many it must write."""
+        """Return how many bytes of a tensor must be read, and how many must be written."""
         a, code = self.record.accesses, self.tensors.index(tensor)
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
         if not len(ops):
@@ -188,7 +188,7 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """Return FlashAttention-2's or split-KV decoding's bytes with these tiles, or None."""
+        """Return the bytes of FlashAttention-2 or split-KV decoding with these tiles, or None."""
         return expected_of(self.geometry, self.device)
 
     @cached_property

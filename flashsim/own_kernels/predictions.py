@@ -57,7 +57,7 @@ class Pieces:
 
 
 def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
-    """Replay the accesses of a `KernelTrace` through the L2 model of a device."""
+    """Return a kernel's DRAM bytes, by replaying its accesses through the L2 model of a device."""
     model = L2Model() if model is None else model
     pieces = Pieces(traced)
     tiles = cast(Any, pieces)

@@ -53,7 +53,10 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the records that `packed` serialized; raise TraceError for any other bytes."""
+    """Return the records that `packed` serialized.
+
+    TraceError is raised if `data` is no such archive, or unpacks to more than `most` bytes.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(one.file_size for one in archive.infolist()) > most:

@@ -154,8 +154,7 @@ class Recorder:
         op : LOAD, STORE or ATOMIC
         tensor : the code that `tensor` returned; -1 if no lane is active
         offsets : offsets in elements, int64, of the active lanes inside the tensor
-        masked, outside : numbers of lanes that the mask turns off, and of lanes outside of the
-        tensor
+        masked, outside : how many lanes the mask turns off, and how many are outside of the tensor
         sectors : number of 32-byte sectors moved; default: the sectors that hold the elements
         line : the line in the user's file, (file, number)
         """

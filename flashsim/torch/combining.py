@@ -35,7 +35,7 @@ class Share:
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
         """Return the sum of these gradients and a rank's own block's gradients, rounded once.
 
-        `own` holds pairs of a slice of heads and the gradients of these heads.
+        `own` holds pairs: a slice of heads, and the gradients of these heads.
         """
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:

@@ -99,7 +99,7 @@ class _OnCpu:
         self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the forward pass, and return out and the LSE."""
+        """Run the forward pass of attention, and return out and the LSE."""
         job = self._job.given(_numbers(q), _numbers(k), _numbers(v))
         outcome, give = self._run(job), self._host.give
         if unseen := outcome.unseen("out"):
@@ -190,7 +190,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return a call's cached `Ready` or None, and its cache key; () for a call that is observed."""
+    """Return the checked call for these arguments or None, and its cache key; () if uncacheable."""
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:

@@ -1,12 +1,13 @@
 """The interface of FlashAttention's CuTe kernels: ``from flashsim.torch import flash_attn_cute``.
 
 Code written for ``flash_attn.cute`` (the package flash-attn-4) runs by changing one import. Tensor
-layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`: a negative
-number is a position on the other side of the diagonal, and only None means no limit. As in
-flash-attn-4, a causal mask replaces the right limit, and two limits that leave no key are both
-ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to
-`min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors are `FlashSimError`;
-functions in CuTe DSL, and block-sparse and gathered keys, raise UnsupportedError.
+layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`. In
+`window_size`, a negative number is a position on the other side of the diagonal, and only None
+means no limit. As in flash-attn-4, a causal mask replaces the right limit, and two limits that
+leave no key are both ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths
+`max_seqlen_q` to `min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors
+are `FlashSimError`; functions in CuTe DSL, and block-sparse and gathered keys, raise
+UnsupportedError.
 """
 
 from __future__ import annotations
@@ -226,7 +227,7 @@ def flash_attn_combine(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None: flash-attn-4 plans its tile scheduler here, but flashsim needs no plan."""
+    """Return None, because flashsim needs no plan for a tile scheduler; flash-attn-4 does."""
     return
 
 

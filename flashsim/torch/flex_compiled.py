@@ -1,4 +1,4 @@
-"""Makes `flex_attention` work in ``torch.compile``: functions as subgraphs, call as operator.
+"""Makes `flex_attention` work in ``torch.compile``, as an operator with functions as subgraphs.
 
 Dynamo, the compiler's tracer, inlines Python functions, so it cannot pass a function as a value.
 Only for torch's own flex attention, a "higher-order operator", does Dynamo trace the score and mask
@@ -246,7 +246,7 @@ class _Body:
         return tuple(getattr(self._graph, node.target) for node in nodes)
 
     def value(self, given: Sequence[Any], held: Sequence[Any]) -> Any:
-        """Compute the subgraph node by node."""
+        """Compute Dynamo's subgraph node by node, and return its result."""
         found: dict[Any, Any] = {}
         inputs, own = iter(given), iter(held)
         for node in self._graph.graph.nodes:

@@ -37,7 +37,7 @@ class FlexPasses(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the forward pass, and return out and the LSE."""
+        """Run the forward pass of attention, and return out and the LSE."""
         result = execution.run(*map(ops.readable, (q, k, v)), **self._keywords(sinks))
         return result.out, result.lse
 

@@ -16,7 +16,7 @@ READ = 2**26
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which scores a call keeps, described with the parameters of `flashsim.Problem`.
+    """The scores that an attention call keeps, described with the parameters of `flashsim.Problem`.
 
     `note` says what a count does not reproduce exactly, or is "". `known` is False if the mask's
     values cannot be read, as on the meta device.
@@ -51,7 +51,7 @@ def top_left(q: Any, k: Any) -> Any:
 
 
 def diagonal(n_q: int, n_kv: int) -> Pattern:
-    """Return the `Pattern` of torch's ``is_causal=True``."""
+    """Return the mask pattern of torch's ``is_causal=True`` for these sequence lengths."""
     return Pattern(causal=True) if n_q == n_kv else Pattern(mask=top_left)
 
 

@@ -146,7 +146,7 @@ def _masked_forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Replace ``_scaled_dot_product_flash_attention_for_cpu``, in the same memory layouts."""
+    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu``; keep memory layouts."""
     q, k, v = _dense(query, key, value)
     question = _masked_question(q, k, dropout_p, is_causal, attn_mask, scale)
     result = execution.run(q, k, v, **question)
@@ -167,7 +167,7 @@ def _masked_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
+    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
     gradients = _masked_gradients(
         (query, key, value, out, logsumexp, grad_out),
         *(dropout_p, is_causal, attn_mask, scale),
@@ -232,7 +232,7 @@ def _flash_forward(
     window_size_right: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d) packed."""
+    """Replace torch's ``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d)."""
     _refuse_dropout(dropout_p)
     asked = sorted(name for name, value in rest.items() if value is not None)
     if return_debug_mask or asked:
@@ -271,7 +271,7 @@ def _flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_flash_attention_backward``."""
+    """Replace torch's ``_flash_attention_backward``."""
     _refuse_dropout(dropout_p)
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
@@ -296,7 +296,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Replace ``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
+    """Replace torch's ``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
     n_q, n_k = query.shape[2], key.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = _flash_forward(
@@ -324,7 +324,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_flash_attention_backward``."""
+    """Replace torch's ``_scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     options = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
     gradients = _flash_backward(dout, q, k, v, out, logsumexp, None, None, *options, scale=scale)
@@ -365,7 +365,7 @@ def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return flash attention's dropout outputs: the generator's state and an empty mask."""
+    """Return torch's dropout outputs for a call without dropout: a generator state and a mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
@@ -398,7 +398,7 @@ def _efficient_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_efficient_attention``; its LSE is padded to 32 rows."""
+    """Replace torch's ``_scaled_dot_product_efficient_attention``; pad its LSE to 32 rows."""
     out, lse = _masked_forward(
         *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
     )
@@ -425,7 +425,10 @@ def _efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Replace ``_scaled_dot_product_efficient_attention_backward``; the mask may get a gradient."""
+    """Replace torch's ``_scaled_dot_product_efficient_attention_backward``.
+
+    The mask gets a gradient if `grad_input_mask` asks for one.
+    """
     lse = logsumexp[..., : query.shape[2]].contiguous()
     found = _masked_gradients(
         (query, key, value, out, lse, grad_out_),
@@ -448,7 +451,7 @@ def _cudnn_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Replace ``_scaled_dot_product_cudnn_attention``."""
+    """Replace torch's ``_scaled_dot_product_cudnn_attention``."""
     out, lse = _masked_forward(
         *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
     )
@@ -477,7 +480,7 @@ def _cudnn_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_cudnn_attention_backward``."""
+    """Replace torch's ``_scaled_dot_product_cudnn_attention_backward``."""
     found = _masked_gradients(
         (query, key, value, out, logsumexp[..., 0], grad_out),
         *(dropout_p, is_causal, attn_bias, scale),

@@ -79,7 +79,7 @@ class Seen:
         return self.calls[which]
 
     def named(self, name: str) -> list[AttentionCall]:
-        """Return the calls that a module made.
+        """Return the recorded attention calls that a module made.
 
         OptionError is raised if no module of that name made a call, or if the names of several
         modules end in `name`.
@@ -309,7 +309,7 @@ def _place(call: AttentionCall) -> str:
 def _figures(
     problem: Problem, algorithm: str, direction: str, device: Device, l2: bool | None
 ) -> dict[str, Any]:
-    """Return the table's figures for one pass of one call, by column name."""
+    """Return the figures of one attention call's forward or backward pass, by column name."""
     about = {"pass": direction, "algorithm": algorithm}
     try:
         counted = count(problem, algorithm=algorithm, direction=direction, device=device)

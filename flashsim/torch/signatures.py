@@ -27,7 +27,7 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader of an attention function's calls and the function's name, else None."""
+    """Return the function that reads calls of an attention function, and its name, else None."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:

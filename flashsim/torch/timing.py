@@ -41,7 +41,7 @@ class Ranges:
             yield mark
 
     def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
-        """Assign a range to `call`; put its backward pass (the graph of `out`) in ranges too."""
+        """Assign a profiler range to `call`, and put the call's backward pass in ranges too."""
         name, first = mark
         self.calls[name] = call, "forward"
         self.calls[f"{name} backward"] = call, "backward"

@@ -120,7 +120,7 @@ def _recording(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Everywhere:
-    """The patched functions of torch and transformers, while at least one thread watches."""
+    """Patches functions of torch and transformers while at least one thread watches."""
 
     def __init__(self) -> None:
         self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()

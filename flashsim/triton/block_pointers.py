@@ -1,6 +1,6 @@
 """Block pointers (`tl.make_block_ptr` and `tl.advance`) for Triton 3.9, which removed them.
 
-Many homework files use block pointers. Triton's own interpreter supports them up to version 3.8.
+Many homework files use block pointers, which Triton's own interpreter supports up to version 3.8.
 """
 
 from __future__ import annotations

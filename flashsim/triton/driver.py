@@ -47,7 +47,7 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN as the time of `fn`, without a call, so that its launches are not counted."""
+    """Return NaN as the time of `fn`, which is not called, so that its launches do not count."""
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -60,7 +60,8 @@ def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
 
     With `available`, `torch.cuda.is_available` returns True, because users' tests are skipped
     without a GPU. The ``with`` statement yields a function that replaces functions of torch and
-    ``triton.testing`` too. Call that function after any import that may have loaded these modules.
+    ``triton.testing`` too. Call the yielded function after any import that may have loaded torch or
+    ``triton.testing``.
     """
     at = installed()
     driver = at.triton.runtime.driver

@@ -148,8 +148,8 @@ class Interpreter:
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
         """Return a `patch` of Triton's language that also makes the changes that flashsim needs.
 
-        Triton 3.9 gets block pointers. Triton 3.6 gets another conversion of tensors to integers,
-        because NumPy 2.4 refuses Triton's own.
+        For Triton 3.9, the patch adds block pointers. For Triton 3.6, it replaces the conversion of
+        tensors to integers, which NumPy 2.4 refuses.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
@@ -302,7 +302,7 @@ class Interpreter:
             self.recorder.work(kind, size, line=self.line())
 
     def exponent(self, arg: Any) -> None:
-        """Note an exponential of positive numbers in attention's forward pass."""
+        """Add a note if attention's forward pass takes exponentials of positive numbers."""
         if self.memory.silent or floats.is_narrow(arg.dtype):
             return
         most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
