@@ -36,7 +36,7 @@ def dot_product_attention(
 
     For a row that sees no key, the result is zeros; jax.nn returns the mean of all values, the
     softmax over equal scores. The residual (the LSE) also differs from jax.nn's, since masked
-    scores add no rounding errors to it.
+    scores add no rounding errors to the LSE.
 
     Parameters
     ----------

@@ -33,10 +33,7 @@ class Share:
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Return the sum of these gradients and a rank's own block's gradients, rounded once.
-
-        `own` holds pairs: a slice of heads, and the gradients of these heads.
-        """
+        """Return the sum of these gradients and a rank's own block's gradients, rounded once."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:

@@ -65,7 +65,7 @@ def attention(
         "numba" and "cupy".
     return_lse : bool
         Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient too. Results for splits
-        of the keys can be merged with it, and a loss may use it.
+        of the keys can be merged by their LSE, and a loss may use the LSE.
 
     Returns
     -------
@@ -201,8 +201,8 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
 class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
-    q is (batch, n_q, d); k and v are (batch, n_k, d). Stanford CS336's assignment 2 asks for this
-    interface.
+    q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass, q, k, v, the output
+    and L, (batch, n_q), are saved. Stanford CS336's assignment 2 asks for this interface.
     """
 
     jvp = staticmethod(ops.no_forward_mode)

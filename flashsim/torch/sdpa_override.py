@@ -425,10 +425,7 @@ def _efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Replace torch's ``_scaled_dot_product_efficient_attention_backward``.
-
-    The mask gets a gradient if `grad_input_mask` asks for one.
-    """
+    """Replace torch's ``_scaled_dot_product_efficient_attention_backward``."""
     lse = logsumexp[..., : query.shape[2]].contiguous()
     found = _masked_gradients(
         (query, key, value, out, lse, grad_out_),
