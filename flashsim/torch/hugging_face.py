@@ -78,7 +78,7 @@ class Band:
     Attributes
     ----------
     window : as in `flashsim.Problem`: bottom-right aligned, after padding is removed
-    keys, queries : True for tokens that are not padding, (batch, n); None means no padding
+    keys, queries : False for padding, whose rows get zeros, (batch, n); None means no padding
     starts, stops : where each sequence's keys begin and end, int32 (batch,), for `decode` of few
         queries without padding; nothing is packed then, and `keys` may be None for a static cache
     whole : returns the mask as a boolean tensor, for a model that reshapes or slices its mask

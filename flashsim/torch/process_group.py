@@ -138,7 +138,7 @@ class Inquiry:
 
     @property
     def familiar(self) -> bool:
-        """Return True if the ranks agreed on these arguments before, so `settle` may wait."""
+        """Return True if the ranks agreed on these arguments before: `settle` may come later."""
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:

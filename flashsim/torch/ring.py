@@ -330,7 +330,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV that a ring step receives: later steps receive float32 sums."""
+        """Allocate the dK and dV that a step receives: first one block's, later float32 sums."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
