@@ -3,8 +3,7 @@
 Code can compute only with the copies that `Sram.load` returns. Each copy is overwritten with NaN
 when the step or visit (tile pair) that loaded it ends. So a missing load causes an error or a wrong
 result, and every byte used is counted. All heads run the same loop, so each event is recorded once,
-and `Trace` multiplies it by the number of heads. Recorded sizes are those of one head's thread
-block.
+with the sizes of one head's thread block.
 """
 
 from __future__ import annotations
@@ -29,17 +28,7 @@ from flashsim.trace.events import StageTrace
 class Sram:
     """The simulated on-chip memory of one thread block: capacity, tiles, and a log of events.
 
-    Parameters
-    ----------
-    schedule : Schedule
-        The stage's loop over tiles.
-    stage : plans.Stage
-    device : Device
-        `device.sram_bytes` is the capacity.
-    record : bool
-        Whether to record events.
-    roundings : Roundings
-        The type at each rounding point.
+    The capacity is `device.sram_bytes`, and `schedule` is the stage's loop over tiles.
     """
 
     def __init__(
@@ -171,10 +160,7 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Load the captured elements that a score or mask function reads for a tile.
-
-        The result is a dict from load nodes to elements.
-        """
+        """Load a function's captured elements for a tile, and return them by load node."""
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
@@ -198,10 +184,7 @@ class Sram:
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to the type in which it enters a product, and return it.
-
-        S and m are rounded too if the `Precision` says so.
-        """
+        """Round P or dS to the type in which it enters a product (S, m: if `Precision` says so)."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
@@ -242,10 +225,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile from SRAM to HBM, rounded once to the tensor's type.
-
-        If `tile` is a number, it fills the whole tile.
-        """
+        """Copy a tile, or fill it with a number, from SRAM to HBM, rounded once to its type."""
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)

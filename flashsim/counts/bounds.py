@@ -1,9 +1,8 @@
 """Bounds on HBM traffic from the papers, as curves to compare a count with.
 
-The functions `flash_theorem` and `lower_bound` are asymptotic: each gives its number of elements up
-to a constant factor that is not known. The function `proven` returns a number of elements, with all
-constants: no algorithm moves fewer. In this module, M is the on-chip capacity in elements, N the
-sequence length and d the head dim.
+`flash_theorem` and `lower_bound` are asymptotic: they hold up to an unknown constant factor.
+`proven` has all constants: no algorithm moves fewer elements. In this module, M is the on-chip
+capacity in elements, N the sequence length and d the head dim.
 """
 
 from __future__ import annotations
@@ -50,10 +49,9 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the
     inequality of Loomis and Whitney, as Irony, Toledo and Tiskin use it for one matrix product,
     these elements allow at most max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs at
-    least a certain number of segments, and each segment transfers T elements. The function
-    computes a bound for each of several T, and returns the largest bound. For M > 2.4 d^2, T = 2 M
-    gives 2 N^2 d^2 / M - 2 M, which has the order that Saha and Ye prove (arXiv:2402.07443). The
-    whole proof is in docs/reference/model.md.
+    least a certain number of segments, and each segment transfers T elements. The result is the
+    largest bound over several T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which has the
+    order that Saha and Ye prove (arXiv:2402.07443). The whole proof is in docs/reference/model.md.
 
     Parameters
     ----------

@@ -25,8 +25,8 @@ class NumbaSource(NamedTuple):
 
     The function `score(S, raw, ..)` applies the score function to the scores `raw`, and writes the
     results to S. The function `gradient(dS, raw, ..)` gets the gradients of these results in dS,
-    and overwrites dS with the gradients of the scores `raw`. The functions `score` and `gradient`
-    also take the arguments listed in `PANEL`.
+    and overwrites dS with the gradients of the scores `raw`. The other arguments of `score` and
+    `gradient` are those in `PANEL`.
     """
 
     score: str
@@ -62,10 +62,7 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
 
 
 def _numba_element(spec: ArraySpec) -> str:
-    """Return the element type in which the CPU engine holds a captured array.
-
-    The engine holds 16-bit floats as float32.
-    """
+    """Return the type in which the CPU engine holds a captured array: float32 for 16-bit floats."""
     return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
         spec.dtype, spec.dtype
     )
@@ -94,10 +91,7 @@ class Written:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
-        """Return the Python statements of some nodes, such as ``v7 = v5 + v6``.
-
-        Arguments and constants need no statement.
-        """
+        """Return the Python statements of some nodes, such as ``v7 = v5 + v6``."""
         return [
             f"v{n} = {self.expression(self.nodes[n])}"
             for n in numbers

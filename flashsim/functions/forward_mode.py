@@ -18,7 +18,7 @@ from flashsim.functions.operations import FLOAT
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
     """Return the derivative of the graph's result if all nodes in `moved` change at the same rate.
 
-    The argument `values` is the result of `Graph.values`: the value of every node.
+    `values` has the value of every node, from `Graph.values`.
     """
     rates: list[Any] = []
     with np.errstate(all="ignore"):

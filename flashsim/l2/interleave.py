@@ -1,7 +1,7 @@
 """Interleaves the requests of thread blocks, in the order in which the SMs issue them.
 
-Numba compiles the functions in this module. A request to L2 is a tile number and a code. The code
-is the request's operation (`names.OPS`), plus SIDE if the SM belongs to the second partition.
+A request to L2 is a tile number and a code. The code is the request's operation (`names.OPS`), plus
+SIDE if the SM belongs to the second partition.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a makes its next requests before slot b does.
-
-    If both are due at the same time, the lower-numbered slot is first.
-    """
+    """Return whether slot a makes its next requests before slot b does (a tie: the lower slot)."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -47,10 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append the requests of one thread block for one tile pair to the list of all requests.
-
-    The table's rows `first` to `last` - 1 describe these requests.
-    """
+    """Append one thread block's requests for one tile pair: table rows `first` to `last` - 1."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
@@ -75,7 +69,7 @@ def weave(
     flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside, out, codes,
     ranks, turns, since, turn,
 ):  # fmt: skip
-    """Write all requests of one kernel in the order in which the SMs issue them.
+    """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
     Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
     query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
@@ -104,29 +98,21 @@ def weave(
     flipped : bool (blocks,)
         Whether the block makes its visits in reverse order.
     cluster : int
-        Blocks that own an entry together. If `ranks` is not empty, 1.
+        1 if `ranks` is not empty.
     time : float64 (slots,); block, done, heap : int64 (slots,)
         Work arrays, which initially contain zeros, the first blocks, zeros, and the slots' numbers.
     sides : uint8 (slots,)
         The partition of each slot's SM.
     pace : float64 (slots,)
-        The relative time of a visit on each slot. The time is less than 1 if fewer blocks share the
-        slot's SM than share other SMs.
+        The relative time of a visit on each slot: less than 1 if fewer blocks share the slot's SM
+        than share other SMs.
     out, codes : int32, uint8
         Results: tile numbers and codes.
-    ranks : int32 (visits,), or empty
-        The number of visits to the same inner tile that precede each visit; if the array is empty,
-        no visit waits.
     turns : int32, since : float64 (query heads, inner tiles)
         Work arrays, initially zero: how many visits to an inner tile have started, and when the
         next visit to that tile may start.
     turn : float
         The time from the start of one visit to an inner tile to the start of the next visit to it.
-
-    Returns
-    -------
-    int
-        The number of requests.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)

@@ -1,16 +1,13 @@
 """The dataflow table: which tensors each stage of each algorithm moves, and when.
 
-An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three parts: the
-start of an outer step, each visit (one pair of a query tile and a key tile), and the end of the
-outer step. Each part lists its *moves* in order: the tensors that are loaded from HBM, stored to
-HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
-alloc S, load bias".
+An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
+*moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile),
+and at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor
+to HBM, or allocates an on-chip buffer. For example, "load K V, alloc S, load bias".
 
-From these lists, flashsim derives a stage's buffers, and so the tilings that fit. For engines whose
-kernels report only sizes, flashsim derives the events of a trace. The requests to L2, the tensors
-that a pass saves, and the titles of pictures also follow from the lists. The modules in
-`flashsim.algorithms`, which execute the algorithms, and the closed forms in `counts.forms` do not
-use this module. The tests compare the results of all three.
+From these lists, flashsim derives buffers, tilings that fit, events of a trace, requests to L2, and
+the tensors that a pass saves. The modules in `flashsim.algorithms`, which execute the algorithms,
+and the closed forms in `counts.forms` do not use this module. The tests compare all three.
 
 Five rules keep one dataflow valid for many problems:
 
@@ -42,10 +39,8 @@ class StageDataflow(NamedTuple):
 
     Attributes
     ----------
-    name : str
-        The stage's name in a trace.
     outer : {"queries", "keys"}
-        The outer loop.
+        The outer loop, over query tiles or key tiles.
     before, visit, after : str
         The moves at the start of an outer step, at each visit, and at the end of the step.
     per : {"head", "group", "bias"}
@@ -86,9 +81,8 @@ class StageDataflow(NamedTuple):
 class Algorithm(NamedTuple):
     """An algorithm's stages in the order in which they run, and its name in tables and pictures.
 
-    If an algorithm has no backward pass, its list of backward stages is empty. The field `form`
-    names the algorithm's variant of the paper's backward pass, such as "in three passes", if the
-    algorithm's name does not say it.
+    `form` names the variant of the backward pass, such as "in three passes", if the algorithm's
+    name does not say it. The list of backward stages may be empty.
     """
 
     title: str
@@ -97,7 +91,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return a direction with the algorithm's form, such as "backward in three passes"."""
+        """Return a direction with the algorithm's variant: "backward in three passes"."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 
