@@ -67,7 +67,7 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Update a row tile's O (not normalised), l and m with one key tile after another (7 to 10)."""
+    """Update a row tile's O (not normalised), l and m by one key tile after another (7 to 10)."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -180,8 +180,8 @@ def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "st
     """Compute dK and dV in a loop whose outer level runs over key tiles.
 
     A thread block computes one tile of keys of one key head, for all query heads that share it. The
-    dQ of each tile pair is not computed if `dq` is "". With "reduce", it is added to dQ in HBM;
-    with "store", it is complete and is stored.
+    dQ of each tile pair is not computed if `dq` is "", is added to dQ in HBM if `dq` is "reduce",
+    and is complete and stored if `dq` is "store".
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5

@@ -6,9 +6,9 @@ each part's log-sum-exp. Step 2 merges the results of all parts. Each part's out
 and stored in float32 (float64 for float64 inputs).
 
 If all batch entries share a prefix of keys, additional row tiles hold the queries of all entries,
-so that the prefix is read only once. The results over the shared prefix are merged with those over
-each entry's own keys. This method is called cascade attention (FlashInfer, arXiv:2501.01005; also
-Hydragen, arXiv:2402.05099).
+so that the prefix is read only once (cascade attention: FlashInfer, arXiv:2501.01005; also
+Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with those over each
+entry's own keys.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def _combine(machine: Machine) -> None:
 
     The order of the parts is fixed, a shared prefix first, so every run gives the same bits. This
     function merges one part after another. FlashAttention's combine kernel and flashsim's GPU
-    kernel first compute the largest LSE of all parts, and then the weighted sum. The two methods
-    give the same result except for rounding.
+    kernel first compute the largest LSE of all parts, and then the weighted sum, which gives the
+    same result except for rounding.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:

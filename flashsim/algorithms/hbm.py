@@ -129,7 +129,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the number of these keys' sequence, and their start and end positions in it."""
+        """Return the number of the keys' sequence, and the keys' start and end in the sequence."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -190,8 +190,8 @@ class CapturedTensor(Tensor):
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
         """Return the captured elements that a kernel reads for these positions, in float64.
 
-        The dict's keys are the load nodes of the function's graph; the kernel's outer loop decides
-        which are read.
+        The dict's keys are the load nodes of the function's graph. The kernel's outer loop decides
+        which elements are read.
         """
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)

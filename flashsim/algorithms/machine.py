@@ -23,8 +23,7 @@ from flashsim.trace.events import StageTrace
 class Machine:
     """One run of one algorithm: its HBM, and its stages (simulated kernels) as they run.
 
-    `record` says whether to record events. `schedules` keeps each stage's schedule between runs of
-    one problem with one tiling.
+    `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """
 
     def __init__(

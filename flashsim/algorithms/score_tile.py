@@ -88,9 +88,10 @@ def score_gradient(
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in the memory of dP's tile.
 
     If `delta_i` is None, the tile must contain all keys that its rows see. The function then
-    computes delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one. The results
-    are the gradient of the scaled product before the softcap, for dQ and dK, and the gradient of
-    the score after the softcap and before the score function, which is the bias's gradient.
+    computes delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one. The first
+    result is the gradient of the scaled product before the softcap, for dQ and dK. The second
+    result is the bias's gradient: that of the score after the softcap and before the score
+    function.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)

@@ -184,7 +184,7 @@ class Sram:
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to the type in which it enters a product (S, m: if `Precision` says so)."""
+        """Round P or dS to the type in which it enters a product; S and m as `Precision` says."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
@@ -225,7 +225,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile, or fill it with a number, from SRAM to HBM, rounded once to its type."""
+        """Store a tile, or one number in all its elements, in HBM, rounded once to HBM's type."""
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)

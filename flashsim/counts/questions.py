@@ -90,7 +90,7 @@ class Answers:
         return flops.get(checks.one_of("kind of FLOP", kind, KINDS), 0)
 
     def on_chip(self, op: str | None = None) -> int:
-        """Return the bytes that tile operations "read" from SRAM, "write" to it, or both together."""
+        """Return the bytes that tile operations "read" from SRAM, "write" to it, or both (None)."""
         _, chip = self._work
         if op is None:
             return sum(chip.values())

@@ -103,10 +103,10 @@ class Account(report.Tabled):
         """Return how many rows per ring member make arithmetic take longer than communication.
 
         The FLOPs of a step grow with the square of the number of rows, but the bytes of a step grow
-        only linearly. The result is the ring attention paper's "minimal block size" c = F / B
-        (arXiv:2310.01889, section 3), from this account's bytes and FLOPs. Of all steps that both
-        compute and communicate, the one with the largest number counts. Nothing can hide steps that
-        only communicate, such as the last step of the gradients.
+        only linearly. The ring attention paper calls this number of rows the "minimal block size" c
+        = F / B (arXiv:2310.01889, section 3). The result is the largest number over all steps of
+        this account that both compute and communicate. Nothing can hide steps that only
+        communicate, such as the last step of the gradients.
 
         Parameters
         ----------
@@ -144,7 +144,7 @@ class Account(report.Tabled):
     # -- tables ---------------------------------------------------------------------------------
 
     def table(self) -> report.Table:
-        """Return a table with one row per rank."""
+        """Return a table of each rank's rows, bytes and FLOPs, one row per rank."""
         group = self.group
         columns = ("rank", "rows", "link B", "TFLOP", "idle %", "HBM B", "merge B", "peak B")
         table = report.Table(

@@ -66,7 +66,7 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Yield each distinct block of scores: steps, mask of the ranks that compute it, and block."""
+    """Yield (steps, mask of the ranks that compute it, block) for each distinct block of scores."""
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -180,8 +180,8 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 def _others_share(group: Group, whole: int) -> int:
     """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the bytes of a rank's own rows for all heads, which equals those of the whole team's
-    rows for the heads that this rank computes.
+    `whole` is the bytes of a rank's own rows for all heads. The whole team's rows, for the heads
+    that this rank computes, take as many bytes.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 

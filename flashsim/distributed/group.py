@@ -220,7 +220,7 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whether a rank has its own keys at a ring step, earlier or later ones.
+        """Return whose keys a rank has at a ring step.
 
         The result is `OWN` for its own keys, `BEFORE` for those of an earlier member of the ring,
         and `AFTER` for those of a later member.

@@ -293,7 +293,7 @@ class _SpreadRun(Ranks):
     def _come_home(self, number: int, rank: Rank) -> None:
         """Add the gradients of other blocks to those of a rank's own block of scores.
 
-        Each half of the rank's heads has its own block, computed separately.
+        The heads of the rank's own block are computed at two different steps (`Group.own_parts`).
         """
         ring = self.group.ring
         parts = [part for part in (0, ring) if f"own{part}_dq" in rank]

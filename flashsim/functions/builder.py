@@ -23,7 +23,7 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Creates the nodes of a graph without duplicates, folds constants, and leaves out x + 0."""
+    """Creates the nodes of a graph without duplicates, folds constants, and simplifies x + 0."""
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
         self.nodes: list[Node] = list(nodes)

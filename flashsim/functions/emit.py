@@ -141,15 +141,15 @@ def cuda_source(
 
     Without a mask function, every score is kept; without a score function, scores are unchanged.
     `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
-    accumulates. `extents` holds the sizes of the ranges of b, h, q and k; with them, the code does
-    not check array indices that cannot be out of range.
+    accumulates. `extents` holds the sizes of the ranges of b, h, q and k; with `extents`, the code
+    does not check array indices that cannot be out of range.
 
     `tile` is the number of a node in the score function's graph that loads an array element. The
     kernel loads this element in advance, so a second overload of `flash_score` takes the element as
     an argument after the score. If the load's last two indices are q and k, `flash_tile_plane`
     returns which (q, k) plane of the array holds a head's elements. With `band` = (sign, offset),
-    the load's last index is sign * (q - k) + offset. `flash_band` then returns the element for a
-    distance q - k, or the nearest element if the distance is out of range.
+    the load's last index is sign * (q - k) + offset. The function `flash_band` returns the element
+    for a distance q - k, or the nearest element if the distance is out of range.
 
     `ramp` = (factors, steps) says that the score function adds a product: the nodes `factors`,
     which depend only on the head, times an integer that grows by `steps` per key. The function
@@ -210,8 +210,8 @@ def _tile_lines(
 ) -> list[str]:
     """Return the CUDA source of the functions that use an array element loaded in advance.
 
-    These functions are `flash_tile_plane` or `flash_band`, and the second overload of
-    `flash_score`. The last closing brace is left out; the caller adds it.
+    The source defines `flash_tile_plane` or `flash_band`, and the second overload of `flash_score`.
+    The caller adds the last closing brace.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
@@ -285,7 +285,7 @@ def _gradient_lines(
     extents: Mapping[str, int] | None,
     per_head: list[_Cuda],
 ) -> list[str]:
-    """Return the CUDA source of `FlashSums`, `flash_add_sums` and both `flash_score_grad`."""
+    """Return the CUDA source that computes and sums a score function's gradients."""
 
     def begin(more: str) -> str:
         return _HEAD.format("float", "flash_score_grad", f"{more}float s, float dout, ")
@@ -430,10 +430,10 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return C++ that computes a sum of positions, or its absolute value, as a float.
+        """Return C++ for a sum of positions, or its absolute value, as a float; otherwise None.
 
-        For other integers, the result is None. Positions are below 2^24, so float arithmetic is
-        exact; a comment at `FlashAt` in the emitted source explains why it is faster.
+        Positions are below 2^24, so float arithmetic is exact. A comment at `FlashAt` in the
+        emitted source explains why float arithmetic is faster.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])
@@ -461,7 +461,7 @@ class _Cuda:
     def _parts(self, n: int) -> tuple[str, str] | None:
         """Return two C++ floats whose sum is a distance between positions, or None for other nodes.
 
-        Several scores share the first float, the base. The second is the step from the base.
+        Several scores share the first float, the base; the second float is the step from the base.
         """
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:

@@ -107,8 +107,8 @@ class Bounds:
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
         """Return the table of ranges of a load's array, or the array's minimum and maximum.
 
-        The table runs along the only axis whose index depends on q, k or the score; the other axes
-        are reduced to their minimum and maximum. With no or several such axes, there is no table.
+        There is a table if the index of exactly one axis depends on q, k or the score. The table
+        runs along this axis; the other axes are reduced to their minimum and maximum.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64

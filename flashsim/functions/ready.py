@@ -94,7 +94,8 @@ def causal(offset: int = 0) -> MaskRule:
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
     """Return a sliding-window mask: a query sees `left` keys before its own, and `right` after.
 
-    Query q also sees its own key, ``q + offset``. A `left` or `right` of -1 means no limit.
+    Query q also sees its own key, ``q + offset``. A `left` or `right` of -1 means no limit on that
+    side.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
     if left < 0 and right < 0:
@@ -140,19 +141,22 @@ def dilated(step: int) -> MaskRule:
 
 
 def strided(step: int) -> MaskRule:
-    """Return the strided mask of Sparse Transformers: each `step` keys' last key is seen."""
+    """Return Sparse Transformers' strided mask: a query sees the last of every `step` keys."""
     step = _whole("step", step, 1)
     return MaskRule(lambda b, h, q, k: k % step == step - 1, "strided")
 
 
 def chunked(size: int) -> MaskRule:
-    """Return a chunked mask: a query sees keys of its own `size` positions, as in Llama 4."""
+    """Return a chunked mask, as in Llama 4: a query sees keys of its chunk of `size` positions."""
     size = _whole("size", size, 1)
     return MaskRule(lambda b, h, q, k: q // size == k // size, "chunked")
 
 
 def streaming(first: int, left: int) -> MaskRule:
-    """Return StreamingLLM's mask: a query sees the `first` keys, and its own and `left` before."""
+    """Return StreamingLLM's mask: a query sees the `first` keys, and `left` keys before its own.
+
+    A query also sees its own key, but no later key.
+    """
     first, left = _whole("first", first), _whole("left", left)
     return MaskRule(lambda b, h, q, k: (k <= q) & ((k < first) | (q - k <= left)), "streaming")
 

@@ -265,7 +265,7 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a library other than flex_attention has the function, so it is not copied."""
+    """Return whether a library (except flex_attention) has the function, which is not copied."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 

@@ -2,8 +2,7 @@
 
 A captured array has no tiles, because a score or mask function reads the array at any index. So the
 array is divided into cache lines, and the index expressions are evaluated to find the lines that
-each tile touches. Sinks are treated as a captured array that is indexed by the head. `dF` and
-`dSink` are the gradients of these arrays.
+each tile touches. Sinks are treated as a captured array that is indexed by the head.
 """
 
 from __future__ import annotations

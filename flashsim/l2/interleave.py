@@ -19,7 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a makes its next requests before slot b does (a tie: the lower slot)."""
+    """Return whether slot a makes its next requests before slot b; ties go to the lower slot."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -78,8 +78,8 @@ def weave(
     the entry's visits into consecutive ranges. The first of these blocks also makes the requests
     before and after the visits. As many blocks run at once as `time` has slots; when a block ends,
     the next block starts in its slot. A visit takes 1 unit of time, plus a random number between
-    -`jitter` and `jitter`. If `ranks` is not empty, visit v waits until ``ranks[v]`` other visits
-    to its inner tile have started.
+    -`jitter` and `jitter`. If `ranks` is not empty, `cluster` is 1, and visit v waits until
+    ``ranks[v]`` other visits to its inner tile have started.
 
     Parameters
     ----------
@@ -97,8 +97,6 @@ def weave(
         Whether a block makes each visit for all members before it makes the next visit.
     flipped : bool (blocks,)
         Whether the block makes its visits in reverse order.
-    cluster : int
-        1 if `ranks` is not empty.
     time : float64 (slots,); block, done, heap : int64 (slots,)
         Work arrays, which initially contain zeros, the first blocks, zeros, and the slots' numbers.
     sides : uint8 (slots,)

@@ -1,7 +1,7 @@
 """Checks arguments; each function returns the accepted value in a standard form.
 
-The errors name the argument and the value. They are `DTypeError` for a value of the wrong type,
-`ShapeError` for lengths and shapes, and `OptionError` for any other invalid value.
+The errors name the argument and the value: `DTypeError` for a value of the wrong type, `ShapeError`
+for lengths and shapes, and `OptionError` for other invalid values.
 """
 
 from __future__ import annotations
@@ -96,7 +96,10 @@ def seed(value: Any) -> int:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Return an array of any library or device as a NumPy array; small floats become float32."""
+    """Return an array of any library or device as a NumPy array.
+
+    Numbers of torch's 8-bit and 16-bit float types become float32.
+    """
     if isinstance(values, np.ma.MaskedArray):
         raise DTypeError(
             f"{name} is a masked array, whose mask would be lost; pass {name}.filled(value), a "

@@ -1,7 +1,7 @@
 """Attention and its gradients in float64, and plain attention in any type, to check results.
 
 This module has no tiles, and shares no code with an engine. The functions use N x N arrays, so they
-serve to check results, not to run large problems. They accept arrays of any library and return
+serve to check results, not to run large problems. Inputs are arrays of any library; results are
 NumPy arrays.
 """
 

@@ -46,7 +46,7 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the names of an algorithm's rounding points, only "inputs" if `POINTS` lacks it."""
+    """Return the rounding points of an algorithm in `POINTS`, or just "inputs" for others."""
     return POINTS.get(algorithm, ("inputs",))
 
 
@@ -273,8 +273,8 @@ TERMS, FRACTION = 32, 13
 def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
     """Add ``a @ b`` to `into`, with the rounding of Hopper's tensor cores for FP8 operands.
 
-    A tensor core adds 32 products and the running sum at once. It shifts each addend to the largest
-    exponent, and truncates the addend to 14 bits: the leading bit and 13 more (DeepSeek-V3,
+    A tensor core adds 32 products and the running sum at once. The tensor core shifts each addend
+    to the largest exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
     arXiv:2412.19437, section 3.5.2). The new sum is truncated to 14 bits too. Truncation rounds
     towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science 2021). The products
     of FP8 numbers themselves are exact. `a`, `b` and `into` are float32, (.., m, k), (.., k, n),

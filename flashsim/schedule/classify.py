@@ -1,10 +1,11 @@
 """Classifies a mask function's tiles as FULL, MASKED or skipped, with few calls of the function.
 
 Interval arithmetic bounds the mask's values over boxes of tiles. If the bounds prove that the mask
-keeps all scores of a box, or none, all its tiles are classified at once. Other boxes are divided,
-down to single tiles. A tile that the bounds leave open is evaluated at a few scores: one kept and
-one masked score prove that it is MASKED. Only tiles that are still open are evaluated score by
-score. The result is the same as if the mask were evaluated at every score.
+keeps all scores of a box, or none, all tiles of the box are classified at once. Other boxes are
+divided, down to single tiles. A tile that the bounds leave open is evaluated at a few scores: one
+kept and one masked score prove that the tile is MASKED. Only tiles that are still open are
+evaluated score by score. The classification is the same as if the mask were evaluated at every
+score.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ def classify(
 
     `rows`, `cols`, `row_base` and `col_base` are, as in `Grid`, the tables of tiles and each
     sequence's first tiles. A tile with fewer than `block_k` keys is never FULL. ``elements(i, j)``
-    evaluates the mask at every score of tiles (i, j), and returns whether it keeps any, and whether
-    it keeps all.
+    evaluates the mask at every score of tiles (i, j), and returns whether the mask keeps any, and
+    whether all.
     """
     p, mask = problem, problem.mask_mod
     assert mask is not None
@@ -152,7 +153,7 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Return single tiles, classified by the mask at a few of their scores, or else at all."""
+    """Return the kinds of single tiles, from the mask at a few or at all of their scores."""
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
     if not other:

@@ -1,7 +1,7 @@
 """Closed-form sums over visits (tile pairs), exact for any length and without a table.
 
-The formulas need contiguous inner tiles: each outer tile visits the inner tiles lo .. hi - 1.
-lo and hi are floors of linear functions of the outer tile's number, clipped to the existing
+The formulas need contiguous inner tiles: each outer tile visits the inner tiles lo .. hi - 1. The
+numbers lo and hi are floors of linear functions of the outer tile's number, clipped to the existing
 tiles. So every sum in this module is a sum of floors.
 """
 
@@ -109,7 +109,7 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return pairs for the largest outer tiles: rows, and positions of the largest inner tile.
+        """Return (rows, positions in the largest inner tile) for each of the largest outer tiles.
 
         The first inner tile that an outer tile visits is its largest, because only the last inner
         tile of a sequence is smaller. This first inner tile never moves back from one outer tile to

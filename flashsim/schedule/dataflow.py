@@ -3,11 +3,11 @@
 An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
 *moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile),
 and at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor
-to HBM, or allocates an on-chip buffer. For example, "load K V, alloc S, load bias".
+to HBM, or allocates an on-chip buffer. A list reads, for example, "load K V, alloc S, load bias".
 
 From these lists, flashsim derives buffers, tilings that fit, events of a trace, requests to L2, and
 the tensors that a pass saves. The modules in `flashsim.algorithms`, which execute the algorithms,
-and the closed forms in `counts.forms` do not use this module. The tests compare all three.
+and the closed forms in `counts.forms` do not use this module. Tests compare them with the table.
 
 Five rules keep one dataflow valid for many problems:
 
@@ -82,7 +82,7 @@ class Algorithm(NamedTuple):
     """An algorithm's stages in the order in which they run, and its name in tables and pictures.
 
     `form` names the variant of the backward pass, such as "in three passes", if the algorithm's
-    name does not say it. The list of backward stages may be empty.
+    name does not say it.
     """
 
     title: str

@@ -8,10 +8,11 @@ import numpy as np
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of the column tiles, and each visit's rank among its row tile's visits.
 
-    A visit adds to its row tile's dQ after the visits of all column tiles earlier in that order.
-    A block waits only for blocks that started before it, so a deadlock is impossible. Column tiles
-    whose first visited row tile is last come first. Under a causal mask, a block then reaches each
-    row tile just after the block of the next column tile has added to that row tile's dQ.
+    A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in the
+    returned order. A block waits only for blocks that started before it, so a deadlock is
+    impossible. Column tiles whose first visited row tile is last come first. Under a causal mask, a
+    block then reaches each row tile just after the block of the next column tile has added to that
+    row tile's dQ.
 
     `ptr`, (columns + 1,), has the index of each column tile's first visit. `index`, (visits,), has
     the row tile of each visit. A rank is the number of earlier visits of the same row tile.

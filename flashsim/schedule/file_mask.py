@@ -17,8 +17,8 @@ class SavedMask:
     """Replaces the mask function in a problem that was read from a trace file.
 
     The object has, for each tiling of the trace, the table of FULL and MASKED tiles with ascending
-    keys (`Schedule.row_csr`). Schedules, counts and plots need no more. The mask's values at single
-    scores are lost. The argument `name` is the mask function's name.
+    keys (`Schedule.row_csr`). Schedules, counts and plots need only this table; the mask's values
+    at single scores are lost.
     """
 
     def __init__(self, name: str, tables: Mapping[Tiling, Csr]) -> None:
@@ -26,7 +26,7 @@ class SavedMask:
         self.tables = dict(tables)
 
     def row_csr(self, tiling: Tiling) -> Csr:
-        """Return the tiles that the mask kept under `tiling`, or raise `TraceError` if unknown."""
+        """Return the mask's table of tiles, or raise `TraceError` for a tiling not in the trace."""
         if tiling not in self.tables:
             known = ", ".join(str(t) for t in self.tables)
             raise TraceError(

@@ -63,7 +63,7 @@ class Grid:
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """One `Strip` per packed sequence; None if tables are small or spans not contiguous."""
+        """Each packed sequence's tiles as a `Strip`, or None where tables of tiles serve."""
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
@@ -101,7 +101,7 @@ class Grid:
     def rows(self) -> np.ndarray:
         """The table of row tiles, int32 (T_r, 4): start, stop, offset and key_stop of each.
 
-        The type is int64 if a length exceeds int32; such a problem can be counted but not run.
+        If a length exceeds int32, the type is int64, and the problem can be counted but not run.
         """
         return self._edges[0]
 

@@ -11,10 +11,10 @@ def clump_size(
 ) -> int:
     """Return how many heads (or GQA groups) a kernel processes together so that L2 has their data.
 
-    The kernel processes one head group after another, the longest outer tiles of each first. The
-    next group's tiles fill the idle SMs, but no group follows the last. A last group with few heads
-    leaves most of the GPU idle. So of the sizes that fit in L2, the function returns the one with
-    the most heads in the last group, and of several such sizes the smallest.
+    The kernel processes one head group after another, the longest outer tiles of each first. Tiles
+    of the next group fill SMs that become idle, but no group follows the last one. A last group
+    with few heads leaves most of the GPU idle. So of the sizes that fit in L2, the function returns
+    the one with the most heads in the last group, and of several such sizes the smallest.
 
     A group size fits if the group's shared data (`held`) takes at most 0.4 of L2, because each half
     of a large L2 keeps its own copy. Heads whose outer tiles all run at once share L2 in any order,
@@ -32,7 +32,7 @@ def clump_size(
 def held(stage: Stage, problem: Problem) -> int:
     """Return the bytes that all blocks of one head (or GQA group) read or write in common.
 
-    In a Q-outer loop, these bytes are K and V. In a KV-outer loop, they are Q, dO and a float32 dQ
+    In a Q-outer loop, these bytes are K and V; in a KV-outer loop, they are Q, dO and a float32 dQ
     of the group's heads.
     """
     p = problem

@@ -48,8 +48,8 @@ DIRECTIONS = ("forward", "backward")
 class Buffer(NamedTuple):
     """One on-chip buffer: its bytes per query row, per key column and per score of a tile.
 
-    For the buffer of an FP8 scale, these are the bytes per `every` rows or columns. `fixed` bytes
-    are added for any size of the tile.
+    The bytes of an FP8 scale's buffer are per `every` rows or columns. `fixed` bytes do not depend
+    on the tile's size.
     """
 
     name: str
@@ -262,7 +262,7 @@ def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> t
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """Return the algorithm of the backward pass for `deterministic`; None means `algorithm` itself.
+    """Return the algorithm whose backward pass `deterministic` requests; None means `algorithm`.
 
     Raises
     ------
@@ -295,10 +295,9 @@ def fastest_backward(
     """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
     ``deterministic=None`` keeps the backward pass of `algorithm`. A tiling that the caller chose
-    (`tiled`) rules out other algorithms. The functions describe an algorithm on this backend:
-    `stores_dq` says whether "flash2-once" is faster, `orders_dq` whether the fused pass can add to
-    dQ in a fixed order and is then the fastest, and `fuses` whether the fused pass is faster than
-    three passes.
+    (`tiled`) rules out other algorithms. `stores_dq` says whether "flash2-once" is faster on this
+    backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order and is then the
+    fastest. `fuses` says whether the fused pass is faster than three passes.
 
     Raises
     ------

@@ -221,7 +221,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Divide `tiles` tiles into slices, so that one call evaluates the mask on a slice."""
+        """Return slices of `tiles` tile numbers, each short enough for one call of the mask."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -276,7 +276,7 @@ class Schedule(Grid):
     def prefix_tiles(self) -> int:
         """The number of row tiles that visit a shared prefix, or 0 if there is no shared prefix.
 
-        These row tiles come first, and contain the queries of all sequences.
+        The row tiles of the prefix come first, and contain the queries of all sequences.
         """
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
@@ -400,7 +400,7 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the size of each outer tile, and of the largest inner tile it visits, or 0.
+        """Return the size of each outer tile, and of the largest inner tile it visits (0: none).
 
         If tables of all tiles would be too large, only the largest outer tiles are returned.
         """

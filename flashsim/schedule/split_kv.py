@@ -47,9 +47,9 @@ def choose(
 
     If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
     largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
-    `fill_once` chooses the number, with "fa3" the function `fa3`. These rules assume one thread
+    `fill_once` chooses the number, with "fa3" the function `fa3`. Both functions assume one thread
     block per SM, and row tiles that all visit as many key tiles as the longest. With a shared
-    prefix, the rules count as row tiles the number of all visits divided by the longest row tile's
+    prefix, their number of row tiles is that of all visits divided by the longest row tile's
     visits.
 
     Raises

@@ -50,7 +50,7 @@ def refusal(
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
     """Return the table of tiles of one packed sequence along one axis.
 
-    Its columns are each tile's start and stop, the sequence's offset, and the sequence's end on the
+    The columns are each tile's start and stop, the sequence's offset, and the sequence's end on the
     other axis.
     """
     begins = np.arange(start, stop, block, dtype=np.int64)

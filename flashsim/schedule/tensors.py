@@ -103,7 +103,7 @@ def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
 
 
 def title(problem: Problem, name: str, direction: str) -> str:
-    """Return a tensor's name in tables, after a captured array's own name: "slopes (F_own)"."""
+    """Return a tensor's name in tables, with a captured array's own name: "slopes (F_own)"."""
     if name not in (*CAPTURED, "dF"):
         return name
     graph = problem.score_mod if name == "dF" else function_of(problem, name)

@@ -45,11 +45,11 @@ class Tiling:
         return f"{self.block_q} x {self.block_k}"
 
     def divides(self, cells: BlockMask | None) -> bool:
-        """Return True if each score tile lies in one cell of the block mask, or it is None."""
+        """Return True if there is no block mask, or each tile lies in one cell of the mask."""
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Return whether each tile has whole FP8 scale blocks or lies in one; True without them."""
+        """Return True without FP8 scale blocks, or if each tile has whole blocks or lies in one."""
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(
@@ -94,9 +94,8 @@ class Tiling:
     ) -> int:
         """Return the largest number of on-chip bytes that any stage needs for all its buffers.
 
-        For example, FlashAttention-2's forward pass keeps Q, K, V, O, the scores S, and the
-        statistics m and l on chip. In float32, with 64 x 64 tiles and head_dim 64, the first five
-        take 81,920 B, and m and l 512 B more.
+        For example, FlashAttention-2's forward pass in float32, with 64 x 64 tiles and head_dim 64,
+        needs 82,432 B: 81,920 B for Q, K, V, O and S, and 512 B for m and l.
         """
         tables = self.buffers(problem, algorithm, direction, split).values()
         return max(sum(table.values()) for table in tables)

@@ -1,9 +1,9 @@
 """Reads an ``.npz`` file safely, although the file may come from an untrusted source.
 
-NumPy's own reader allocates as much memory as an array's header declares. It verifies the checksum
-of an archive's member only if it happens to read to the member's end. So before this module reads
-an array, the zip directory and the array's own header must both state the size that the caller
-expects. The module then reads the member to its end, where `zipfile` compares the checksum.
+NumPy's own reader allocates as much memory as an array's header declares, and does not always
+verify the checksum of an archive's member. So before this module reads an array, the zip directory
+and the array's own header must both state the size that the caller expects. The module then reads
+the member to its end, where `zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Archive:
         shape: tuple[int, ...],
         check: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Return an array, after checking that it has this type and this shape.
+        """Return an array, after checking that its type and shape are `dtype` and `shape`.
 
         The function `check` receives each chunk of the array as it is read, and may change the
         chunk, or raise an error before the rest of a large array is read.

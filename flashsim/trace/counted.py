@@ -1,7 +1,7 @@
 """`counted`: builds the trace that a run would record, without running it.
 
-The dataflow table lists the transfers of each step and each visit, and the schedule lists the steps
-and the visits. Neither depends on the values in the tensors.
+The dataflow table lists the transfers of each step and each visit; the schedule lists the steps and
+the visits. The values in the tensors change neither list.
 """
 
 from __future__ import annotations

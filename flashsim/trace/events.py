@@ -119,8 +119,7 @@ def gain(events: np.ndarray) -> np.ndarray:
 def step_ends(events: np.ndarray) -> np.ndarray:
     """Return the index of the last event of each outer step.
 
-    The last event is the first one, after the step's "compute" event, that leaves no buffer on
-    chip.
+    An outer step ends at the first event, after its "compute" event, that leaves no buffer on chip.
     """
     seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
     closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))
@@ -130,7 +129,7 @@ def step_ends(events: np.ndarray) -> np.ndarray:
 def buffer_of(codes: np.ndarray) -> np.ndarray:
     """Return the codes of the on-chip buffers into which the tensors with these codes are loaded.
 
-    The buffer has the tensor's name without `_acc`; in a user's own algorithm, with it.
+    Except in a user's own algorithm, the buffer's name is the tensor's name without `_acc`.
     """
     table = np.arange(256)
     table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]

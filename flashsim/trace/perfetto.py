@@ -307,10 +307,7 @@ def _counter(name: str, pid: int, when: int, value: int) -> Slice:
 
 
 def _process(pid: int, name: str) -> Iterator[Slice]:
-    """Yield the events that set the name of a process, and its position in the viewer.
-
-    The process of totals comes first, then those of SM 0, SM 1 ...
-    """
+    """Yield events that set a process's name and position: totals first, then SM 0, SM 1 ..."""
     yield _about("process_name", pid, 0, name)
     order = 0 if pid == _COUNTERS else 1 + pid
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}

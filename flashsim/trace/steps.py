@@ -122,9 +122,9 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """One text per step, such as "part 2 of 4": the part of the keys that it reads, or "".
+        """One text per step: which part of the keys it reads, or how many parts it merges.
 
-        The text of a step that merges parts says how many. If keys are not split, all texts are "".
+        A text is, for example, "part 2 of 4", or "" if the keys are not split.
         """
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
@@ -168,8 +168,8 @@ class Steps(Generic[_Trace]):
     def sram_scale(self) -> int:
         """The bytes at which players draw the SRAM bar as full: the device's capacity per block.
 
-        A GPU kernel may keep more bytes on chip, because it also uses registers. The bar of such a
-        kernel is full at the trace's own peak.
+        If a GPU kernel keeps more bytes on chip, in registers too, the bar is full at the trace's
+        own peak.
         """
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
@@ -187,7 +187,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state of one head's loops after a visit; `head` is their first query head."""
+        """Return the state of one head's loops after a visit; `head` is the loops' first head."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

@@ -1,6 +1,6 @@
 """`Trace`: the recorded transfers and computations of a run, event by event, with query methods.
 
-All heads run the same loops. So for each stage, a trace stores the events of one head and the
+All heads run the same loops, so a trace stores, for each stage, the events of one head and the
 number of repetitions.
 """
 

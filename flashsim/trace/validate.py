@@ -204,7 +204,7 @@ def stage(
 ) -> tuple[plans.Stage, Tiling, int, int]:
     """Return a stage, its tiling, and the `repeat` and `stride` of its `StageTrace`.
 
-    The file describes the stages of a user's `own` algorithm; otherwise, the algorithm's plan does.
+    The plan of a built-in algorithm gives the stage; for a user's `own` algorithm, the file does.
     """
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
