@@ -118,10 +118,7 @@ def _evaluated(
 
 
 def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
-    """Turn dS, the gradient of the score function's result, into the gradient of its input score.
-
-    The gradients of captured arrays are added to their sums in HBM.
-    """
+    """Turn dS into the gradient of the score function's input; add those of captured arrays."""
     p = sram.schedule.problem
     if chain.raw is None or p.score_mod is None:
         return

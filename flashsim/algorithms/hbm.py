@@ -110,10 +110,7 @@ class SharedTensor(Tensor):
 
 
 class BlockTable(Tensor):
-    """The block table of a paged KV cache: the page numbers of each sequence's keys.
-
-    `data` is (1, 1, problem.pages): the page numbers of one sequence after another.
-    """
+    """The block table of a paged KV cache: the sequences' page numbers, (1, 1, problem.pages)."""
 
     def __init__(self, numbers: np.ndarray, problem: Problem) -> None:
         super().__init__("table", numbers[None, None], "float32")
@@ -188,11 +185,7 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """Return the captured elements that a kernel reads for these positions, in float64.
-
-        The dict's keys are the load nodes of the function's graph. The kernel's outer loop decides
-        which elements are read.
-        """
+        """Return, by load node, the captured elements that a kernel reads, in float64."""
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)

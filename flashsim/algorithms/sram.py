@@ -26,10 +26,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Sram:
-    """The simulated on-chip memory of one thread block: capacity, tiles, and a log of events.
-
-    The capacity is `device.sram_bytes`, and `schedule` is the stage's loop over tiles.
-    """
+    """The simulated on-chip memory of one thread block (`device.sram_bytes`): tiles, events."""
 
     def __init__(
         self,

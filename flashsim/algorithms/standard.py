@@ -83,10 +83,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the backward pass (Algorithm 3 of the paper) with the P that the forward pass saved.
-
-    With a softcap, the forward pass saved the softcap's derivative too.
-    """
+    """Run the backward pass (Algorithm 3) with the saved P and any softcap's saved derivative."""
     _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:

@@ -128,10 +128,7 @@ def by_operation(
 
 
 def in_words(p: Problem) -> str:
-    """Return a problem's sizes, element type and mask as text, for the titles of tables.
-
-    In this text, "1 x 16 / 4 heads" means a batch of 1 with 16 query heads and 4 key heads.
-    """
+    """Return a problem's sizes, element type and mask as text, for the titles of tables."""
     heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
     width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"
     words = [f"{p.batch} x {heads} heads", f"{p.n_q:,} x {p.n_kv:,}", f"d={width}", p.dtype]

@@ -127,10 +127,7 @@ class Traffic(Answers):
         return int(max(held, default=0)) if stage.buffers else 0
 
     def _paged_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that reads a paged KV cache.
-
-        For each page of its key tile, a visit loads one page number from the block table.
-        """
+        """Return the peak on-chip bytes of a stage that loads page numbers of a paged KV cache."""
         s = self.schedule(stage)
         ptr, col, _ = s.row_csr
         heights, widths = (np.diff(t[:, :2])[:, 0].astype(np.int64) for t in (s.rows, s.cols))
@@ -142,10 +139,7 @@ class Traffic(Answers):
         return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that keeps whole rows of scores on chip.
-
-        Each buffer holds rows as long as the longest sequence's keys.
-        """
+        """Return the peak on-chip bytes of a stage that keeps whole rows of scores on chip."""
         tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
         peak = 0
@@ -160,10 +154,7 @@ class Traffic(Answers):
         return saved(self.problem, self.algorithm)
 
     def workspace(self) -> int:
-        """Return the bytes of HBM that the pass uses for accumulators, dP and dS.
-
-        The result does not include inputs, outputs and saved tensors.
-        """
+        """Return the HBM bytes besides inputs, outputs and saved tensors: accumulators, dP, dS."""
         parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
         return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
@@ -277,10 +268,7 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 
 
 def live(problem: Problem, algorithm: str) -> int:
-    """Return the HBM bytes in use during a backward pass: saved tensors, workspace and gradients.
-
-    The tensors out, dout (and dlse) count too.
-    """
+    """Return the HBM bytes of a backward pass: saved tensors, out, dout, workspace, gradients."""
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv

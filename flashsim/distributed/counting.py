@@ -180,8 +180,7 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 def _others_share(group: Group, whole: int) -> int:
     """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the bytes of a rank's own rows for all heads. The whole team's rows, for the heads
-    that this rank computes, take as many bytes.
+    `whole` is the bytes of the rank's own rows for all heads.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 

@@ -110,7 +110,7 @@ class Group:
     def _whole_parts(self, parts: int) -> str:
         """Return a hint for error texts: how to make the sequence length divisible by `parts`.
 
-        The hint recommends padding only for a causal mask, which hides it from all real rows.
+        The hint recommends padding only for a causal mask, which hides the padding from real rows.
         """
         n = self.problem.n_q
         padded, cut = f"{-(-n // parts) * parts:,}", f"{n // parts * parts:,}"
@@ -220,11 +220,7 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has at a ring step.
-
-        The result is `OWN` for its own keys, `BEFORE` for those of an earlier member of the ring,
-        and `AFTER` for those of a later member.
-        """
+        """Return whose keys a rank has: `OWN`, or those of a member `BEFORE` or `AFTER` it."""
         member = rank // self.ulysses
         if step == 0:
             return OWN

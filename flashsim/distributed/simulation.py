@@ -121,10 +121,7 @@ def run(
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
-    """Call `run`, whose old name `simulate` stays for one more version.
-
-    `flashsim.simulate` is a function with another purpose.
-    """
+    """Call `run`, whose old name `simulate` stays for one more version."""
     warnings.warn(
         "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
         "algorithm of your own",
@@ -291,10 +288,7 @@ class _SpreadRun(Ranks):
         return gradients
 
     def _come_home(self, number: int, rank: Rank) -> None:
-        """Add the gradients of other blocks to those of a rank's own block of scores.
-
-        The heads of the rank's own block are computed at two different steps (`Group.own_parts`).
-        """
+        """Add the gradients of other blocks to those of a rank's own block of scores."""
         ring = self.group.ring
         parts = [part for part in (0, ring) if f"own{part}_dq" in rank]
         for name in ("dq", "dk", "dv"):

@@ -80,11 +80,7 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of the struct `FlashCaptured`: an array's data, its gradient, or an axis's length.
-
-    `what` is "data", "gradient" or "length" (of axis `axis`). `array` is an index into
-    `CudaSource.arrays`.
-    """
+    """A member of the struct `FlashCaptured`: an array's "data", "gradient" or axis "length"."""
 
     name: str
     what: str
@@ -245,9 +241,9 @@ def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """Return the source of the struct `FlashHead`, and of the function `flash_head` that makes it.
+    """Return the source of the struct `FlashHead` and of the function `flash_head` that makes it.
 
-    A `FlashHead` holds a batch entry, a head, and the array elements that are loaded once per head.
+    A `FlashHead` holds b, h and the array elements that are loaded once per head.
     """
     members, reads = [], []
     for cuda in per_head:

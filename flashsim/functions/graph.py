@@ -51,10 +51,7 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced function as a list of nodes, each after its arguments; node `root` is the result.
-
-    Equal graphs have equal nodes, and captured arrays of equal names, shapes and types.
-    """
+    """A traced function as a list of nodes, each after its arguments; node `root` is the result."""
 
     nodes: tuple[Node, ...]
     root: int

@@ -38,10 +38,7 @@ class RangeTable:
             step *= 2
 
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
-        """Return the least and the greatest element from each index `first` to `last`, inclusive.
-
-        Elements outside of a range also count if they are in one of the range's blocks.
-        """
+        """Return the least and the greatest element of each widened range `first` to `last`."""
         first, last = np.clip(first, 0, self.n - 1) // BLOCK, np.clip(last, 0, self.n - 1) // BLOCK
         length = last - first + 1
         level = np.frexp(length)[1] - 1
@@ -126,10 +123,7 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """Return the bounds of each integer node for `extents`, the sizes of b, h, q and k.
-
-    The bounds hold whatever the captured arrays contain.
-    """
+    """Return safe bounds of each integer node, from `extents`, the sizes of b, h, q and k."""
     found = _anywhere(nodes, extents)
     return {
         n: (int(found[n][0]), int(found[n][1])) for n, node in enumerate(nodes) if node.kind == INT
@@ -164,10 +158,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return the bounds of an operation's result from its values at the four corners.
-
-    The operation must be monotonic in each of its two arguments, whose bounds are `a` and `b`.
-    """
+    """Return the bounds of an operation, monotonic in a and b, from its values at four corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))

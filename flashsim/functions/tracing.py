@@ -109,10 +109,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with `Captured` objects in place of arrays, also inside containers.
-
-        Functions, methods and partials are replaced by copies that use `Captured` objects.
-        """
+        """Return `value` with arrays, also in containers and functions, replaced by `Captured`s."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -265,7 +262,7 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a library (except flex_attention) has the function, which is not copied."""
+    """Return True for a library's function, which is not copied, except in flex_attention."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 

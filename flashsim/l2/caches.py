@@ -77,10 +77,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Store a cache line in an empty way of its set, and return the number of the way.
-
-    Without an empty way, the line replaces the least recently used line.
-    """
+    """Store a line in an empty, or else the least recently used, way of its set; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -108,16 +105,11 @@ def replay_sets(
     partition, and both partitions keep a copy. A store or a reduction goes to the line's home
     partition, and a copy of the line in the other partition is dropped.
 
-    Parameters
-    ----------
-    first : int64 (tiles + 1,)
-        Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``.
-    place_of : int32 (lines,); home_of : uint8 (lines,); tile_of : int32 (lines,)
-        The set, the home partition and the tile of each cache line.
-    held : int32, touched : int64, dirty : bool (partitions, sets, ways); clock : int64 (1,)
-        The cache, changed in place.
-    fetched, lost : int64 (tiles,)
-        Lines of each tile read from and written to DRAM; the function adds to these arrays.
+    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. `place_of`, int32,
+    `home_of`, uint8, and `tile_of`, int32, have each line's set, home partition and tile. `held`,
+    int32, `touched`, int64, `dirty`, bool (partitions, sets, ways), and `clock`, int64 (1,), are
+    the cache, changed in place. The lines of each tile read from and written to DRAM are added to
+    `fetched` and `lost`, int64 (tiles,).
     """
     partitions = held.shape[0]
     for r in range(len(ids)):

@@ -70,10 +70,7 @@ def _lines_of(nbytes: int) -> np.ndarray:
 
 
 def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
-    """Return a tensor's score or mask function, its arrays' values, and their bytes per element.
-
-    The values are None if they are not known.
-    """
+    """Return the function that reads a tensor, its arrays' values or None, and their itemsizes."""
     p = problem
     if name in plans.SINKS:
         itemsize = shape(p, name).itemsize

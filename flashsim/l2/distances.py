@@ -39,18 +39,14 @@ def distances(ids, codes, size):
     """Return each request's stack distance in bytes, and the largest distance after each write.
 
     A request's stack distance is the total size of all distinct tiles that were requested since the
-    last request for its own tile, including its own tile. A request hits in a cache of C bytes
-    exactly if its distance is at most C (Mattson et al. 1970). A cache of C bytes writes a tile to
-    DRAM between two writes of the tile exactly if the largest distance between them exceeds C.
+    last request for its own tile, including its own tile; it is COLD for the first request of a
+    tile. A request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al.
+    1970). A cache of C bytes writes a tile to DRAM between two writes of the tile exactly if the
+    largest distance between them exceeds C.
 
-    Returns
-    -------
-    near : int64 (n,)
-        The distance of each request; COLD for the first request of a tile.
-    strayed : int64 (n,)
-        For each store or reduction, the largest distance of its tile's requests up to and including
-        the next write. If the tile is not written again, its depth in the stack at the end counts
-        too. For a load, -1.
+    The second result has, for each store or reduction, the largest distance of its tile's requests
+    up to and including the next write. If the tile is not written again, its depth in the stack at
+    the end counts too. For a load, the second result is -1.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)

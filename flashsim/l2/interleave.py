@@ -79,38 +79,24 @@ def weave(
     before and after the visits. As many blocks run at once as `time` has slots; when a block ends,
     the next block starts in its slot. A visit takes 1 unit of time, plus a random number between
     -`jitter` and `jitter`. If `ranks` is not empty, `cluster` is 1, and visit v waits until
-    ``ranks[v]`` other visits to its inner tile have started.
+    ``ranks[v]`` other visits to its inner tile have started. `turn` is the time from the start of
+    one visit to an inner tile to the start of the next visit to that tile.
 
-    Parameters
-    ----------
-    tile_of : int32 (outers,)
-        The outer tile of each entry.
-    several : bool (outers,)
-        Whether the entry is one of several parts of its tile.
-    requests : int64 (n, 6)
-        The columns are op, axis, owner, first tile number, tiles per head, column tiles. The array
-        `parts` (5,) splits the rows into four sections: requests before, at and after the visits,
-        and requests after the visits of one of several parts.
-    head_of : int32 (3, heads)
-        For each query head, the numbers of its query matrix, its key matrix and its bias matrix.
-    in_step : bool
-        Whether a block makes each visit for all members before it makes the next visit.
-    flipped : bool (blocks,)
-        Whether the block makes its visits in reverse order.
-    time : float64 (slots,); block, done, heap : int64 (slots,)
-        Work arrays, which initially contain zeros, the first blocks, zeros, and the slots' numbers.
-    sides : uint8 (slots,)
-        The partition of each slot's SM.
-    pace : float64 (slots,)
-        The relative time of a visit on each slot: less than 1 if fewer blocks share the slot's SM
-        than share other SMs.
-    out, codes : int32, uint8
-        Results: tile numbers and codes.
-    turns : int32, since : float64 (query heads, inner tiles)
-        Work arrays, initially zero: how many visits to an inner tile have started, and when the
-        next visit to that tile may start.
-    turn : float
-        The time from the start of one visit to an inner tile to the start of the next visit to it.
+    `tile_of`, int32 (outers,), has the outer tile of each entry. `several`, bool (outers,), is True
+    for an entry that is one of several parts of its tile. `requests`, int64 (n, 6), has the columns
+    op, axis, owner, first tile number, tiles per head, column tiles. `parts` (5,) splits the rows
+    of `requests` into four sections: before, at and after the visits, and after the visits of one
+    of several parts. `head_of`, int32 (3, heads), has the numbers of each query head's query, key
+    and bias matrix. With `in_step`, a block makes each visit for all members before the next visit.
+    A block that is `flipped`, bool (blocks,), makes its visits in reverse order. `sides`, uint8
+    (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has the relative time
+    of a visit on each slot: less than 1 if fewer blocks share the slot's SM than share other SMs.
+
+    The results are tile numbers, `out`, int32, and `codes`, uint8. The work arrays `time`, float64,
+    and `block`, `done` and `heap`, int64 (slots,), initially contain zeros, the first blocks,
+    zeros, and the slots' numbers. The work arrays `turns`, int32, and `since`, float64 (query
+    heads, inner tiles), start as zeros, and hold how many visits to an inner tile have started, and
+    when the next may start.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)

@@ -28,10 +28,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """The DRAM bytes of one kernel (stage), by tensor.
-
-    `pending` are the bytes that are still dirty in L2 at the end of the kernel.
-    """
+    """The DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 at its end."""
 
     name: str
     read: dict[str, int]

@@ -118,8 +118,7 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
-    A tile's elements of captured arrays count as one request per array access in the function. The
-    schedule's tables are built only if keys are split.
+    A tile's elements of captured arrays count as one request per array access in the function.
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)

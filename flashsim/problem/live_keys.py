@@ -1,7 +1,4 @@
-"""Checks which keys of a KV cache are live (in use): lengths, pages and a shared prefix.
-
-Decoding in the simulator and on a GPU uses these checks, so their errors are the same.
-"""
+"""Checks which keys of a KV cache are live (in use): lengths, pages and a shared prefix."""
 
 from __future__ import annotations
 

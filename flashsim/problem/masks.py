@@ -61,13 +61,7 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Call a mask function on arrays of query and key indices, and return its booleans.
-
-    Raises
-    ------
-    MaskError
-        If the function fails or does not return one boolean per score.
-    """
+    """Return a mask function's booleans for index arrays, or raise a `MaskError` if it fails."""
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:

@@ -269,10 +269,7 @@ def _probabilities(
 
 
 def _indices(p: Problem) -> dict[str, np.ndarray]:
-    """Return four index arrays: the arguments b, h, q, k of a score function for every score.
-
-    The indices q and k count from the start of each sequence.
-    """
+    """Return a score function's arguments b, h, q, k; q and k count from each sequence's start."""
     q, k = np.arange(p.n_q), np.arange(p.n_kv)
     for s in p.sequences:
         q[s.q_start : s.q_stop] -= s.q_start

@@ -266,11 +266,7 @@ class Problem:
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """Return the value of `scale` or `softcap` as a float, after checking its range.
-
-        The value must be finite in the type in which scores are computed. A softcap above 0 must be
-        at least the smallest normal number of that type.
-        """
+        """Return `scale` or `softcap` as a float, which the type of scores must be able to hold."""
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
         if abs(number) > largest or (name == "softcap" and 0 < number < least):

@@ -2,10 +2,9 @@
 
 Interval arithmetic bounds the mask's values over boxes of tiles. If the bounds prove that the mask
 keeps all scores of a box, or none, all tiles of the box are classified at once. Other boxes are
-divided, down to single tiles. A tile that the bounds leave open is evaluated at a few scores: one
-kept and one masked score prove that the tile is MASKED. Only tiles that are still open are
-evaluated score by score. The classification is the same as if the mask were evaluated at every
-score.
+divided, down to single tiles. A single tile is evaluated at a few of its scores, since one kept and
+one masked score prove that the tile is MASKED, or else at all of its scores. The classification is
+the same as if the mask were evaluated at every score.
 """
 
 from __future__ import annotations
@@ -45,11 +44,7 @@ class Boxes(NamedTuple):
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the fields of `Sums`, summed over all tiles of the boxes, without a list of tiles.
-
-        The argument `heights` has the numbers of rows of the row tiles, `widths` the numbers of
-        columns of the column tiles.
-        """
+        """Return the fields of `Sums` over all tiles, from the tiles' heights (rows) and widths."""
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
         rows, cols = self.i1 - self.i0, self.j1 - self.j0

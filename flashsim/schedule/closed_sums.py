@@ -42,10 +42,7 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """Return lo and hi of the FULL inner tiles lo .. hi - 1 of an outer tile; 0 and 0 if none.
-
-        A ragged last inner tile is never FULL.
-        """
+        """Return lo and hi of an outer tile's FULL inner tiles lo .. hi - 1; 0 and 0 if none."""
         start = tile * self.block
         first = start // self.members + self.offset
         last = (min(start + self.block, self.rows) - 1) // self.members + self.offset
@@ -58,10 +55,7 @@ class Strip(NamedTuple):
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Return the number of visits (tile pairs), and the sums of three sizes over all visits.
-
-        The three sizes are the inner tile's positions, the outer tile's rows, and their product.
-        """
+        """Return the number of visits (tile pairs), and sums of inner positions, rows, scores."""
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner
@@ -111,10 +105,9 @@ class Strip(NamedTuple):
     def extents(self) -> list[tuple[int, int]]:
         """Return (rows, positions in the largest inner tile) for each of the largest outer tiles.
 
-        The first inner tile that an outer tile visits is its largest, because only the last inner
-        tile of a sequence is smaller. This first inner tile never moves back from one outer tile to
-        the next. So the first outer tile that sees any position visits the largest inner tile of
-        all.
+        Only the last inner tile of a sequence is smaller than the others, and the first inner tile
+        that is visited never moves back from one outer tile to the next. So the first outer tile
+        that sees any position visits the largest inner tile of all.
         """
         if not self.tiles:
             return []

@@ -1,8 +1,4 @@
-"""`Grid`: a problem's tiles, and which of them a causal or windowed loop visits.
-
-Queries are divided into *row tiles* and keys into *column tiles*. All rows, or all columns, of a
-tile belong to one packed sequence.
-"""
+"""`Grid`: a problem's row and column tiles, and which a causal or windowed loop visits."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers.
-
-Tiles that are loaded or allocated stay on chip for an outer step or for one visit. The tests
-compare the buffers with those in the simulated SRAM.
-"""
+"""Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers."""
 
 from __future__ import annotations
 
@@ -266,10 +262,8 @@ def backward_form(algorithm: str, deterministic: bool | None) -> str:
 
     Raises
     ------
-    OptionError
-        If the algorithm has only one form of the backward pass.
-    UnsupportedError
-        If the algorithm has no backward pass.
+    OptionError, UnsupportedError
+        If the algorithm has only one form of the backward pass, or none.
     """
     check_backward(algorithm)
     if deterministic is None:

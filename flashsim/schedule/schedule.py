@@ -171,10 +171,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Return `row_csr` from the mask's value at every score.
-
-        One row of tiles is evaluated at a time, so that memory is linear in the sequence length.
-        """
+        """Return `row_csr`, from the mask evaluated score by score, one row of tiles at a time."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -274,10 +271,7 @@ class Schedule(Grid):
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """The number of row tiles that visit a shared prefix, or 0 if there is no shared prefix.
-
-        The row tiles of the prefix come first, and contain the queries of all sequences.
-        """
+        """Number of row tiles that visit a shared prefix, which come first; 0 without a prefix."""
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property

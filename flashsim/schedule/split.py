@@ -98,10 +98,7 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """Return the bounds of part number `part` of ``range(first, last)``, cut into `parts` parts.
-
-    The parts are contiguous, and their lengths differ by at most one.
-    """
+    """Return the bounds of part `part` of ``range(first, last)`` cut into nearly equal parts."""
     n = last - first
     return first + n * part // parts, first + n * (part + 1) // parts
 

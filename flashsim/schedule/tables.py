@@ -22,7 +22,7 @@ def refusal(
     """Return the error to raise if a problem has too many tiles for a table, or None if they fit.
 
     The error is a `TilingError` if larger tiles would make the tables fit, and otherwise an
-    `UnsupportedError`. The check allocates no table.
+    `UnsupportedError`.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
     if p.n_q * members * p.n_kv >= 2**63:
@@ -48,11 +48,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return the table of tiles of one packed sequence along one axis.
-
-    The columns are each tile's start and stop, the sequence's offset, and the sequence's end on the
-    other axis.
-    """
+    """Return a sequence's tiles on one axis, (n, 4): start, stop, offset, end on the other axis."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)

@@ -92,11 +92,7 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """Return the largest number of on-chip bytes that any stage needs for all its buffers.
-
-        For example, FlashAttention-2's forward pass in float32, with 64 x 64 tiles and head_dim 64,
-        needs 82,432 B: 81,920 B for Q, K, V, O and S, and 512 B for m and l.
-        """
+        """Return the largest number of on-chip bytes that any stage needs for all its buffers."""
         tables = self.buffers(problem, algorithm, direction, split).values()
         return max(sum(table.values()) for table in tables)
 

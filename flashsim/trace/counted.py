@@ -1,8 +1,4 @@
-"""`counted`: builds the trace that a run would record, without running it.
-
-The dataflow table lists the transfers of each step and each visit; the schedule lists the steps and
-the visits. The values in the tensors change neither list.
-"""
+"""`counted`: builds a trace without a run, from the dataflow table and a schedule."""
 
 from __future__ import annotations
 

@@ -95,13 +95,7 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> Recording:
-    """Read a trace that `save` wrote.
-
-    Raises
-    ------
-    TraceError
-        If the file does not exist, is damaged, is not a trace, or comes from a newer flashsim.
-    """
+    """Read a trace that `save` wrote; a missing, damaged or newer file raises a `TraceError`."""
     path = _path(path)
     try:
         with path.open("rb") as file:
@@ -377,10 +371,7 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return type and number of axes of each array that the header requires.
-
-    The function raises a ValueError unless the file has exactly these arrays.
-    """
+    """Return the type and axes of the arrays that the header requires; others are an error."""
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }

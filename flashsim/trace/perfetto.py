@@ -222,10 +222,7 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Return the slices of an outer step that starts at `start` ns, its end, and its transfers.
-
-        A transfer is a pair (time, bytes).
-        """
+        """Return slices, end and transfers (time, bytes) of a step that starts at `start` ns."""
         self.used.add(sm)
         trace = self.trace
         work = StageWork()

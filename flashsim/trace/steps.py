@@ -122,10 +122,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """One text per step: which part of the keys it reads, or how many parts it merges.
-
-        A text is, for example, "part 2 of 4", or "" if the keys are not split.
-        """
+        """One text per step, such as "part 2 of 4", or "" if the keys are not split."""
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
@@ -166,11 +163,7 @@ class Steps(Generic[_Trace]):
 
     @property
     def sram_scale(self) -> int:
-        """The bytes at which players draw the SRAM bar as full: the device's capacity per block.
-
-        If a GPU kernel keeps more bytes on chip, in registers too, the bar is full at the trace's
-        own peak.
-        """
+        """The bytes of a full SRAM bar: the capacity per block or, if greater, the trace's peak."""
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
     @cached_property

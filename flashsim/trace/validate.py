@@ -202,10 +202,7 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """Return a stage, its tiling, and the `repeat` and `stride` of its `StageTrace`.
-
-    The plan of a built-in algorithm gives the stage; for a user's `own` algorithm, the file does.
-    """
+    """Return a stage of the file, its tiling, and the `repeat` and `stride` of its `StageTrace`."""
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
     if own:
@@ -243,10 +240,7 @@ def stage(
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Raise an error unless the file's buffers are well-formed; their content is not used.
-
-    The loaded stage takes its buffers from the current dataflow table, which may have changed.
-    """
+    """Raise an error unless the file's buffers, whose content is not used, are well-formed."""
     if len(buffers) > len(TENSORS):
         raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
     for entry in buffers:
@@ -272,10 +266,7 @@ def members(walk: plans.Stage, of: Problem) -> int:
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Return the numbers of row tiles, column tiles and score tiles of a problem.
-
-    A score tile pairs a row tile with a column tile of the same sequence.
-    """
+    """Return the numbers of row tiles, column tiles, and their pairs within one sequence."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
@@ -287,10 +278,7 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Raise an error for a table of events that is too long or too short for the stage.
-
-    For a user's `own` algorithm, a fixed limit applies.
-    """
+    """Raise an error for a stage's table of events that is too long or too short."""
     if own:
         if not 0 < length <= MOST_EVENTS:
             raise ValueError(
