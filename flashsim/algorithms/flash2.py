@@ -98,9 +98,10 @@ def normalised(
 def backward(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
 
-    This backward pass needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV
-    are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ needs a
-    pass of its own, which recomputes the scores: 7 matrix products instead of 5, 14 N^2 d FLOPs.
+    The three passes need no atomics, so they are deterministic. The gradient dQ is a sum over keys;
+    dK and dV are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ
+    needs a pass of its own, which recomputes the scores: 7 matrix products instead of 5, 14 N^2 d
+    FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -113,8 +114,8 @@ def backward(machine: Machine) -> None:
 def backward_fused(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one KV-outer pass, which adds dQ up in HBM.
 
-    This backward pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ
-    in an order that changes from run to run, and so do the last bits of dQ.
+    The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ in
+    an order that changes from run to run, and so do the last bits of dQ.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -127,9 +128,9 @@ def backward_fused(machine: Machine) -> None:
 def backward_once(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one pass, if each row tile sees a single key tile.
 
-    All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
-    separate pass. Each tile's dQ is complete, so it is stored directly in its final type. This
-    backward pass is deterministic.
+    All P and dP of a row are on chip at once, so delta = rowsum(P o dP) needs neither O nor a
+    separate pass. Each tile's dQ is complete, so dQ is stored directly in its final type, and the
+    pass is deterministic.
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
@@ -140,8 +141,8 @@ def backward_once(machine: Machine) -> None:
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
     """Compute delta = rowsum(dO o O), which the paper calls D.
 
-    If the LSE has a gradient dL, it is subtracted from delta: d LSE / dS = P, so dS = P (dP - D +
-    dL). With `clears_dq`, the pass also sets dQ's accumulator to 0, for the fused backward pass.
+    If the LSE has a gradient dL, delta is reduced by dL: d LSE / dS = P, so dS = P (dP - D + dL).
+    With `clears_dq`, the pass also sets dQ's accumulator to 0, for the fused backward pass.
     """
     hbm = machine.hbm
     with machine.stage("delta") as sram:

@@ -1,6 +1,6 @@
 """FlashDecoding: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
-A few queries with a long KV cache yield too few row tiles to fill a GPU. So FlashDecoding also
+A few queries with a long KV cache yield too few row tiles to fill a GPU, so FlashDecoding also
 splits the keys into parts. Step 1 computes attention over each part of the keys in parallel, and
 each part's log-sum-exp. Step 2 merges the results of all parts. Each part's output is normalised
 and stored in float32 (float64 for float64 inputs).
@@ -54,10 +54,10 @@ def _split(machine: Machine) -> None:
 def _combine(machine: Machine) -> None:
     """Run step 2: merge the results over all parts of a row tile's keys into its output.
 
-    The order of the parts is fixed, a shared prefix first, so every run gives the same bits. This
-    function merges one part after another. FlashAttention's combine kernel and flashsim's GPU
-    kernel first compute the largest LSE of all parts, and then the weighted sum, which gives the
-    same result except for rounding.
+    The parts are merged one after another in a fixed order, a shared prefix first, so every run
+    gives the same bits. FlashAttention's combine kernel and flashsim's GPU kernel first compute the
+    largest LSE of all parts, and then the weighted sum, which gives the same result except for
+    rounding.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:

@@ -16,9 +16,9 @@ from flashsim.problem import checks
 def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
     """Return N^2 d^2 / M, the elements that FlashAttention moves, up to a constant factor.
 
-    This bound is Theorem 2 of arXiv:2205.14135, for d <= M <= N d, where M is the on-chip capacity
-    in elements. By Proposition 3 of the same paper, no exact algorithm moves asymptotically fewer
-    elements for *every* M in that range.
+    The bound N^2 d^2 / M is Theorem 2 of arXiv:2205.14135, for d <= M <= N d, where M is the
+    on-chip capacity in elements. By Proposition 3 of the same paper, no exact algorithm moves
+    asymptotically fewer elements for *every* M in that range.
     """
     return n_q * n_kv * head_dim**2 / m
 
@@ -26,10 +26,10 @@ def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 def lower_bound(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
     """Return the number of elements that any exact algorithm must move, up to a constant factor.
 
-    This lower bound is by Saha and Ye, arXiv:2402.07443. For M >= d^2, the bound is N^2 d^2 / M,
-    however matrices are multiplied, so FlashAttention is optimal for such M. For smaller M, the
-    product Q K^T itself dominates the cost. For M < d^2, the bound is N^2 d / sqrt(M), for
-    algorithms that multiply matrices the usual way.
+    The lower bound is by Saha and Ye, arXiv:2402.07443. For M >= d^2, the bound is N^2 d^2 / M,
+    however matrices are multiplied, so FlashAttention is optimal for such M. For M < d^2, the
+    product Q K^T itself dominates the cost, and the bound is N^2 d / sqrt(M), for algorithms that
+    multiply matrices the usual way.
     """
     if m >= head_dim**2:
         return flash_theorem(n_q, n_kv, head_dim, m)

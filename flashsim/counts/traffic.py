@@ -214,10 +214,10 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Return the bytes that a pass moves if each stage moves each of its tensors only once.
 
-    This is the traffic of a cache that starts each kernel empty and never misses twice on the same
-    data. For FlashAttention-2's forward pass, which is one kernel, the result equals the compulsory
-    bytes. For standard attention, the result also includes the N x N matrices. The problem's mask
-    is ignored.
+    The result is the traffic of a cache that starts each kernel empty and never misses twice on the
+    same data. For FlashAttention-2's forward pass, which is one kernel, the result equals the
+    compulsory bytes. For standard attention, the result also includes the N x N matrices. The
+    problem's mask is ignored.
     """
     p = replace(problem, mask=None, mask_mod=None, block_mask=None, causal=False, window=None)
     whole = Tiling(p.n_q, p.n_kv)

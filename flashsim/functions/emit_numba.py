@@ -24,9 +24,9 @@ class NumbaSource(NamedTuple):
     """Python source of two functions that process a panel (a rectangle) of scores in place.
 
     The function `score(S, raw, ..)` applies the score function to the scores `raw`, and writes the
-    results to S. The function `gradient(dS, raw, ..)` gets the gradients of these results in dS,
-    and overwrites dS with the gradients of the scores `raw`. The other arguments of `score` and
-    `gradient` are those in `PANEL`.
+    results to S. The function `gradient(dS, raw, ..)` receives the gradients of the score
+    function's results in dS, and overwrites dS with the gradients of the scores `raw`. The other
+    arguments of `score` and `gradient` are those in `PANEL`.
     """
 
     score: str

@@ -39,10 +39,10 @@ def distances(ids, codes, size):
     """Return each request's stack distance in bytes, and the largest distance after each write.
 
     A request's stack distance is the total size of all distinct tiles that were requested since the
-    last request for its own tile, including its own tile; it is COLD for the first request of a
-    tile. A request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al.
-    1970). A cache of C bytes writes a tile to DRAM between two writes of the tile exactly if the
-    largest distance between them exceeds C.
+    last request for its own tile, including its own tile (COLD for a tile's first request). A
+    request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al. 1970). A
+    cache of C bytes writes a tile to DRAM between two writes of the tile exactly if the largest
+    distance between them exceeds C.
 
     The second result has, for each store or reduction, the largest distance of its tile's requests
     up to and including the next write. If the tile is not written again, its depth in the stack at

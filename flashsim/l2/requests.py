@@ -237,8 +237,8 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
 def _pace(slots: int, device: Device) -> np.ndarray:
     """Return, for each slot of a thread block, the relative time of one visit, which is at most 1.
 
-    Blocks on one SM share its units. With fewer blocks than slots, some SMs run fewer blocks than
-    others, and the blocks on those SMs are faster.
+    With fewer blocks than slots, some SMs run fewer blocks than others. The blocks on those SMs are
+    faster, because the blocks on one SM share its units.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -257,9 +257,9 @@ def _visits(
     """Return each thread block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
     A block owns an outer tile. If a row tile's keys are split over several blocks, each of these
-    blocks owns one part (`several` is True). In a stage that merges parts, a block owns a row tile
-    with several parts, and visits those parts. A stage that clears or rounds a bias gradient visits
-    all tiles of the gradient.
+    blocks owns one part (`several` is True). In a stage that merges partial results of split keys,
+    a block owns a row tile with several parts, and visits those parts. A stage that clears or
+    rounds a bias gradient visits all tiles of the gradient.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -295,8 +295,8 @@ def _requests(
 ) -> list[tuple[int, ...]]:
     """Return the rows of the table of requests that `weave` reads, one row per move of HBM bytes.
 
-    A move of elements of captured arrays has one row per array access in the function. In a merging
-    kernel, the inner tiles are the parts of the keys.
+    A move of captured arrays' elements has one row per array access in the score or mask function.
+    In a merging kernel, the inner tiles are the parts of the keys.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:

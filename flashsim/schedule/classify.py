@@ -1,10 +1,10 @@
 """Classifies a mask function's tiles as FULL, MASKED or skipped, with few calls of the function.
 
 Interval arithmetic bounds the mask's values over boxes of tiles. If the bounds prove that the mask
-keeps all scores of a box, or none, all tiles of the box are classified at once. Other boxes are
-divided, down to single tiles. A single tile is evaluated at a few of its scores, since one kept and
-one masked score prove that the tile is MASKED, or else at all of its scores. The classification is
-the same as if the mask were evaluated at every score.
+keeps all scores of a box, or none, all tiles of the box are classified at once. Boxes that the
+bounds do not decide are divided, down to single tiles. A single tile is evaluated at a few of its
+scores, since one kept and one masked score prove that the tile is MASKED, or else at all of its
+scores. The classification is the same as if the mask were evaluated at every score.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
 *moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
 at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
-HBM, or allocates an on-chip buffer. A list reads, for example, "load K V, alloc S, load bias". The
-modules in `flashsim.algorithms`, which execute the algorithms, and the closed forms in
-`counts.forms` do not use this module. Tests compare both with the table.
+HBM, or allocates an on-chip buffer. A list of moves reads, for example, "load K V, alloc S, load
+bias". The modules in `flashsim.algorithms`, which execute the algorithms, and the closed forms in
+`counts.forms` do not use this module. Tests compare their bytes with the table's.
 
 Five rules keep one dataflow valid for many problems:
 

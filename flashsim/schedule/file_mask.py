@@ -1,4 +1,4 @@
-"""`SavedMask` replaces a mask function, which a trace file cannot store, by the tiles it kept."""
+"""`SavedMask`: the tiles that a mask function kept; a trace file cannot store the function."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """`Split`: the number of parts into which keys are split, and whether heads are packed.
 
-A GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles.
-So FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) distributes the keys of each row tile over SMs
-too.
+FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) distributes the keys of each row tile over SMs. A
+GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles.
 """
 
 from __future__ import annotations

@@ -47,10 +47,10 @@ def choose(
 
     If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
     largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
-    `fill_once` chooses the number, with "fa3" the function `fa3`. Both functions assume one thread
-    block per SM, and row tiles that all visit as many key tiles as the longest. With a shared
-    prefix, their number of row tiles is that of all visits divided by the longest row tile's
-    visits.
+    `fill_once` chooses the number, with "fa3" the function `fa3`. The functions `fill_once` and
+    `fa3` assume one thread block per SM, and row tiles that all visit as many key tiles as the
+    longest. With a shared prefix, their number of row tiles is that of all visits divided by the
+    longest row tile's.
 
     Raises
     ------
