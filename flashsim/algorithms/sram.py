@@ -94,13 +94,7 @@ class Sram:
     # -- on chip --------------------------------------------------------------------------------
 
     def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
-        """Allocate one tile, and return it as an array (batch * kv_heads, group or 1, *shape).
-
-        Raises
-        ------
-        SramOverflow
-            If it does not fit. The message lists the tiles on chip and the device's capacity.
-        """
+        """Allocate one tile as an array (batch * kv_heads, group or 1, *shape), if SRAM has room."""
         nbytes = math.prod(shape) * self.compute.itemsize
         tile = np.empty((*self._lead, *shape), self.compute)
         if fill is not None:

@@ -207,7 +207,7 @@ def _tile_lines(
     """Return the CUDA source of the functions that use an array element loaded in advance.
 
     The source defines `flash_tile_plane` or `flash_band`, and the second overload of `flash_score`.
-    The caller adds the last closing brace.
+    The source lacks its last closing brace, which the caller adds.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head

@@ -110,7 +110,7 @@ class TileNumbers:
 
 
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Number the tiles of every tensor that the pass loads, stores or reduces."""
+    """Return the numbers of the tiles of every tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
     return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 

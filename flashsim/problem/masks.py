@@ -14,9 +14,9 @@ from flashsim.problem import checks
 def masked_score(dtype: Any) -> float:
     """Return the largest score that counts as masked: half the lowest finite number of `dtype`.
 
-    Scores are computed in `dtype`. Model code often masks a score by adding the lowest finite
-    number of a type. A row with only such scores counts as a row without keys: rounding has erased
-    the differences between its scores, and the term log n of its LSE.
+    `dtype` is the type in which scores are computed. Model code often masks a score by adding the
+    lowest finite number of a type. A row with only such scores counts as a row without keys:
+    rounding has erased the differences between its scores, and the term log n of its LSE.
     """
     return float(np.finfo(dtype).min) / 2
 

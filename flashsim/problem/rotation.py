@@ -22,13 +22,9 @@ def random_signs(d: int, seed: int) -> np.ndarray:
 def hadamard(x: np.ndarray) -> np.ndarray:
     """Return ``x @ H / sqrt(d)`` for rows x, (.., d), and Sylvester's Hadamard matrix H.
 
-    The fast Walsh-Hadamard transform computes the product in d log d additions per row. The matrix
-    H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
-
-    Raises
-    ------
-    ShapeError
-        If d is not a power of two.
+    The width d must be a power of two; otherwise, the function raises `ShapeError`. The fast
+    Walsh-Hadamard transform computes the product in d log d additions per row. The matrix H /
+    sqrt(d) is symmetric and orthogonal, so it is its own inverse.
     """
     d = x.shape[-1]
     if d & (d - 1):

@@ -14,7 +14,7 @@ def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     block then reaches each row tile just after the block of the next column tile has added to that
     row tile's dQ.
 
-    `ptr`, (columns + 1,), has the index of each column tile's first visit. `index`, (visits,), has
+    `ptr`, (columns + 1,), has the index of each column tile's first visit, and `index`, (visits,),
     the row tile of each visit. A rank is the number of earlier visits of the same row tile.
     """
     tiles, visits = len(ptr) - 1, len(index)

@@ -126,8 +126,6 @@ def stages(
 
     Raises
     ------
-    OptionError, DTypeError
-        If the algorithm or the direction does not exist, or `problem` is not a `Problem`.
     UnsupportedError
         If the algorithm lacks that direction, or does not support a field of the problem.
     """
@@ -291,12 +289,8 @@ def fastest_backward(
     ``deterministic=None`` keeps the backward pass of `algorithm`. A tiling that the caller chose
     (`tiled`) rules out other algorithms. `stores_dq` says whether "flash2-once" is faster on this
     backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order and is then the
-    fastest. `fuses` says whether the fused pass is faster than three passes.
-
-    Raises
-    ------
-    OptionError, UnsupportedError
-        For the same reasons as in `backward_form`.
+    fastest. `fuses` says whether the fused pass is faster than three passes. The errors are those
+    of `backward_form`.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled

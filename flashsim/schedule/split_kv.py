@@ -51,12 +51,6 @@ def choose(
     `fa3` assume one thread block per SM, and row tiles that all visit as many key tiles as the
     longest. With a shared prefix, their number of row tiles is that of all visits divided by the
     longest row tile's.
-
-    Raises
-    ------
-    OptionError, DTypeError
-        If `splits` is neither a number of parts nor a known rule, or an argument has the wrong
-        type.
     """
     if not plans.splits_keys(algorithm):
         return tiling or Tiling.fit(problem, device, algorithm), WHOLE

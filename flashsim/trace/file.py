@@ -3,12 +3,12 @@
 The member ``header`` (JSON, as UTF-8 bytes) has the format, version, problem, device, stages and
 provenance, and the shape of each array by name. The arrays are:
 
-- ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one per stage;
+- ``events_0`` and so on, of dtype `events.EVENT`, one per stage;
 - ``block_mask``, if there is one;
 - ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the
   trace's first tiling (see `SavedMask`), and so on for its other tilings;
-- ``costs_0`` ..., the field `StageTrace.costs` of each stage of a user's own algorithm;
-- ``timeline_sm`` ..., each field of a timeline (`events.TIMELINE`). Each start is stored as its
+- ``costs_0`` and so on, the field `StageTrace.costs` of each stage of a user's own algorithm;
+- ``timeline_sm`` and so on, the fields of a timeline (`events.TIMELINE`). A start is stored as its
   difference from the start before it, and each end as a duration, so the file is a third as large.
 
 The header also names the operations, tensors, phases and roles behind the numeric codes, so that a
