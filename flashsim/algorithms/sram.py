@@ -94,7 +94,7 @@ class Sram:
     # -- on chip --------------------------------------------------------------------------------
 
     def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
-        """Allocate one tile as an array (batch * kv_heads, group or 1, *shape), if SRAM has room."""
+        """Allocate a tile (batch * kv_heads, group or 1, *shape), or raise `SramOverflow`."""
         nbytes = math.prod(shape) * self.compute.itemsize
         tile = np.empty((*self._lead, *shape), self.compute)
         if fill is not None:

@@ -47,10 +47,7 @@ class Adjoints(NamedTuple):
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph, extended by its derivative.
-
-    `wanted` names the captured arrays whose gradients are computed; None means all captured arrays.
-    """
+    """Return a score function's graph with gradients of `wanted` captured arrays (default: all)."""
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []

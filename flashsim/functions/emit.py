@@ -241,10 +241,7 @@ def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """Return the source of the struct `FlashHead` and of the function `flash_head` that makes it.
-
-    A `FlashHead` holds b, h and the array elements that are loaded once per head.
-    """
+    """Return the source of the struct `FlashHead` and of the function `flash_head`."""
     members, reads = [], []
     for cuda in per_head:
         for n in sorted(cuda.hoisted):

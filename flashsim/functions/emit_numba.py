@@ -40,10 +40,7 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 
 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Return Python source, for Numba, that evaluates a score function and its gradient.
-
-    `gradients` names the captured arrays whose gradients the code accumulates.
-    """
+    """Return Python source, for Numba, of a score function and of its gradients."""
     made = adjoints(graph, gradients)
     forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
     body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]

@@ -23,10 +23,7 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Disjoint boxes of visited tiles: row tiles i0 .. i1 - 1, column tiles j0 .. j1 - 1.
-
-    Each box is FULL or MASKED; a MASKED box is a single tile.
-    """
+    """Disjoint boxes of tiles (i0 .. i1 - 1, j0 .. j1 - 1), each all FULL or one MASKED tile."""
 
     i0: np.ndarray
     i1: np.ndarray

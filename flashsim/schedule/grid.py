@@ -180,10 +180,7 @@ class Grid:
 
     @cached_property
     def row_spans(self) -> np.ndarray | None:
-        """The column tiles that each row tile visits, int32 (T_r, 4): lo, full_lo, full_hi, hi.
-
-        The result is None unless the column tiles of each row tile are one interval.
-        """
+        """The column tiles that each row tile visits, int32 (T_r, 4): lo, full_lo, full_hi, hi."""
         if not self._contiguous:
             return None
         p = self.problem
@@ -191,10 +188,7 @@ class Grid:
 
     @cached_property
     def col_spans(self) -> np.ndarray | None:
-        """The row tiles that visit each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi.
-
-        The result is None if `row_spans` is None, or if heads are packed.
-        """
+        """The row tiles that visit each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi."""
         if not self._contiguous or self.members > 1:  # packed rows are not in order of queries
             return None
         # Key k is seen by queries from k - offset - right to k - offset + left.
