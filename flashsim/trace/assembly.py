@@ -99,14 +99,19 @@ def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
 
     A move is a transfer or an allocation. The last axis of the result runs over moves.
 
-    If an engine `reported` bytes, (.., slots), these replace the computed bytes of all moves
-    between HBM and SRAM. The slots are in the order of these moves, one slot per move.
+    If a kernel `reported` bytes, (.., slots), these replace the computed bytes of all moves between
+    HBM and SRAM, except those that functions and sinks need. The slots are in the order of these
+    moves, one slot per move. A tile for which the kernel reported nothing moves nothing.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
     for k, move in enumerate(moves):
         sizes[..., k] = move.tile.nbytes(rows, cols)
-        if reported is not None and move.transfers:
+        if reported is None or not move.transfers:
+            continue
+        if move.of_functions:
+            sizes[..., k] *= reported.any(-1)
+        else:
             sizes[..., k] = reported[..., slot]
             slot += 1
     return sizes
