@@ -49,10 +49,10 @@ def forward(job: Job) -> Outcome:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
         return decode.forward(job, gpu_of(space.device), space)
+    _no_traced_bias(job)
     job = bias.as_function(job)
     if not job.memo:
         _check(job)
-        _no_traced_functions(job)
     return forward_with(_family, job)
 
 
@@ -68,10 +68,10 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward pass as three passes, or as a fused pass that accumulates dQ in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
+    _no_traced_bias(job)
     job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
-        _no_traced_functions(job)
     return backward_with(_family, job, saved, dout, dlse)
 
 
@@ -449,12 +449,11 @@ def _check(job: Job) -> None:
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 
 
-def _no_traced_functions(job: Job) -> None:
-    if job.trace and job.problem.has_functions:
+def _no_traced_bias(job: Job) -> None:
+    if job.trace and job.problem.bias is not None:
         raise UnsupportedError(
-            "on a GPU, a call with mask_mod, score_mod, bias or sinks cannot be traced, because "
-            "the kernels do not count the bytes that these read; leave out trace=, or use "
-            "backend='simulator' or 'numba'"
+            "on a GPU, a call with bias= cannot be traced; add the bias in a score_mod=, leave out "
+            "trace=, or use backend='simulator' or 'numba'"
         )
 
 

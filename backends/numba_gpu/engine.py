@@ -143,7 +143,7 @@ def _kernel(job: Job) -> str:
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
     if name == "auto":
-        teaching = simulated or p.sinks or (p.has_functions and (job.trace or p.bias is not None))
+        teaching = simulated or p.sinks or (p.has_functions and p.bias is not None)
         name = "tensor" if narrow and not teaching else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
@@ -165,11 +165,6 @@ def _kernel(job: Job) -> str:
         raise UnsupportedError(
             f"kernel={name!r} of backend='numba_cuda' does not support sinks; use "
             "kernel='teaching', or backend='cupy', 'simulator' or 'numba'"
-        )
-    if name != "teaching" and p.has_functions and job.trace:
-        raise UnsupportedError(
-            f"kernel={name!r} of backend='numba_cuda' cannot trace a call with functions; leave "
-            "out trace=, or use kernel='teaching'"
         )
     if name != "teaching":
         launch.check_head_dims(p, "backend='numba_cuda'")

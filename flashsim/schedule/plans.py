@@ -70,6 +70,8 @@ class Move(NamedTuple):
     op: str
     tensor: str
     tile: Buffer
+    #: True for what score and mask functions or sinks need. A GPU kernel does not report its bytes.
+    of_functions: bool = False
 
     @property
     def code(self) -> int:
@@ -217,7 +219,8 @@ def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
                 continue
             if wide:
                 tensor = tensor.removesuffix("_acc")
-            moves.append(Move(op, tensor, _tile(p, op, tensor, outer)))
+            of_functions = tensor in (*CAPTURED, *SINKS, "dF") or needs == "sink"
+            moves.append(Move(op, tensor, _tile(p, op, tensor, outer), of_functions))
             if op == "load" and tensor in INPUTS and p.scales is not None:
                 moves.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
     return tuple(moves)

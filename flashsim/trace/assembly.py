@@ -89,14 +89,19 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
     """Return how many bytes each move takes for tiles of `rows` x `cols`; moves are the last axis.
 
-    A move is a transfer or an allocation. The bytes that an engine `reported`, (.., slots), replace
+    A move is a transfer or an allocation. If a kernel `reported` bytes, (.., slots), these replace
     the computed bytes of all moves between HBM and SRAM, with one slot per such move, in order.
+    Moves that functions and sinks need have no slot, and no bytes where the kernel reported none.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
     for k, move in enumerate(moves):
         sizes[..., k] = move.tile.nbytes(rows, cols)
-        if reported is not None and move.transfers:
+        if reported is None or not move.transfers:
+            continue
+        if move.of_functions:
+            sizes[..., k] *= reported.any(-1)
+        else:
             sizes[..., k] = reported[..., slot]
             slot += 1
     return sizes

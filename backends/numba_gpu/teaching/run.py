@@ -153,11 +153,10 @@ def _check_functions(job: Job) -> None:
     p = job.problem
     if not p.has_functions:
         return
-    if job.trace or p.cu_seqlens_q is not None:
-        what = "trace a call" if job.trace else "run packed sequences (cu_seqlens)"
+    if p.cu_seqlens_q is not None:
         raise UnsupportedError(
-            f"the teaching kernels cannot {what} with mask_mod, score_mod or sinks; use "
-            "backend='simulator' or 'numba'"
+            "the teaching kernels cannot run packed sequences (cu_seqlens) with mask_mod, "
+            "score_mod or sinks; use backend='simulator' or 'numba'"
         )
 
 
