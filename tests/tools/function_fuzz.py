@@ -218,6 +218,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if failure := ready.result():
                 failures += 1
                 print(failure, flush=True)
+            if done % 50 == 0:
+                print(f"{done:,} cases so far, {failures} failed", flush=True)
             if time.monotonic() < end and (seed := next(seeds, None)) is not None:
                 waiting.add(pool.submit(outcome, seed, options.gpu))
     print(f"{done:,} of {options.count:,} cases, {failures} failed", flush=True)
