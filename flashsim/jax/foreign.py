@@ -203,12 +203,12 @@ class OnCpu:
         self.active: AbstractContextManager[Any] = nullcontext()
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer of XLA."""
+        """Return the contents of an XLA buffer."""
         memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
         return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer of XLA."""
+        """Write a result to an XLA buffer."""
         np.copyto(self.array(buffer), x)
 
 
@@ -228,13 +228,13 @@ class OnGpu:
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer of XLA."""
+        """Return the contents of an XLA buffer."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
         return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer of XLA, in stream order."""
+        """Write a result to an XLA buffer, in stream order."""
         x = self.cupy.ascontiguousarray(x)
         to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
         self.cupy.cuda.runtime.memcpyAsync(

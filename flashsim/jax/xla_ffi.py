@@ -3,7 +3,7 @@
 XLA calls a function pointer with a *call frame*: arguments, result buffers to fill, attributes, and
 a table of XLA's functions. The C structures are those of ``xla/ffi/api/c_api.h``, version 0.x,
 which jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. XLA calls the
-pointer from its own thread; ctypes acquires the GIL.
+pointer from its own thread, in which ctypes acquires the GIL.
 """
 
 from __future__ import annotations

@@ -283,8 +283,8 @@ def attend(
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
     `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit, and so does
-    a negative number unless `signed` is true. If true, a negative number moves that limit of the
-    window across the diagonal.
+    a negative number unless `signed`. If `signed` is true, a negative number moves that limit of
+    the window across the diagonal.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:

@@ -403,7 +403,7 @@ def attend_paged(
     """Compute a layer's attention over the paged cache of transformers' continuous batching.
 
     Queries, new keys and new values are (1, heads, tokens, d); the output is (1, tokens, heads, d).
-    UnsupportedError is raised without a paged cache. Newer versions of transformers update the
+    UnsupportedError is raised if there is no paged cache. Newer versions of transformers update the
     cache themselves, and call `attend`.
     """
     if cache is None:
