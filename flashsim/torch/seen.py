@@ -116,8 +116,7 @@ class Seen:
         """Return a table with one row per distinct call, with its count, and rows for the total.
 
         Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
-        empty if the figure of any call is unknown. A backward pass only has a row if the model ran
-        it.
+        empty if the figure of any call is unknown. A backward pass that did not run has no row.
 
         - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
           model of the cache. compulsory B: each input and output counted once.
