@@ -44,8 +44,8 @@ DIRECTIONS = ("forward", "backward")
 class Buffer(NamedTuple):
     """One on-chip buffer: its bytes per query row, per key column and per score of a tile.
 
-    The buffer of FP8 scales takes these bytes once per `every` rows or columns. `fixed` bytes do
-    not depend on the tile's size.
+    A buffer of FP8 scales takes its bytes once per `every` rows or columns. `fixed` bytes do not
+    depend on the tile's size.
     """
 
     name: str

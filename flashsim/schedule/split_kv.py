@@ -49,8 +49,8 @@ def choose(
     largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
     `fill_once` chooses the number of parts; with ``splits="fa3"``, the function `fa3` does. Both
     functions assume one thread block per SM, and that every row tile visits as many key tiles as
-    the longest one. With a shared prefix, they receive an effective number of row tiles: all visits
-    divided by the visits of the longest row tile.
+    the longest one. With a shared prefix, both functions receive an effective number of row tiles:
+    all visits divided by the visits of the longest row tile.
     """
     if not plans.splits_keys(algorithm):
         return tiling or Tiling.fit(problem, device, algorithm), WHOLE
