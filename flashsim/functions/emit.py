@@ -80,7 +80,7 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of the struct `FlashCaptured`: an array's "data", "gradient" or axis "length"."""
+    """A member of the struct `FlashCaptured`: an array's "data", "gradient", or axis "length"."""
 
     name: str
     what: str

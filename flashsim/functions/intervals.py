@@ -255,7 +255,7 @@ def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return the bounds of a // b or a % b; they are tight only if b is a positive constant."""
+    """Return the bounds of a // b or a % b, the widest unless b has a single positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

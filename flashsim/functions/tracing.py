@@ -109,7 +109,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value`, with each array in it (or in its items) replaced by a `Captured`."""
+        """Return `value` with its arrays, also in items and functions, replaced by `Captured`."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -262,7 +262,7 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a function belongs to a library (not flex_attention), and is not copied."""
+    """Return whether a function belongs to a library other than flex_attention."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
