@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Machine:
-    """One run of one algorithm: its HBM, and its stages (simulated kernels) as they run.
+    """One run of one algorithm: its HBM, and a trace of each stage (simulated kernel) that has run.
 
     `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """

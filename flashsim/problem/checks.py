@@ -161,7 +161,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Return how many keys a window keeps to the left and right (-1: no limit), or None."""
+    """Return a window's numbers of keys to the left and right (-1: no limit), or None for None."""
     if window is None:
         return None
     try:

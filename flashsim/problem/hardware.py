@@ -33,8 +33,8 @@ the peak with float32 accumulation, as for the card's FP16.
 Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
 as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix
 products are *dense*, with float32 accumulation, at boost clock; a data sheet's figure "with
-sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware unit for it. A
-bandwidth of 0 means that no figure is published.
+sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware unit for that
+dtype. A bandwidth of 0 means that no figure is published.
 """
 
 from __future__ import annotations

@@ -47,8 +47,9 @@ def attention(
     """Return out and LSE of plain attention, with every intermediate rounded to `dtype`.
 
     The argument `dtype` is an element type or "tf32". With "float64", the result is exact enough to
-    check others: it is the oracle. With the input's type, the result is that of an implementation
-    without tiles; its error is the reference for the errors of tiled implementations.
+    check other implementations. With the input's type, the function acts as an implementation
+    without tiles. The error of this untiled result is the reference for the errors of tiled
+    implementations.
 
     Parameters
     ----------
@@ -133,7 +134,7 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Return each gradient along a random direction, by differences and by formula.
+    """Return each gradient along a random direction, by finite differences and by formula.
 
     The result is ``{"dq": (by differences, by formula), ...}``. The two numbers of an input differ
     by about ``step ** 2``.

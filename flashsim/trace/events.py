@@ -44,7 +44,7 @@ class StageTrace:
     run. In `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
     (computes, kinds of FLOP + 2), exists only for a user's own algorithm. Each "compute" event has
     a row: the FLOPs by kind, then the bytes read from and written to SRAM. For built-in algorithms,
-    `counts.work` computes these numbers.
+    `counts.work` computes FLOPs and SRAM bytes.
     """
 
     stage: plans.Stage

@@ -150,8 +150,8 @@ def _real_counters(
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     """Return how many bytes each visit or outer step in `parts` requests, int64 (n_parts,).
 
-    If several blocks store parts of one row tile, the bytes of that outer step are divided among
-    these blocks.
+    If several blocks store parts of one row tile, the bytes of its outer step are divided equally
+    among these blocks.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
