@@ -90,7 +90,7 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the final O and LSE of a row tile (lines 12, 13): 0 and -inf if a row saw no key."""
+    """Return a row tile's final O and LSE (lines 12, 13), 0 and -inf for a row without keys."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 

@@ -213,7 +213,7 @@ class Hbm:
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Put an array (batch, heads, n[, width]) into simulated HBM, uncopied if possible."""
+        """Put an array (batch, heads, n[, width]) into simulated HBM, as a view if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])

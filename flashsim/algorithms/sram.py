@@ -151,7 +151,7 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Load a function's captured elements for a tile, and return them by load node."""
+        """Load a function's captured elements for a tile; return a dict from load node to array."""
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)

@@ -437,7 +437,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return C++ for a distance times a per-head factor as one multiply-add, or None."""
+        """Return C++, one multiply-add, for a distance times a per-head factor; otherwise None."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])

@@ -299,7 +299,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise an error unless every query sees the shared prefix, which must fill its pages."""
+        """Raise an error unless all queries see the shared prefix, and it fills whole pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "
