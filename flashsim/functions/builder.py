@@ -150,7 +150,7 @@ class Builder:
 def _key(node: Node) -> tuple[Any, ...]:
     """Return a dict key for a node; equal nodes have equal keys.
 
-    In the key, a constant is a text, because 0, 0.0 and False are equal in Python.
+    A constant's key contains the constant as text, because 0, 0.0 and False are equal in Python.
     """
     return node.op, node.args, repr(node.value), node.kind
 

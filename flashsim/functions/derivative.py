@@ -47,7 +47,7 @@ class Adjoints(NamedTuple):
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph, extended by gradients of `wanted` captured arrays or all."""
+    """Return a score function's graph with gradients of `wanted` captured arrays (None: all)."""
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []
@@ -71,7 +71,7 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the FLOPs per score of a score function's derivative, with values it recomputes."""
+    """Return the FLOPs per score of a score function's derivative, including recomputed values."""
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 

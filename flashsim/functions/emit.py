@@ -106,8 +106,7 @@ class CudaSource(NamedTuple):
 
         `data` holds the device addresses of `arrays`. Each array is contiguous, in its own element
         type. `gradients` holds the device addresses of the float32 arrays into which the kernel
-        accumulates gradients, in the order of the attribute `gradients`. Each gradient array has
-        the shape of its captured array.
+        accumulates gradients, in the order of the attribute `gradients`.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -427,8 +426,7 @@ class _Cuda:
     def _distance(self, node: Node) -> str | None:
         """Return C++ for a distance between positions (or its absolute value) as a float, or None.
 
-        Positions are below 2^24, so float32 arithmetic on positions is exact. A comment at
-        `FlashAt` in the emitted source explains why float arithmetic is faster.
+        Positions are below 2^24, so float32 arithmetic on positions is exact.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])

@@ -24,8 +24,8 @@ class NumbaSource(NamedTuple):
     """Python source of two functions that process a panel (a rectangle) of scores in place.
 
     The source `score` defines a function (S, raw, ..) that applies the score function to the scores
-    `raw`, and writes the results to S. The source `gradient` defines a function (dS, raw, ..). In
-    dS, this function receives the gradients of the score function's results, and overwrites them
+    `raw`, and writes the results to S. The source `gradient` defines a function (dS, raw, ..). The
+    second function receives the gradients of the score function's results in dS, and overwrites dS
     with the gradients of the scores `raw`. `PANEL` lists the other arguments of both functions.
     """
 

@@ -3,7 +3,7 @@
 For a mask function (0 is False, 1 is True), a lower bound of 1 means that every score of a box is
 kept. An upper bound of 0 means that no score is kept. The bounds are safe, but not always tight.
 The bounds of a captured array's element are the array's minimum and maximum over the possible
-indices. Tables of minima and maxima are built once.
+indices.
 """
 
 from __future__ import annotations
@@ -133,8 +133,7 @@ def ranges_of_integers(
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
     """Return the largest absolute value of a score function's result, infinity if it is unbounded.
 
-    The bound holds for any scores and captured arrays. `extents` has the numbers of values of b, h,
-    q and k.
+    The bound holds for any scores and captured arrays.
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))

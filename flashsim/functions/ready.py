@@ -226,8 +226,7 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
 def relative(table: Any, most: int) -> Callable[..., Any]:
     """Return a score function that adds the learned bias ``table[h, k - q + most]``.
 
-    `table` has the shape (heads, 2 most + 1). Distances of more than `most` count as `most`, in
-    either direction.
+    `table` has the shape (heads, 2 most + 1). Longer distances than `most` count as `most`.
     """
     most = _whole("most", most)
 

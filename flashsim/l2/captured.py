@@ -243,11 +243,7 @@ class Requests:
     def rows(
         self, stage: plans.Stage, move: plans.Move, first_line: int
     ) -> Iterator[tuple[int, ...]]:
-        """Yield one row of the table of requests for each array access that a move makes.
-
-        A row contains the operation, axis, owner, first placeholder, placeholders per head, and the
-        number of column tiles.
-        """
+        """Yield one row of the table of requests for each array access that a move makes."""
         p = self.schedule.problem
         for access in accesses(p, move.tensor, stage.outer):
             touched = Touched(access, self.schedule, masked_only=move.for_masked)

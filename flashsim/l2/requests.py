@@ -258,8 +258,7 @@ def _visits(
 
     A block owns an outer tile. If a row tile's keys are split over several blocks, each of these
     blocks owns one part (`several` is True). In a stage that merges partial results of split keys,
-    a block owns a row tile with several parts, and visits those parts. A stage that clears or
-    rounds a bias gradient visits all tiles of the gradient.
+    a block owns a row tile with several parts, and visits those parts.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -315,8 +314,7 @@ def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
     """Return each query head's query, key and bias matrix numbers, int32 (3, batch * heads).
 
     In a kernel that loops over the matrices of a bias, all three numbers are the number of the bias
-    matrix. A bias that several heads or batch entries share has fewer matrices than there are
-    heads. If query heads are packed, `members` of them share one query matrix.
+    matrix. If query heads are packed, `members` of them share one query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

@@ -25,11 +25,11 @@ Each device cites the sources of its figures by letter:
      with the same die and SM count: A100 40 GB, L40S, H100.
 
 FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. They were entered from
-memory, and not checked in these documents. Other websites have copies of the documents' tables.
-These copies confirm the FP8 peaks of the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX
-4000 Ada (427.6 with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8 peak, websites
-print both 330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32
-accumulation, as for the card's FP16.
+memory, and not checked in these documents. Copies of the documents' tables on other websites
+confirm the FP8 peaks of the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6
+with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8 peak, websites print both
+330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32 accumulation, as for
+the card's FP16.
 
 Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
 as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix

@@ -165,7 +165,7 @@ def tf32(x: np.ndarray) -> np.ndarray:
     """Round float32 values to NVIDIA's tf32, which has 10 bits of mantissa.
 
     The rounding is to nearest, with ties away from 0, as tensor cores round the operands of float32
-    products if a library allows tf32. The relative error is at most 2**-11.
+    products if a library allows tf32.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)

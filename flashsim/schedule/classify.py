@@ -38,7 +38,7 @@ class Boxes(NamedTuple):
         return int(((self.i1 - self.i0) * (self.j1 - self.j0)).sum())
 
     def only(self, kind: int) -> Boxes:
-        """Return only the boxes whose tiles are of this kind, FULL or MASKED."""
+        """Return only the boxes with tiles of one kind, FULL or MASKED."""
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
@@ -146,7 +146,7 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Return the FULL and MASKED tiles of single tiles, evaluated at a few or at all scores."""
+    """Evaluate single tiles at a few or at all scores; return the FULL and the MASKED tiles."""
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
     if not other:

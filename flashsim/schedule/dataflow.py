@@ -3,10 +3,9 @@
 An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
 *moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
 at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
-HBM, or allocates an on-chip buffer. A list of moves reads, for example, "load K V, alloc S, load
-bias". The modules in `flashsim.algorithms`, which execute the algorithms, and the closed forms in
-`counts.forms` do not use this module. Tests compare the bytes of the algorithms and the closed
-forms with this table's.
+HBM, or allocates an on-chip buffer. The modules in `flashsim.algorithms`, which execute the
+algorithms, and the closed forms in `counts.forms` do not use this module. Tests compare the bytes
+of the algorithms and the closed forms with this table's.
 
 Five rules keep one dataflow valid for many problems:
 
@@ -37,12 +36,11 @@ class StageDataflow(NamedTuple):
     """One stage (one pass over the score matrix) and the tensors that it moves.
 
     `outer` is the outer loop, over query tiles or key tiles. `per` says how often the stage runs
-    its loop: once per query head; once per group of query heads that share a key head (dK and dV
-    are summed over the group); or once per matrix of a bias that several heads share. A `dense`
-    stage visits every tile, even fully masked ones (standard attention does not skip). A stage with
-    `whole_rows` works on whole rows of scores, as many at a time as fit (standard attention's
-    softmax), and `visit` lists the moves per row. A stage that `converts` only rounds an
-    accumulator to the input's type.
+    its loop: once per query head; once per group of query heads that share a key head; or once per
+    matrix of a bias that several heads share. A `dense` stage visits every tile, even fully masked
+    ones (as standard attention does). A stage with `whole_rows` works on whole rows of scores, as
+    many at a time as fit (standard attention's softmax), and `visit` lists the moves per row. A
+    stage that `converts` only rounds an accumulator to the input's type.
 
     With ``parts="walks"``, an outer step processes one part of a row tile's keys (see `Split`). The
     step stores `O_part` and `L_part`, or O and L if the keys are not split. With

@@ -159,8 +159,7 @@ class Schedule(Grid):
     def col_csr(self) -> Csr:
         """The visits by column tile, in row order: ``(ptr (T_c + 1,), row (n,), kind (n,))``.
 
-        Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
-        descending order processes the columns from the last to the first.
+        Column tiles are numbered from the first key, whatever `key_order` is.
         """
         if self.col_spans is not None:
             return tables.frozen(*tables.expand(self.col_spans))
@@ -289,8 +288,8 @@ class Schedule(Grid):
     def merged(self) -> np.ndarray:
         """For each row tile, whether a second stage merges its queries' partial results, (T_r,).
 
-        The value is False for the row tiles of a shared prefix, whose partial results are merged
-        with those of the same queries' other row tiles.
+        The value is False for row tiles of a shared prefix, because the same queries' other row
+        tiles do the merge.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
@@ -419,7 +418,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs one visit per row tile, but the tiling differs."""
+    """Raise `TilingError` if a stage needs exactly one visit per row tile and lacks it."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(

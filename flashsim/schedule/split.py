@@ -129,8 +129,8 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
     The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention, without
     its case for K and V that exceed L2. The rule returns 1 (no split) if the row tiles alone occupy
     80% of the SMs, or if there are at most 4 key tiles. Otherwise, for each number of parts up to
-    128, the rule computes the average fraction of busy SMs over all waves. It returns the smallest
-    number of parts that keeps at least 0.85 times the largest fraction of SMs busy.
+    128, the rule computes the average fraction of busy SMs over all waves. The result is the
+    smallest number of parts whose fraction of busy SMs is at least 0.85 times the largest fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -144,8 +144,7 @@ def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) 
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the average load: all key tiles divided by `capacity`. The
-    result is at least `least`. If all row tiles have equally many key tiles, each row tile gets at
-    most as many parts as `fill_once` returns.
+    result is at least `least`.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

@@ -150,8 +150,8 @@ class Tiling:
     ) -> Tiling:
         """Return one tiling that fits on chip for several algorithms, so that a comparison is fair.
 
-        The search tries 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on. It ignores algorithms that
-        need all keys in one tile ("flash2-once").
+        The search tries 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on. The search ignores algorithms
+        that need all keys in one tile ("flash2-once").
 
         Raises
         ------

@@ -85,8 +85,8 @@ class StageTrace:
         """Return two arrays: how many rows and how many columns the tile of each visit has.
 
         An outer step has -1 as its `i` or `j`. An outer step of a Q-outer loop counts as a tile
-        with all keys of its sequence (standard attention's softmax works on whole rows). An outer
-        step of a KV-outer loop counts as a tile with 0 rows.
+        with all keys of its sequence. An outer step of a KV-outer loop counts as a tile with 0
+        rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)

@@ -1,8 +1,8 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A trace file may come from an untrusted source. Before a table is read, its length must be at most
-what the file's problem can need, so that a small file cannot fill the memory. After a table is
-read, every index in it must be in range, so that queries of the trace need no checks of their own.
+Before a table is read, its length must be at most what the file's problem can need, so that a small
+file cannot fill the memory. After a table is read, every index in it must be in range, so that
+queries of the trace need no checks of their own.
 """
 
 from __future__ import annotations
