@@ -101,7 +101,7 @@ def backward(machine: Machine) -> None:
     The three passes need no atomics, so they are deterministic. The gradient dQ is a sum over keys;
     dK and dV are sums over queries. A loop can keep sums over keys or sums over queries on chip,
     not both, so dQ needs its own pass. This pass recomputes the scores: 7 matrix products instead
-    of 5, or 14 N^2 d FLOPs in all.
+    of 5, or 14 N^2 d FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)

@@ -7,8 +7,8 @@ and stored in float32 (float64 for float64 inputs).
 
 If all batch entries share a prefix of keys, additional row tiles hold the queries of all entries,
 so that the prefix is read only once (cascade attention: FlashInfer, arXiv:2501.01005; also
-Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with those over each
-entry's own keys.
+Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with the results over
+each entry's own keys.
 """
 
 from __future__ import annotations

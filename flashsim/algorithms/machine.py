@@ -74,7 +74,7 @@ class Machine:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage (kernel): yield an empty SRAM, whose `schedule` is the stage's loop."""
+        """Run one stage (kernel): yield an empty SRAM, which has the stage's schedule."""
         stage = self._plan[name]
         schedule = self._schedules.get(name)
         if schedule is None:

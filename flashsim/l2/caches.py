@@ -78,7 +78,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Store a line in its set's first empty way, or the least recently used way; return the way."""
+    """Store a line in an empty way of its set, or the least recently used way; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:

@@ -1,10 +1,10 @@
 """A disk cache for Numba's compiled code; if the disk fails, the code is compiled again.
 
 Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
-if one of its files is truncated. With this module's cache, such a failure of the disk only costs
-one compilation and prints a line to stderr. Stored code is used only if the key and the checksum
-stored with the code are right. A checksum does not show who wrote a file, and loading a file runs
-the code in it. So the cache does not use a folder to which other users can write.
+if one of its files is truncated. With this module's cache, a failure of the disk only costs one
+compilation and prints a line to stderr. Stored code is used only if the key and the checksum stored
+with the code are right. A checksum does not show who wrote a file, and loading a file runs the code
+in it. So the cache does not use a folder to which other users can write.
 """
 
 from __future__ import annotations

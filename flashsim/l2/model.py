@@ -28,7 +28,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """One kernel's DRAM bytes by tensor; `pending` bytes are dirty in L2 when it ends."""
+    """DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 when the kernel ends."""
 
     name: str
     read: dict[str, int]

@@ -292,7 +292,7 @@ def _requests(
     *,
     merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return the rows of the table of requests that `weave` reads, one row per move of HBM bytes.
+    """Return rows of the table of requests that `weave` reads, one per move between HBM and SRAM.
 
     A move of captured arrays' elements has one row per array access in the score or mask function.
     In a merging kernel, the inner tiles are the parts of the keys.

@@ -48,8 +48,7 @@ def attention(
 
     The argument `dtype` is an element type or "tf32". With "float64", the result is exact enough to
     check other implementations. With the input's type, the function acts as an implementation
-    without tiles. The error of this untiled result is the reference for the errors of tiled
-    implementations.
+    without tiles. The untiled result's error is the reference for tiled implementations.
 
     Parameters
     ----------

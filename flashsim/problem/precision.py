@@ -47,7 +47,7 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the rounding points of an algorithm in `POINTS`, or just "inputs" for others."""
+    """Return an algorithm's rounding points: only "inputs" if `POINTS` lacks the algorithm."""
     return POINTS.get(algorithm, ("inputs",))
 
 

@@ -293,8 +293,7 @@ def fastest_backward(
     ``deterministic=None`` keeps the backward pass of `algorithm`. A tiling that the caller chose
     (`tiled`) rules out other algorithms. `stores_dq` says whether "flash2-once" is faster on this
     backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order and is then the
-    fastest. `fuses` says whether the fused pass is faster than three passes. The errors are those
-    of `backward_form`.
+    fastest. `fuses` says whether the fused pass is faster than three passes.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled

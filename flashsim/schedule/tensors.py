@@ -91,9 +91,8 @@ def function_of(problem: Problem, name: str) -> Graph | None:
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
     """Return how many bytes of a captured array a tile reads per head, row, column and score.
 
-     A Q-outer loop reads the elements that depend only on the head or the row (`_own`) once per row
-     tile, and all other elements at each visit. A KV-outer loop reads
-    all elements at each visit.
+    A Q-outer loop reads the elements that depend only on the head or the row (`_own`) once per row
+    tile, and all other elements at each visit. A KV-outer loop reads all elements at each visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
     if graph is None or (own and outer == "keys"):

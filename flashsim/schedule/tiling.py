@@ -49,7 +49,7 @@ class Tiling:
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Return True if each tile has whole FP8 scale blocks or lies in one, or without blocks."""
+        """Return False if a tile cuts an FP8 scale block and reaches into another; else True."""
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(

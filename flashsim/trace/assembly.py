@@ -89,10 +89,9 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
     """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
 
-    A move is a transfer or an allocation. If a kernel reported bytes, `reported`, (.., slots), has
-    one slot per move between HBM and SRAM, in order. The reported bytes replace the computed bytes.
-    Moves of captured arrays and sinks have no slot: they keep their computed bytes, or 0 where all
-    reported bytes are 0.
+    The array `reported`, (.., slots), has the bytes that a kernel reported, with one slot per move
+    between HBM and SRAM. These bytes replace the computed bytes. Moves of captured arrays and sinks
+    have no slot: they keep their computed bytes, or 0 where all reported bytes are 0.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0

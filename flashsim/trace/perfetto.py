@@ -119,9 +119,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The bytes of a visit are added at the visit's end, and those of an outer step when its row or
-    column tile is stored. A thread block counts as using its stage's peak SRAM while its last warp
-    role works. In a warp-specialised kernel, this role is the last consumer.
+    The bytes of a visit are added at the visit's end, and the bytes of an outer step when the step
+    stores its row or column tile. A thread block counts as using its stage's peak SRAM while its
+    last warp role works. In a warp-specialised kernel, this role is the last consumer.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
