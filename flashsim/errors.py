@@ -128,10 +128,10 @@ def choices(value: object, possible: Iterable[object]) -> str:
     """Return a text that lists the possible names, and suggests the name that `value` resembles."""
     names = [str(name) for name in possible]
     if not names:
-        return "there are none"
+        return "none, because there are none"
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"possible: {', '.join(names)}{hint}"
+    return f"{', '.join(names)}{hint}"
 
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -174,7 +174,7 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
         elif ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
             hint = f"here it is called {ours}"
         else:
-            hint = choices(name, known)
+            hint = f"choose from {choices(name, known)}"
         raise UnknownArgumentError(f"{function}() has no argument {name!r}; {hint}")
 
 

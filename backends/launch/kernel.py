@@ -264,7 +264,7 @@ def check_asked(
         )
     name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
     if name not in known:
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, known)}")
+        raise OptionError(f"unknown kernel {name!r}; choose from {choices(name, known)}")
     return name
 
 

@@ -254,7 +254,7 @@ def _tiling(name: str, value: Any) -> Tiling | str:
     if not isinstance(value, str) or value not in names:
         raise OptionError(
             f"{name} must hold flashsim.Tiling(block_q, block_k) or names, got {shown(value)}; "
-            + choices(value, names)
+            f"choose from {choices(value, names)}"
         )
     return value
 

@@ -185,7 +185,9 @@ def _attribute(module: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         if not hasattr(value, part):
             there = [n for n, x in vars(value).items() if callable(x) and not n.startswith("_")]
-            raise OptionError(f"{module.__file__} has no {dotted!r}; {choices(part, there)}")
+            raise OptionError(
+                f"{module.__file__} has no {dotted!r}; choose from {choices(part, there)}"
+            )
         value = getattr(value, part)
     return value
 
@@ -265,7 +267,8 @@ def _call(
     for other in settings:
         if other not in parameters:
             raise OptionError(
-                f"--set: {name} has no parameter {other!r}; {choices(other, parameters)}"
+                f"--set: {name} has no parameter {other!r}; choose from "
+                f"{choices(other, parameters)}"
             )
     return functools.partial(called, **keywords), attention
 
@@ -292,7 +295,9 @@ class _Arrays:
         if axes not in (2, 3, 4):
             raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
         if layout not in _LAYOUTS:
-            raise OptionError(f"unknown --layout {layout!r}; {choices(layout, _LAYOUTS)}")
+            raise OptionError(
+                f"unknown --layout {layout!r}; choose from {choices(layout, _LAYOUTS)}"
+            )
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)

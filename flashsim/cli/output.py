@@ -163,7 +163,9 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
     if path is None:
         return
     if endings and path.suffix not in endings:
-        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, endings)}")
+        raise OptionError(
+            f"cannot write {path.name!r}; choose from {choices(path.suffix, endings)}"
+        )
     if path.is_dir():
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     try:

@@ -149,7 +149,7 @@ def plot(
     shows two.
     """
     if kind not in KINDS:
-        raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
+        raise OptionError(f"unknown kind of plot {kind!r}; choose from {choices(kind, KINDS)}")
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
             "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or "
@@ -358,7 +358,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
     """Count bytes in closed form for several values of one size."""
     how, mask = source.how, source.mask
     if over not in _OVER:
-        raise OptionError(f"unknown --over {over!r}; {choices(over, _OVER)}")
+        raise OptionError(f"unknown --over {over!r}; choose from {choices(over, _OVER)}")
     sizes = source.sizes.given()
     shape = {"n": sizes.pop("n_q", 4096), **sizes}
     tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)

@@ -87,7 +87,9 @@ def walkthrough(
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
     if name not in walks.NAMES:
-        raise OptionError(f"there is no walkthrough {name!r}; {choices(name, walks.NAMES)}")
+        raise OptionError(
+            f"there is no walkthrough {name!r}; choose from {choices(name, walks.NAMES)}"
+        )
     walk: Callable[..., report.Table] = getattr(walks, name)
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(

@@ -300,7 +300,7 @@ def parse_mask(text: str) -> bool:
     """Return whether a mask is causal, from the text "full" or "causal"."""
     masks = {"full": False, "causal": True}
     if text not in masks:
-        raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
+        raise OptionError(f"unknown mask {text!r}; choose from {choices(text, masks)}")
     return masks[text]
 
 
@@ -308,7 +308,7 @@ def parse_tiling(text: str) -> Tiling | str:
     """Return the Tiling of a text such as ``128x64``; return "fit" and preset names unchanged."""
     if text == "fit" or text in PRESETS:
         return text
-    takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
+    takes = f"QUERIESxKEYS, e.g. 128x64, or a name from {choices(text, ('fit', *PRESETS))}"
     return Tiling(*opt.pair("x", int, takes)("--tiling", text))
 
 

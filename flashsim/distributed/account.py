@@ -78,7 +78,8 @@ class Account(report.Tabled):
         """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
-                f"no rank sends a tensor named {shown(tensor)}; {choices(tensor, self.sent)}"
+                f"no rank sends a tensor named {shown(tensor)}; choose from "
+                f"{choices(tensor, self.sent)}"
             )
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)

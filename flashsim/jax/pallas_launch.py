@@ -439,7 +439,9 @@ def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model
     other kernel is for a GPU.
     """
     if model is not None and model not in get_args(Model):
-        raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
+        raise OptionError(
+            f"there is no model {model!r}; choose from {choices(model, get_args(Model))}"
+        )
     marks = [type(params.get("compiler_params")).__module__]
     marks += [type(getattr(v.aval, "memory_space", None)).__module__ for v in jaxpr.invars]
     for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)

@@ -125,7 +125,7 @@ class Precision:
         for name in options:
             if name not in known:
                 raise UnknownArgumentError(
-                    f"Precision has no argument {name!r}; {choices(name, known)}"
+                    f"Precision has no argument {name!r}; choose from {choices(name, known)}"
                 )
         return super().__new__(cls)
 

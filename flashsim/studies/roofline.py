@@ -145,7 +145,8 @@ class Roofline(report.Tabled):
             if point.count == count:
                 return point
         raise OptionError(
-            f"there is no point {count!r}; {choices(count, [p.count for p in self.points])}"
+            f"there is no point {count!r}; choose from "
+            f"{choices(count, [p.count for p in self.points])}"
         )
 
     def table(self) -> report.Table:

@@ -78,7 +78,9 @@ class Trace(Recording, questions.Answers):
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise OptionError(f"no stage {shown(name)}; {choices(name, [s.name for s in self.stages])}")
+        raise OptionError(
+            f"no stage {shown(name)}; choose from {choices(name, [s.name for s in self.stages])}"
+        )
 
     # -- totals ---------------------------------------------------------------------------------
 

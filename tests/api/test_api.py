@@ -367,7 +367,7 @@ def test_a_bare_grid_is_one_value_a_tile(x):
         (
             {"key_order": "down"},
             OptionError,
-            r"unknown key_order 'down'; possible: ascending, desc",
+            r"unknown key_order 'down'; choose from ascending, desc",
         ),
         ({"tiling": (64, 64)}, DTypeError, r"tiling must be a flashsim.Tiling.*got \(64, 64\)"),
         ({"is_causal": True}, UnknownArgumentError, r"no argument 'is_causal'.*called causal"),

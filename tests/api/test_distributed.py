@@ -207,7 +207,7 @@ def test_tables_of_ranks_and_of_steps():
         account.rows_to_hide(1e12, "NVLink 4")
     with pytest.raises(OptionError, match="rank must be from 0 to 3, got 4"):
         striped.rank_table(4)
-    with pytest.raises(OptionError, match="no rank sends a tensor named 'dK'; possible: K, V"):
+    with pytest.raises(OptionError, match="no rank sends a tensor named 'dK'; choose from K, V"):
         striped.link_bytes("dK")
 
 

@@ -330,7 +330,7 @@ BAD = {
         lambda: run(nan_policy="rise"),
         "OptionError",
         ValueError,
-        ["unknown nan_policy 'rise'", "possible: propagate, raise; did you mean 'raise'?"],
+        ["unknown nan_policy 'rise'", "choose from propagate, raise; did you mean 'raise'?"],
     ),
     "tiling side": (
         lambda: Tiling(0, 64),
@@ -381,7 +381,7 @@ BAD = {
         lambda: Schedule(Problem(8), Tiling(4, 4), outer="rows"),
         "OptionError",
         ValueError,
-        ["unknown outer 'rows'", "possible: queries, keys"],
+        ["unknown outer 'rows'", "choose from queries, keys"],
     ),
     "key order": (
         lambda: Schedule(Problem(8), Tiling(4, 4), key_order="decending"),
@@ -411,7 +411,7 @@ BAD = {
         lambda: Device.get("T4").peak("bfloat16"),
         "OptionError",
         ValueError,
-        ["T4 has no peak for dtype 'bfloat16'", "possible: float16, float32, float64"],
+        ["T4 has no peak for dtype 'bfloat16'", "choose from float16, float32, float64"],
     ),
     "typo": (
         lambda: run(casual=True),

@@ -198,7 +198,7 @@ def test_the_result(ran):
     assert "note" in str(ran.trace)
     assert ran.trace.bytes("store", "note") == 48 * 4
     with pytest.raises(
-        OptionError, match=r"unknown tensor 'notes'; possible: .*did you mean 'note'"
+        OptionError, match=r"unknown tensor 'notes'; choose from .*did you mean 'note'"
     ):
         ran.trace.bytes("store", "notes")
     with pytest.raises(

@@ -213,7 +213,7 @@ def test_animate_and_page(tmp_path):
 
 def test_more_errors(tmp_path):
     bad = invoke("plot", "traffic", *SMALL, "-o", tmp_path / "out.xyz")
-    assert "cannot write 'out.xyz'; possible: " in bad.output
+    assert "cannot write 'out.xyz'; choose from " in bad.output
     cases.trace().save(tmp_path / "t.npz")
     row = invoke("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
     assert "--row needs tensors" in row.output

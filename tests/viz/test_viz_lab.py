@@ -239,7 +239,7 @@ def test_file_and_errors(tmp_path):
     assert len(page().html) < 1_000_000
     assert "http://" not in page().html.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page().html
-    with pytest.raises(OptionError, match="unknown theme 'blue'; possible: auto, light, dark"):
+    with pytest.raises(OptionError, match="unknown theme 'blue'; choose from auto, light, dark"):
         viz.lab(theme="blue")
 
 

@@ -114,7 +114,7 @@ def test_plays_in_a_notebook(browser, tmp_path):
 def test_errors():
     with pytest.raises(OptionError, match="at most two traces, got 3"):
         viz.page([cases.trace()] * 3)
-    with pytest.raises(OptionError, match="unknown theme 'blue'; possible: auto, light, dark"):
+    with pytest.raises(OptionError, match="unknown theme 'blue'; choose from auto, light, dark"):
         viz.page(cases.trace(), theme="blue")
     with pytest.raises(OptionError, match=r"the title '.udfff' contains half of a character"):
         viz.page(cases.trace(), title="\udfff")

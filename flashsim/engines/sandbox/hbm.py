@@ -90,7 +90,9 @@ class OpenHbm:
         remotes = self.__dict__.get("_remotes", {})
         if name in remotes:
             return remotes[name]
-        raise MemoryModelError(f"HBM holds no tensor {name!r}; {choices(name, remotes)}")
+        raise MemoryModelError(
+            f"HBM holds no tensor {name!r}; choose from {choices(name, remotes)}"
+        )
 
     def _taped(self) -> dict[str, int]:
         return {"space": 0}

@@ -120,7 +120,7 @@ REFUSED = {
 }
 ALONE = {
     "one alone": "ShapeError: q must be (batch, heads, rows of this rank, head_dim)",
-    "engine": "OptionError: unknown backend 'c'; possible: simulator",
+    "engine": "OptionError: unknown backend 'c'; choose from simulator",
 }
 
 

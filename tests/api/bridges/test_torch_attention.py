@@ -438,7 +438,7 @@ def test_what_cannot_be_done_is_said():
         ({"softcap": None}, DTypeError, "softcap must be a number, got None"),
         ({"scale": torch.tensor(0.3, requires_grad=True)}, DTypeError, "scale must be a number"),
         ({"deterministic": "x"}, DTypeError, "deterministic must be True or False, got 'x'"),
-        ({"backend": "cuda"}, OptionError, "unknown backend 'cuda'; possible: simulator"),
+        ({"backend": "cuda"}, OptionError, "unknown backend 'cuda'; choose from simulator"),
         ({"bias": [0.0]}, DTypeError, "bias must be a torch.Tensor, got list"),
         ({**CUTS, "cu_seqlens_q": [0, 4.7, 7]}, ShapeError, r"integer offsets, got \[0, 4.7, 7\]"),
         ({**CUTS, "cu_seqlens_k": "0, 5, 9"}, ShapeError, "cu_seqlens_k .* got '0, 5, 9'"),
