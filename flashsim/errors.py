@@ -84,17 +84,17 @@ def require_numba(what: str, instead: str = "") -> None:
     The message names `what`, the feature that needs Numba, and `instead`, an alternative. pip
     installs Numba together with flashsim; only Python in a browser lacks it.
     """
+    hint = f"; {instead}" if instead else ""
     try:
         import numba
     except ImportError as error:
         raise BackendUnavailable(
-            f"{what} needs Numba, which cannot be imported ({error}): pip install numba"
-            f"{'; ' if instead else ''}{instead}"
+            f"{what} needs Numba, which cannot be imported ({error}): pip install numba{hint}"
         ) from None
     if numba.config.DISABLE_JIT:
         raise BackendUnavailable(
             f"{what} needs Numba's compiler, which NUMBA_DISABLE_JIT=1 switches off: unset "
-            f"that variable{'; ' if instead else ''}{instead}"
+            f"that variable{hint}"
         )
 
 

@@ -77,7 +77,8 @@ def save_figure(
     ending = path.suffix.lower().lstrip(".")
     if ending not in formats:
         raise OptionError(
-            f"cannot write {path.name!r}; choose from {choices(path.suffix, sorted(formats))}"
+            f"cannot write {path.name!r}, because flashsim knows no format with this ending; "
+            f"choose from {choices(path.suffix, sorted(formats))}"
         )
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
         raise OptionError(

@@ -88,7 +88,8 @@ def kernel(
     if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
             raise OptionError(
-                f"{path} uses Pallas; name the function that calls pl.pallas_call: FILE.py:function"
+                f"{path} uses Pallas, so name the function that calls pl.pallas_call; pass "
+                "FILE.py:function"
             )
         with beside(path):
             with readers_errors(path):
@@ -262,13 +263,14 @@ def _call(
         else:
             raise OptionError(
                 f"{name} has a parameter {parameter!r}, which is not the name of an attention "
-                f"tensor; set it with --set {parameter}=VALUE (64x200 is a random array)"
+                f"tensor; set its value with --set {parameter}=VALUE, where a VALUE such as "
+                "64x200 makes a random array"
             )
     for other in settings:
         if other not in parameters:
             raise OptionError(
-                f"--set: {name} has no parameter {other!r}; choose from "
-                f"{choices(other, parameters)}"
+                f"--set names the parameter {other!r}, but {name} has no such parameter; choose "
+                f"from {choices(other, parameters)}"
             )
     return functools.partial(called, **keywords), attention
 

@@ -193,8 +193,8 @@ def plot(
             options = {"color": color, "sms": sms, "times": times}
     needed = {"diff": 2, "tile-map": 1, "sram-timeline": 1, "gpu-timeline": 1}.get(kind)
     if needed and len(data) != needed:
-        takes = "takes two traces or algorithms" if kind == "diff" else "shows one trace"
-        raise OptionError(f"{kind} {takes}, got {len(data)}")
+        takes = "two traces or algorithms" if kind == "diff" else "one trace"
+        raise OptionError(f"the plot {kind} shows {takes}, got {len(data)}")
     if needed == 1:
         data = data[0]
     kind = "traffic" if kind == "heads" else kind
@@ -294,8 +294,11 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
     unused = [name for name in typed if name not in _USES[kind]]
     if unused:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
-        hint = f", only for {', '.join(fitting)}" if fitting else "; leave them out"
-        raise OptionError(f"{values.flags(unused)} cannot be used for {kind}{hint}")
+        hint = f", or plot {' or '.join(fitting)}" if fitting else ""
+        raise OptionError(
+            f"{values.flags(unused)} cannot be used for {kind}; leave out "
+            f"{values.flags(unused)}{hint}"
+        )
     held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over, ())
     clash = [name for name in typed if kind == "io-curve" and name in held]
     if clash:
@@ -421,8 +424,8 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
     reader = csv.DictReader(io.StringIO(values.read_text(file)))
     if not {"algorithm", "seconds"} <= set(reader.fieldnames or ()):
         raise OptionError(
-            f"{file} has columns {', '.join(reader.fieldnames or ()) or 'none'}; it needs "
-            "algorithm and seconds, e.g. flash2,0.0012"
+            f"{file} must have the columns algorithm and seconds, with rows such as "
+            f"flash2,0.0012, got the columns {', '.join(reader.fieldnames or ()) or 'none'}"
         )
     times: dict[str, float] = {}
     for row in reader:

@@ -273,7 +273,7 @@ def blocks(
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
             if tile is None:
-                raise OptionError(f"--stages takes STAGE=QUERIESxKEYS, got {stages!r}")
+                raise OptionError(f"--stages must have the form STAGE=QUERIESxKEYS, got {stages!r}")
             tilings[name] = tile
         compared = tiles.mixed(problem, tilings, algorithm=algorithm, device=device)
     else:

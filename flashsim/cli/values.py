@@ -275,7 +275,7 @@ def _read_file(file: Path) -> Arrays:
     if missing:
         raise ShapeError(
             f"{file} must contain arrays q, k and v (and may contain dout), got "
-            f"{', '.join(contents) or 'none'}; missing: {', '.join(missing)}"
+            f"{', '.join(contents) or 'none'}; add {', '.join(missing)}"
         )
     return Arrays(contents["q"], contents["k"], contents["v"], contents.get("dout"))
 
@@ -285,7 +285,7 @@ def parse_size(name: str, text: str) -> tuple[float, float]:
     takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
     size = opt.pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
-        raise OptionError(f"{name} takes {takes}, got {text!r}")
+        raise OptionError(f"{name} must be {takes}, got {text!r}")
     return size
 
 

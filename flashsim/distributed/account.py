@@ -129,8 +129,8 @@ class Account(report.Tabled):
         steps = (busiest > 0) & (sent > 0)
         if not steps.any():
             raise OptionError(
-                f"{self.group.scheme!r} over {self.group.ranks} ranks sends nothing while it "
-                "computes, so there is no communication that computation could hide"
+                f"scheme {self.group.scheme!r} over {self.group.ranks} ranks sends nothing while "
+                "it computes, so no computation can hide its communication; choose another scheme"
             )
         longest = float((sent[steps] / busiest[steps]).max())
         return self.group.rows_a_member * longest * flop_rate / bandwidth

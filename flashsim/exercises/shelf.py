@@ -82,8 +82,8 @@ def find(name: str) -> AnyExercise:
         return _bundled()[name]
     if not name.endswith(".py"):
         raise OptionError(
-            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or a "
-            f"name; choose from {choices(name, _bundled())}"
+            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or "
+            f"choose from {choices(name, _bundled())}"
         )
     path = Path(name)
     if not path.is_file():

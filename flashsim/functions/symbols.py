@@ -193,7 +193,10 @@ class Symbol(_Arithmetic):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
-            raise AttributeError(f"a traced value has no attribute {name!r}")
+            raise AttributeError(
+                f"a traced value has no attribute {name!r}; use operators, or functions of numpy, "
+                "torch or math"
+            )
         return functools.partial(FUNCTIONS[name], self)
 
 

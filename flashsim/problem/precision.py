@@ -153,7 +153,7 @@ class Precision:
         for name in self.points:
             if name not in points_of(algorithm):
                 raise OptionError(
-                    f"{algorithm!r} has no rounding point {name!r}; its rounding points are "
+                    f"{algorithm!r} has no rounding point {name!r}; choose from "
                     f"{', '.join(points_of(algorithm))}"
                 )
 

@@ -307,9 +307,9 @@ class Problem:
         """Raise an error unless every query sees the whole shared prefix and it fills its pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
-                f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "
-                "shared_prefix= also needs cu_seqlens_q= and cu_seqlens_k= (flashsim.run and "
-                "flashsim.count set them for a batch)"
+                f"shared_prefix={shown(prefix)} applies only to packed sequences; pass "
+                "cu_seqlens_q= and cu_seqlens_k= too, as flashsim.run and flashsim.count do for "
+                "a batch"
             )
         for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:

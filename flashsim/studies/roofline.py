@@ -145,7 +145,7 @@ class Roofline(report.Tabled):
             if point.count == count:
                 return point
         raise OptionError(
-            f"there is no point {count!r}; choose from "
+            f"the roofline has no point {count!r}; choose from "
             f"{choices(count, [p.count for p in self.points])}"
         )
 

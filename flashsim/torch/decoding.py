@@ -201,8 +201,8 @@ def _problem(
             )
         if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
             raise ShapeError(
-                f"block_table must be int32 ({batch}, max_pages), got {table.dtype} "
-                f"{tuple(table.shape)}"
+                f"block_table must be int32 of shape ({batch}, max_pages), got {table.dtype} of "
+                f"shape {tuple(table.shape)}"
             )
         if table.device != q.device or (table.stride(1) != 1 and table.shape[1] > 1):
             raise ShapeError(

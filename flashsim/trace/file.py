@@ -141,8 +141,8 @@ def _read(file: Any, path: str) -> Recording:
         if "header" not in archive.names:
             names = ", ".join(archive.names[:5])
             raise TraceError(
-                f"{path!r} is an archive, but not a flashsim trace: it has no member 'header', "
-                f"only {names}"
+                f"{path!r} is an archive, but not a flashsim trace, because it has the members "
+                f"{names} and no 'header'; name a file that Trace.save wrote"
             )
         header = _header(archive)
         if not isinstance(header, dict) or header.get("format") != FORMAT:

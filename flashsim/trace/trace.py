@@ -79,7 +79,8 @@ class Trace(Recording, questions.Answers):
             if stage.name == name:
                 return stage
         raise OptionError(
-            f"no stage {shown(name)}; choose from {choices(name, [s.name for s in self.stages])}"
+            f"there is no stage {shown(name)}; choose from "
+            f"{choices(name, [s.name for s in self.stages])}"
         )
 
     # -- totals ---------------------------------------------------------------------------------

@@ -830,7 +830,7 @@ def arrays(dtype):
             "float32",
             {"tiling": Tiling(128, 128)},
             TilingError,
-            "needs .* possible tiles: .*32 x 32",
+            "needs .* choose from .*32 x 32",
         ),
     ],
 )

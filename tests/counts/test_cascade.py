@@ -138,7 +138,7 @@ def test_what_cannot_be_shared_says_why():
     other[2, 1, 15, 3] += 1
     for said, change in (
         (
-            r"not shared: those of k\[2\] differ from those of k\[0\]",
+            r"same in all batch entries, but those of k\[2\] differ from those of k\[0\]",
             {"k": other, "shared_prefix": 16},
         ),
         (r"shared_prefix= must be .*, got 22, but entry 0 has only 20 keys", {"shared_prefix": 22}),

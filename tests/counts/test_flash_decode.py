@@ -360,9 +360,9 @@ def test_merge_is_attention_over_the_keys_of_both(dtype):
         np.testing.assert_array_equal(merged[0], a.out)
         np.testing.assert_array_equal(merged[1], a.lse)
     assert np.isneginf(flashsim.merge(*nothing, *nothing)[1]).all()
-    with pytest.raises(flashsim.ShapeError, match="out_b must have out_a's shape"):
+    with pytest.raises(flashsim.ShapeError, match="out_b must have the same shape as out_a"):
         flashsim.merge(a.out, a.lse, b.out[:, :1], b.lse)
-    with pytest.raises(flashsim.ShapeError, match="lse_a must have out_a's shape without"):
+    with pytest.raises(flashsim.ShapeError, match="lse_a must have the shape of out_a without"):
         flashsim.merge(a.out, a.out, b.out, b.out)
 
 

@@ -94,5 +94,5 @@ def test_what_was_quantised_on_a_gpu_is_dequantised_there():
     for got, given in zip(y.dequantized(), (q, k, v), strict=True):
         assert isinstance(got, cupy.ndarray)
         assert float(abs(got - cupy.asarray(given.float())).max()) < 0.5
-    with pytest.raises(flashsim.OptionError, match="FP8 elements need scales"):
+    with pytest.raises(flashsim.OptionError, match="FP8 inputs need scales"):
         flashsim.run(x.q, x.k, x.v, backend="cupy")

@@ -129,7 +129,7 @@ def test_tiles_that_are_too_large(path):
     ("handover", "kind", "words"),
     [
         (Handover("error", "ValueError: no (line 3)"), "error", "ValueError: no (line 3)"),
-        (Handover(data=b"no archive"), "record", "these bytes are not a record of a kernel"),
+        (Handover(data=b"no archive"), "record", "these bytes are not a kernel's record"),
         (Handover(data=packed([])), "record", "made 3 calls"),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_record_with_impossible_numbers_is_refused():
     with pytest.raises(TraceError, match="has the wrong columns"):
         unpacked(packed([replace(one, record=replace(one.record, accesses=one.record.work))]))
     short = (*one.values[:-1], one.values[-1][:1])
-    with pytest.raises(TraceError, match="and its values are"):
+    with pytest.raises(TraceError, match="but its values have shape"):
         unpacked(packed([replace(one, values=short)]))
     with pytest.raises(TraceError, match="more than 1,000 bytes"):
         unpacked(packed([one]), 1000)

@@ -87,7 +87,7 @@ def test_what_a_student_starts_from(name):
     first = next(mark for mark in marks.marks if mark.kind)
     assert (marks.points, first.kind) == (0, "todo")
     assert first.words == "the file is still the skeleton: replace its TODO with your code"
-    assert f"`flashsim exercise hint {name}` shows a hint" in marks.text()
+    assert f"`flashsim exercise hint {name}` to see a hint" in marks.text()
     assert first.words
     assert 3 <= len(one.hints) <= 5
 
@@ -204,7 +204,7 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     assert (tmp_path / "mine.py").read_text() == one.file_text
     marks, _ = submissions.grade_file(tmp_path / "mine.py", str(path))
     assert marks.points == 0
-    assert f"`flashsim exercise hint {path}` shows a hint" in marks.text()
+    assert f"`flashsim exercise hint {path}` to see a hint" in marks.text()
 
 
 def changed(tmp_path, find, put):

@@ -61,7 +61,9 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(np.ndarray, name):
             self._refuse()
-        raise AttributeError(f"a tensor in HBM has no {name!r}; it has name, shape, dtype, width")
+        raise AttributeError(
+            f"a tensor in HBM has no attribute {name!r}; choose from name, shape, dtype, width"
+        )
 
 
 class OpenHbm:
@@ -132,8 +134,8 @@ class OpenHbm:
         nbytes = math.prod((p.batch, heads, *sides)) * numpy_dtype(kind).itemsize
         if self._most is not None and nbytes > self._most:
             raise OptionError(
-                f"workspace {name!r} of {nbytes:,} B is too large: the grader allows "
-                f"{self._most:,} B more"
+                f"workspace {name!r} of {nbytes:,} B is too large, because the grader allows only "
+                f"{self._most:,} B more; use a smaller workspace"
             )
         self._most = None if self._most is None else self._most - nbytes
         try:
@@ -142,7 +144,7 @@ class OpenHbm:
         except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
             raise OptionError(
                 f"this computer has too little memory for a workspace {name!r} of "
-                f"{(p.batch, heads, *sides)} elements"
+                f"{(p.batch, heads, *sides)} elements; use a smaller workspace"
             ) from None
         self._code(name, SIDES[along])
         return self._put(name, array, kind, written=False)

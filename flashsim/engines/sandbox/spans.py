@@ -39,8 +39,8 @@ def tile_number(which: int | slice, side: str, schedule: Schedule, stage: str) -
     if first != last:
         name = "block_q" if side == "queries" else "block_k"
         raise ShapeError(
-            f"{side} {part.start}:{part.stop} lie in more than one tile of {block} {side}; loop "
-            f"over tiles of machine.tiling.{name} {side}, or set another tile size for the stage "
-            f"by machine.stage({stage!r}, tiling=flashsim.Tiling(block_q, block_k))"
+            f"the {side} {part.start}:{part.stop} lie in more than one tile of {block} {side}; "
+            f"loop over tiles of machine.tiling.{name} {side}, or set larger tiles by "
+            f"machine.stage({stage!r}, tiling=flashsim.Tiling(block_q, block_k))"
         )
     return first
