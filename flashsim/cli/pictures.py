@@ -294,7 +294,7 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
     unused = [name for name in typed if name not in _USES[kind]]
     if unused:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
-        hint = f", or plot {' or '.join(fitting)}" if fitting else ""
+        hint = f", or plot {', '.join(fitting)} instead" if fitting else ""
         raise OptionError(
             f"{values.flags(unused)} cannot be used for {kind}; leave out "
             f"{values.flags(unused)}{hint}"

@@ -374,8 +374,8 @@ def within(what: str, values: np.ndarray, low: int, high: int) -> None:
     """Raise an error if any value is outside low .. high - 1."""
     if len(values) and not (low <= int(values.min()) and int(values.max()) < high):
         raise ValueError(
-            f"the values of {what} must be from {low} to {high - 1}, but are from {values.min()} "
-            f"to {values.max()}"
+            f"{what}: the values must be from {low} to {high - 1}, but are from {values.min()} to "
+            f"{values.max()}"
         )
 
 

@@ -239,7 +239,7 @@ def test_a_gradient_that_looks_different_is_checked_anew(jobs):
     assert jobs[-1].memo is jobs[-2].memo  # known
     wrong = [
         (OnGpu(1, 2, 41, 8, dtype="float16"), True, "dout must have the same shape as out"),
-        (OnGpu(1, 2, 40, 8, dtype="float32"), True, "dout must have out's dtype"),
+        (OnGpu(1, 2, 40, 8, dtype="float32"), True, "dout must have the same dtype as out"),
         (np.ones((1, 2, 41, 8), np.float16), True, "dout must have the same shape as out"),
         (object(), True, "dout must be an array"),
         (dout, 1, "deterministic"),
@@ -410,7 +410,9 @@ def test_backward_refuses_a_wrong_dlse(x):
         match=r"dlse must have the same shape as lse, which is \(2, 4, 40\), got \(4, 40\)",
     ):
         result.backward(x.dout, dlse=dlse[0])
-    with pytest.raises(DTypeError, match="dlse must have lse's dtype float32, got float64"):
+    with pytest.raises(
+        DTypeError, match="dlse must have the same dtype as lse, which is float32, got float64"
+    ):
         result.backward(x.dout, dlse=dlse.astype(np.float64))
     with pytest.raises(DTypeError, match="dlse must be an array"):
         result.backward(x.dout, dlse=1.0)
@@ -423,7 +425,9 @@ def test_backward_refuses_a_wrong_dout(x):
         match=r"dout must have the same shape as out, which is \(2, 4, 40, 8\), got \(40,",
     ):
         result.backward(x.dout[0, 0])
-    with pytest.raises(DTypeError, match="dout must have out's dtype float32, got float64"):
+    with pytest.raises(
+        DTypeError, match="dout must have the same dtype as out, which is float32, got float64"
+    ):
         result.backward(x.dout.astype(np.float64))
     with pytest.raises(DTypeError, match="dout must be an array"):
         result.backward(1.0)

@@ -549,7 +549,9 @@ def test_check_like_wants_shape_and_dtype():
         match=r"dout must have the same shape as out, which is \(8, 16\), got \(4, 16\)",
     ):
         check_like("dout", X[:4], X, "out")
-    with pytest.raises(flashsim.DTypeError, match=r"dtype float32, got float16; .*astype"):
+    with pytest.raises(
+        flashsim.DTypeError, match=r"same dtype as out, which is float32, got float16; .*astype"
+    ):
         check_like("dout", X.astype(np.float16), X, "out")
 
 
@@ -677,7 +679,7 @@ def test_what_was_not_finite_to_begin_with_is_no_overflow(backend):
 @pytest.mark.parametrize("backend", ["simulator", "numba"])
 def test_a_timeline_is_a_gpus(backend):
     message = (
-        "one of the GPU backends \(cupy and numba_cuda\); pass one as backend=, or pass trace=True"
+        r"one of the GPU backends \(cupy and numba_cuda\); pass one as backend=, or pass trace=True"
     )
     with pytest.raises(flashsim.UnsupportedError, match=message):
         run(backend=backend, trace="timeline")

@@ -243,7 +243,7 @@ def test_saved_and_read_again(ran, tmp_path):
         ({"stage": {"name": "n" * 61}}, "a stage of your own algorithm must have"),
         ({"stage": {"repeat": 2}}, "repeat and stride"),
         ({"costs": (3, 8)}, "a stage's table of costs must have shape"),
-        ({"costs": -1}, "the values of costs must be from"),
+        ({"costs": -1}, "costs: the values must be from"),
         ({"stages": 65}, "stages"),
     ],
 )

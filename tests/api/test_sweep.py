@@ -129,7 +129,7 @@ def test_a_point_that_does_not_fit_gets_its_error_and_stops_nothing():
     assert [row["sram_bytes"] for row in result] == [100_000, 100_000, 166_912, 166_912]
     statuses = [row["status"] for row in result]
     assert statuses[0] == statuses[2] == "ok"
-    assert statuses[1].startswith("SramOverflow: a 512 x 512 tile needs ")
+    assert statuses[1].startswith("SramOverflow: in stage 'forward' of flash2 forward, a 512 x 512")
     assert "100,000 B" in statuses[1]
     assert "166,912 B" in statuses[3]
     assert not any("\n" in status for status in statuses)

@@ -462,7 +462,7 @@ def test_a_file_that_does_not_serve_is_refused(kind, tmp_path):
     result = invoke("run", "--input", file)
 
     assert result.exit_code == 2
-    expected = "missing: k, v" if kind == "missing" else "is not an .npz file of plain arrays"
+    expected = "add k, v" if kind == "missing" else "is not an .npz file of plain arrays"
     assert expected in result.stderr
 
 

@@ -81,7 +81,7 @@ REFUSED = [
     ("study calibrate --units HERE", "is not a table of units (lines of name, value and"),
     ("verify -n 64 -t 16x16 --from ''", "cannot read '.': Is a directory"),
     ("plot pie -o x.png", "unknown kind of plot 'pie'; choose from traffic"),
-    ("plot diff -n 64 -d 8 -o x.png", "diff takes two traces or algorithms, got 3"),
+    ("plot diff -n 64 -d 8 -o x.png", "diff shows two traces or algorithms, got 3"),
     ("plot traffic -n 64 -d 8 --theme blue -o x.png", "unknown theme 'blue'"),
     (
         "plot gpu-timeline -n 64 -d 8 -o x.png",
@@ -89,7 +89,7 @@ REFUSED = [
     ),
     (
         "plot tile-map -n 64 -d 8 --times 0:1 -o x.png",
-        "--times cannot be used for tile-map, only for gpu-timeline",
+        "--times cannot be used for tile-map; leave out --times, or plot gpu-timeline",
     ),
     (
         "plot traffic -T h200-forward --direction backward -o x.png",
@@ -104,7 +104,10 @@ REFUSED = [
     ("plot tile-map -n 64 -d 8 --color '' -o x.png", "unknown color ''"),
     ("plot gpu-timeline -T h200-forward --sms '' -o x.png", "--sms must be FIRST:LAST"),
     ("plot gpu-timeline -T h200-forward --times '' -o x.png", "--times must be FIRST:LAST"),
-    ("plot io-curve -T x.npz -o x.png", "--trace cannot be used for io-curve, only for traffic"),
+    (
+        "plot io-curve -T x.npz -o x.png",
+        "--trace cannot be used for io-curve; leave out --trace, or plot traffic",
+    ),
     ("plot traffic -T x.npz -n 5 -o x.png", "already determines its problem"),
     ("animate -n 64 -d 8 --clock sun -o x.gif", "unknown clock 'sun'"),
     (
@@ -121,11 +124,11 @@ REFUSED = [
     ("plot roofline --seed 4 --color bytes --sms 0:1 -o x.png", "--seed, --color, --sms"),
     (
         "plot traffic --over head_dim -o x.png",
-        "--over cannot be used for traffic, only for io-curve",
+        "--over cannot be used for traffic; leave out --over, or plot io-curve",
     ),
     (
         "plot tile-map --seconds 1 -o x.png",
-        "--seconds cannot be used for tile-map, only for roofline",
+        "--seconds cannot be used for tile-map; leave out --seconds, or plot roofline",
     ),
     ("plot traffic -T h200-forward -t 8x8 -o x.png", "leave out --tiling"),
     (

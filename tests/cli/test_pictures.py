@@ -64,7 +64,7 @@ def test_bundled_gpu_traces_have_names(tmp_path):
     wrong = invoke("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
     assert (
         wrong.exit_code,
-        "--sms cannot be used for tile-map, only for gpu-timeline" in wrong.output,
+        "--sms cannot be used for tile-map; leave out --sms, or plot gpu-timeline" in wrong.output,
     ) == (
         2,
         True,
@@ -213,7 +213,10 @@ def test_animate_and_page(tmp_path):
 
 def test_more_errors(tmp_path):
     bad = invoke("plot", "traffic", *SMALL, "-o", tmp_path / "out.xyz")
-    assert "cannot write 'out.xyz'; choose from " in bad.output
+    assert (
+        "cannot write 'out.xyz', because flashsim knows no format with this ending; choose from "
+        in bad.output
+    )
     cases.trace().save(tmp_path / "t.npz")
     row = invoke("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
     assert "--row needs tensors" in row.output
@@ -226,7 +229,7 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     spec.loader.exec_module(gallery)
     names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, *gallery.PICTURES}
     pages = ("gallery.md", "masks.md", "lab.md", "your_own_mask.md", "your_own_algorithm.md")
-    pages += ("course.md", "precision.md", "many_gpus.md")
+    pages += ("course.md", "precision.md", "many_gpus.md", "gpu_timelines.md")
     text = "".join((docs / "guides" / page).read_text(encoding="utf-8") for page in pages)
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(../gallery/{name})" in text for name in names)
@@ -270,13 +273,16 @@ def test_a_roofline_has_ones_own_times(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name,ms\nflash2,1\n", "has columns name, ms; it needs algorithm and seconds"),
+        (
+            "name,ms\nflash2,1\n",
+            "with rows such as flash2,0.0012, got the columns name, ms",
+        ),
         ("algorithm,seconds\nflash2,fast\n", "line 2: seconds must be a positive number"),
         ("algorithm,seconds\nflash2,-1\n", "line 2: seconds must be a positive number"),
         ("algorithm,seconds\nflash9,1\n", "unknown algorithm 'flash9'"),
         ("algorithm,seconds\nflash2,1\nflash2,2\n", "line 3: algorithm flash2 appears twice"),
         ("algorithm,seconds\n", "has no rows"),
-        ("", "has columns none"),
+        ("", "got the columns none"),
     ],
 )
 def test_times_that_are_none_are_refused(text, said, tmp_path):

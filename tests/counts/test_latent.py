@@ -90,7 +90,7 @@ def test_what_it_is_not():
         OptionError, match="head_dim_v=8 means that V is the first columns of k, but v"
     ):
         flashsim.run(x.q, x.k, x.v, head_dim_v=8, algorithm=DECODE)
-    with pytest.raises(ShapeError, match="must be at most 12, got 13"):
+    with pytest.raises(ShapeError, match=r"must be at most 12, .* got 13"):
         flashsim.run(x.q, x.k, None, head_dim_v=13, algorithm=DECODE)
     with pytest.raises(ShapeError, match=r"head_dim_v must be at most head_dim=8, .*, got 9"):
         Problem(1, 40, 8, 9, latent=True)

@@ -257,7 +257,7 @@ def test_foreign_files(path, content):
 
 def test_a_foreign_archive(path):
     np.savez(path, q=np.zeros(3), k=np.zeros(3))
-    refused(path, "not a flashsim trace: it has no member 'header', only q, k")
+    refused(path, "not a flashsim trace, because it has the members q, k and no 'header'")
 
 
 def test_an_archive_of_something_else_with_a_header(path):
@@ -320,7 +320,7 @@ def test_a_newer_format_says_so(trace, path):
         ({"header": lambda h: h["problem"].update(colour=1)}, "argument 'colour'"),
         (
             {"header": lambda h: h["names"]["tensor"].append("X")},
-            "ValueError: names: 'tensor' has unknown names: 'X'",
+            "in the header's entry 'names', 'tensor' has unknown names: 'X'",
         ),
         ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"missing: \['events_0'\], unknown: none"),
