@@ -170,5 +170,5 @@ def test_what_cannot_be_shared_says_why():
         flashsim.count(Problem(3, 17, **packed), algorithm=DECODE, level="dram")
     with pytest.raises(UnsupportedError, match="'flash2' cannot merge partial results"):
         flashsim.count(Problem(3, 17, **packed))
-    with pytest.raises(OptionError, match="'flash2' takes no shared_prefix"):
+    with pytest.raises(OptionError, match="'flash2' does not take shared_prefix"):
         flashsim.count(Problem(1, 17), shared_prefix=4)

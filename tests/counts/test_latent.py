@@ -96,6 +96,6 @@ def test_what_it_is_not():
         Problem(1, 40, 8, 9, latent=True)
     with pytest.raises(UnsupportedError, match="'flash2' loads K and V separately"):
         flashsim.count(MLA)
-    with pytest.raises(OptionError, match="'flash2' takes no head_dim_v"):
+    with pytest.raises(OptionError, match="'flash2' does not take head_dim_v"):
         flashsim.run(x.q, x.k, None, head_dim_v=8)
     assert flashsim.count(MLA, algorithm=DECODE, device="H200", tiling=Tiling(16, 64)).bytes() > 0

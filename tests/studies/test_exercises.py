@@ -27,7 +27,9 @@ pytestmark = pytest.mark.promise("grading cannot be cheated")
 
 mpl.use("Agg")
 FLASH2 = get("flash2-forward")
-PAGE = (Path(__file__).parents[2] / "docs/guides/course.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).parents[2] / "docs/guides"
+PAGE = (GUIDES / "course.md").read_text(encoding="utf-8")
+OWN = (GUIDES / "your_own_exercise.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", names())
@@ -87,7 +89,7 @@ def test_what_a_student_starts_from(name):
     first = next(mark for mark in marks.marks if mark.kind)
     assert (marks.points, first.kind) == (0, "todo")
     assert first.words == "the file is still the skeleton: replace its TODO with your code"
-    assert f"`flashsim exercise hint {name}` to see a hint" in marks.text()
+    assert f"`flashsim exercise hint {name}` shows a hint" in marks.text()
     assert first.words
     assert 3 <= len(one.hints) <= 5
 
@@ -186,7 +188,7 @@ def test_what_was_not_loaded_is_no_fault_of_a_reference():
 
 
 def lecturers_file():
-    return PAGE.split("```py\n")[1].split("```")[0]
+    return OWN.split("```py\n")[1].split("```")[0]
 
 
 def test_a_lecturers_exercise_is_one_file(tmp_path):
@@ -204,7 +206,7 @@ def test_a_lecturers_exercise_is_one_file(tmp_path):
     assert (tmp_path / "mine.py").read_text() == one.file_text
     marks, _ = submissions.grade_file(tmp_path / "mine.py", str(path))
     assert marks.points == 0
-    assert f"`flashsim exercise hint {path}` to see a hint" in marks.text()
+    assert f"`flashsim exercise hint {path}` shows a hint" in marks.text()
 
 
 def changed(tmp_path, find, put):
