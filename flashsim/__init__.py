@@ -103,10 +103,9 @@ def __getattr__(name: str) -> Any:
 
 
 class _Late:
-    """Import finder for the short names in `_LATE`, as in `import flashsim.predict`.
+    """Import finder for the short names in `_LATE`, such as `flashsim.predict`.
 
-    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy. A
-    submodule's short name also gives the module itself, not a copy.
+    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -126,9 +125,8 @@ class _Late:
     def exec_module(self, module: ModuleType) -> None:
         """Give the module back its own spec, which import replaced; its code has run already.
 
-        Its submodules that are already loaded also get their short names here. Without these names,
-        importing a submodule by its short name would replace a function of the same name in its
-        package.
+        Its submodules that are already loaded get their short names too. Otherwise, importing a
+        submodule by its short name would replace a function of the same name in its package.
         """
         second = module.__spec__
         assert second is not None

@@ -1,7 +1,7 @@
 """The errors that flashsim raises on purpose; all of them derive from `FlashSimError`.
 
 Each error class also derives from the built-in class that a caller would expect (`ValueError`,
-`TypeError`, ...). So code that does not know flashsim's error classes can still catch them.
+`TypeError`, ...), so code that does not know flashsim's classes can catch it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ class SramOverflow(TilingError):
 class MemoryModelError(FlashSimError, RuntimeError):
     """An algorithm broke a rule of the simulated memory, so it has a bug.
 
-    The attribute `kind` names the broken rule, so that graders can tell the rules apart. "freed": a
-    tile was used after its step or visit (tile pair) had ended. "outside": numbers came from
-    outside the simulated machine. "off chip": numbers were read out of SRAM without a store to HBM.
-    "unloaded": HBM data was used without a load into SRAM. "unstored": HBM data was read that was
-    never written. "scope": a step or visit was opened or used where that is not allowed.
-    "operation": the simulated machine does not have the operation. "machine": any other rule was
-    broken.
+    Attributes
+    ----------
+    kind : str
+        The broken rule. "freed": a tile was used after its step or visit (tile pair) had ended.
+        "outside": numbers came from outside the simulated machine. "off chip": numbers were read
+        out of SRAM without a store to HBM. "unloaded": HBM data was used without a load into SRAM.
+        "unstored": HBM data was read that was never written. "scope": a step or visit was opened or
+        used where that is not allowed. "operation": the simulated machine does not have the
+        operation. "machine": any other rule was broken.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -79,11 +81,7 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 
 
 def require_numba(what: str, instead: str = "") -> None:
-    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on.
-
-    The message names `what`, the feature that needs Numba, and `instead`, an alternative. pip
-    installs Numba together with flashsim; only Python in a browser lacks it.
-    """
+    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on."""
     hint = f"; {instead}" if instead else ""
     try:
         import numba
@@ -99,7 +97,7 @@ def require_numba(what: str, instead: str = "") -> None:
 
 
 class RankError(FlashSimError, RuntimeError):
-    """Ranks of a process group were called with different arguments, or one no longer answers."""
+    """Ranks of a process group were called with different arguments, or a rank does not answer."""
 
 
 class UnsupportedError(FlashSimError, NotImplementedError):
@@ -125,7 +123,7 @@ def printable(text: str) -> str:
 
 
 def choices(value: object, possible: Iterable[object]) -> str:
-    """Return a text that lists the possible names, and suggests the name that `value` resembles."""
+    """Return a text that lists the `possible` names, and suggests one that resembles `value`."""
     names = [str(name) for name in possible]
     if not names:
         return "none, because there are none"
@@ -181,11 +179,10 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
 def own_errors(called: _Callable) -> _Callable:
     """Decorator for a function or class, so that wrong calls raise errors of flashsim.
 
-    If an argument is missing or unknown, the error is an `UnknownArgumentError`; it adds the passed
-    and the possible arguments to Python's message. If a call raises a built-in error and an
-    argument does not match its annotation, the error is a `DTypeError` that names the argument. For
-    a class, the decorator covers the constructor and the public methods. A correct call pays only
-    for one `try` statement.
+    A missing or unknown argument raises an `UnknownArgumentError`, which lists the passed and the
+    possible arguments. If a call raises a built-in error and an argument does not match its
+    annotation, a `DTypeError` names the argument. For a class, the decorator covers the constructor
+    and the public methods. The decorator costs a correct call only one `try` statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -275,8 +272,7 @@ def _type(annotation: str, function: Any) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value matches a type annotation, without consuming an iterator.
 
-    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence; a
-    string does not.
+    NumPy's scalars count as numbers, but booleans do not. Arrays count as sequences, not strings.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

@@ -45,16 +45,12 @@ def save_figure(
     path : path-like
         Its suffix chooses the format: .png, .svg, .pdf, or another format of Matplotlib.
     dpi : float
-        Pixels per inch, for pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
+        Pixels per inch, for pixel formats.
     size : (float, float), optional
         Width and height in inches. Default: the size with which the figure was drawn.
     slides : bool
         Write the figure for slides: 16:9 with larger text, as a .png of 1920 x 1080 pixels and as
         an .svg. The suffix, `dpi` and `size` are ignored.
-
-    Returns
-    -------
-    Path
 
     Raises
     ------

@@ -72,8 +72,8 @@ def theme_of(ax: Axes) -> Theme:
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
     """Turn a drawing function into a plot that takes optional `ax` and `theme` and returns `ax`.
 
-    The drawing function's docstring describes its other parameters. The description of `ax` and
-    `theme` is the same for all plots and is added here.
+    The plot's docstring is that of the drawing function, with `ax` and `theme` added, and so needs
+    a section Parameters.
     """
 
     @functools.wraps(draw)
@@ -128,7 +128,7 @@ def _described(doc: str) -> str:
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain text."""
+    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain."""
     if "$" not in text:
         return True
     try:
@@ -171,10 +171,6 @@ def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: f
     """Write a name beside each mark, at a position where it covers no line and no other name.
 
     The axes must have their final limits and scales.
-
-    Parameters
-    ----------
-    marks : sequence of (x, y, text, color)
     """
     ax.figure.canvas.figure.draw_without_rendering()  # runs the layout, which places the axes
     lines = [line for line in ax.lines if line.get_linestyle() != "None"]
@@ -205,10 +201,7 @@ def series_style(theme: Theme, n: int) -> dict[str, Any]:
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """Return a colour ramp of one hue, from near the background colour to near the text colour.
-
-    The ramp is readable in print and with colour blindness.
-    """
+    """Return a colour ramp of one hue that is readable in print and with colour blindness."""
     light = ("#d5e3fb", "#0953dc", "#06204f")
     dark = ("#1c3357", "#659eff", "#e4eeff")
     return LinearSegmentedColormap.from_list(

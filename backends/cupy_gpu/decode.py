@@ -1,4 +1,4 @@
-"""Runs `algorithm="flash-decode"` on a GPU, in one or two launches and with reusable memory."""
+"""Run `algorithm="flash-decode"` on a GPU, in one or two launches and with reusable memory."""
 
 from __future__ import annotations
 
@@ -89,10 +89,10 @@ def _parts(
 ) -> tuple[tuple[int, int, int], Any]:
     """Return the three addresses of `Workspace.partial`, and an object that owns the memory.
 
-    The object is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
-    is captured, a call without a workspace allocates from the graph's private memory. The reason is
-    that the graph may later run in any stream, beside other work. The arrival counters of such a
-    call are never freed.
+    The owner is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
+    is captured, a call without a workspace allocates from the graph's private memory, because the
+    graph may later run in any stream, beside other work. The arrival counters of a captured graph
+    are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -116,10 +116,7 @@ _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 
 
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
-    """Return the address of `n` counters that are 0 at every replay of the captured graph.
-
-    Every launch resets its counters to 0 at its end, so a graph need not clear the counters.
-    """
+    """Return the address of `n` counters, which every launch of a captured graph leaves at 0."""
     held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
     if not held or held[-1].size < n:
         with aside():
@@ -157,23 +154,12 @@ class _Ready:
         capacity: int = 0,
         given: ReadByFunctions = NOTHING,
     ) -> None:
-        """Launch the decode kernel on `stream`.
+        """Launch the decode kernel on `stream`, whose device must be CuPy's current device.
 
-        The arrays' device must be CuPy's current device.
-
-        Parameters
-        ----------
-        stream : int
-        head : sequence of int
-            Address and strides of each of `decode_kernels.TENSORS`, then the addresses of its
-            `POINTERS`.
-        row, pages : int
-            The number of entries per sequence in the block table, and the number of pages in the
-            pool.
-        capacity : int
-            The rows per sequence in the cache, for a kernel that reads live lengths at run time.
-        given : ReadByFunctions
-            The arrays that mask and score functions read, and the sinks.
+        `head` holds the address and strides of each of `decode_kernels.TENSORS`, then the addresses
+        of its `POINTERS`. `row` is the number of entries per sequence in the block table, and
+        `pages` the number of pages in the pool. `capacity` is the number of rows per sequence in
+        the cache, for a kernel that reads live lengths at run time.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
@@ -199,26 +185,18 @@ def _ready(made: decode_plan.Decode, device: int) -> _Ready:
 def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
     """Run decoding: attention of q over a contiguous or paged (`block_table`) KV cache.
 
-    Parameters
-    ----------
-    job : Job
-        The job's k and v are the KV cache, in the cache's layout. The job's `problem.n_kv` is the
-        capacity of the cache per sequence.
+    The job's k and v are the KV cache, in the cache's layout. `job.problem.n_kv` is the capacity of
+    the cache per sequence.
     """
     return _forward(job, gpu, space, counts=bool(job.trace))[0]
 
 
 class Decoder:
-    """Decodes torch tensors with a kernel that reads sequence lengths at run time.
+    """Decodes torch tensors with a kernel that reads sequence lengths from GPU memory.
 
-    The kernel reads the lengths from GPU memory. Every call is one launch that does not wait for
-    the GPU, so a CUDA graph can capture it.
-
-    Parameters
-    ----------
-    problem : Problem
-        The number of splits is chosen for sequences of up to `problem.n_kv` keys. Calls may have
-        fewer or more keys.
+    Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it. The
+    number of splits is chosen for sequences of up to `problem.n_kv` keys, but calls may have fewer
+    or more.
     """
 
     def __init__(
@@ -245,14 +223,10 @@ class Decoder:
     ) -> tuple[Any, Any]:
         """Return the attention output and the LSE.
 
-        Parameters
-        ----------
-        q : Tensor, (batch, heads, n_q, head_dim)
-        k, v : Tensor, (entries, kv_heads, n, width); with a table (pages, kv_heads, page, width)
-        lengths, starts, entries : Tensor of int32, (batch,), contiguous, optional
-            For each sequence, the end of its live keys, the begin of its live keys, and the index
-            of its entry in the cache.
-        table : Tensor of int32, (batch, pages of a sequence), with contiguous rows, optional
+        `q` is (batch, heads, n_q, head_dim). `k` and `v` are (entries, kv_heads, n, width), or with
+        a `table` (pages, kv_heads, page, width). `lengths`, `starts` and `entries` are contiguous
+        int32 (batch,): for each sequence, the end and the begin of its live keys, and the index of
+        its entry in the cache. `table` is int32 (batch, pages of a sequence) with contiguous rows.
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
         with _EXPLAINING, space.on_device():
@@ -284,10 +258,7 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode arrays at the given addresses, with `keys` live keys per sequence.
-
-        The method writes out and the LSE.
-        """
+        """Decode arrays at the given addresses, with `keys` live keys per sequence."""
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
@@ -300,8 +271,7 @@ _EXPLAINING = failures.Explaining()
 def counted(job: Job, gpu: Gpu, space: arrays.Space) -> dict[str, int]:
     """Run decoding once, and return the bytes per tensor that the kernel's threads report.
 
-    The entry "O_part read" is the number of bytes of partial results O that the merging threads
-    read.
+    The entry "O_part read" counts the partial results O that the merging threads read.
     """
     return _forward(job, gpu, space, counts=True)[1]
 
@@ -402,10 +372,6 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     GPU to copy the table. Instead, the kernel skips pages that the pool lacks, and a sequence whose
     table names such a page gets NaN. The function also does not check whether sequences share a
     prefix if the caller says so.
-
-    Raises
-    ------
-    ShapeError, DTypeError, OptionError
     """
     p, options = job.problem, job.options
     lengths = live_keys.live_lengths(

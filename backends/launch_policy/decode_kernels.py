@@ -33,9 +33,10 @@ _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 
 
 def record_dtype(problem: Problem) -> np.dtype:
-    """Return the type of the argument struct: `RECORD`, captured arrays, and the sinks' address.
+    """Return the type of the decode kernels' argument struct.
 
-    The last two fields exist only if the problem has captured arrays (field ``captured``) or sinks.
+    The struct begins with `RECORD`. The field ``captured`` exists only for score functions with
+    captured arrays, and the field ``sinks`` (an address) only for problems with sinks.
     """
     functions = functions_of(problem)
     more = [] if functions is None else [("captured", f"V{functions.plain.captured_bytes}")]
@@ -71,10 +72,7 @@ def walking_kernel(
     cluster: int = 1,
     cascade: bool = False,
 ) -> Kernel:
-    """Return the decode kernel (kernels/portable/decode.cu) for row tiles of `block_q` rows.
-
-    The argument `chip` is the result of `on_chip`.
-    """
+    """Return the decode kernel for tiles of `block_q` rows; `chip` is the result of `on_chip`."""
     warps, stages, shared, most = chip
     return built(
         *("portable/decode.cu", "flash_decode", 32 * warps, shared),
@@ -113,10 +111,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Return the number of rows per row tile, limited by the registers of a warp.
-
-    The number is a power of two times 16.
-    """
+    """Return the rows per row tile (16 times a power of two) that a warp's registers allow."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -143,7 +138,7 @@ def on_chip(
 
     The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The last number is the largest
     number of splits that a block can merge: the splits' weights must fit into the memory of the
-    stages. The stages together keep up to `ring` bytes in flight per SM.
+    pipeline stages. All stages together keep up to `ring` bytes in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):

@@ -70,33 +70,17 @@ _OVERLAPPED = 600e6
 class Decode:
     """The plan of one launch of the kernel `flash_decode`.
 
-    Attributes
-    ----------
-    kernel : Kernel
-    items : ndarray of int32, (n, 8)
-        One entry (a row of 8 integers) per thread block that works on the same KV head and row
-        tile. Fields 0 to 3 are the sequence, the first key tile, the key tile after the last, and
-        the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its number of
-        splits and its length. Field 7 is 0, or the row tile if there is a prefix. The longest
-        entries come first. If the splits of a sequence form a cluster, their entries stay together.
-    splits : tuple of int
-        The number of splits per sequence.
-    rows : int
-        Packed rows per KV head: the number of queries times the number of query heads per KV head.
-    row_tiles : int
-        The number of tiles that the packed rows of a KV head fill.
-    block_k : int
-        Keys per tile.
-    n_visits : int
-        The number of key tiles of the longest sequence.
-    split : Split
-        The rule by which the keys are divided; `splits` is the result of this rule.
-    merge : Kernel, optional
-        The kernel that merges the splits, if there are splits; it is launched after `kernel`. If
-        `merge` is None, `kernel` itself merges the splits.
-    prefix, prefix_splits : int
-        The number of keys that all sequences share, and the number of parts into which these keys
-        are divided. The shared keys are read only once.
+    `items`, int32 (n, 8), has one entry per thread block that works on the same KV head and row
+    tile. Fields 0 to 3 of an entry are the sequence, the first key tile, the key tile after the
+    last, and the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its
+    number of splits and its length. Field 7 is 0, or the row tile if there is a prefix. The longest
+    entries come first. If the splits of a sequence form a cluster, their entries stay together.
+
+    `splits` holds the number of splits per sequence, by the rule `split`. `rows` is the number of
+    packed rows per KV head (queries times query heads per KV head), which fill `row_tiles` row
+    tiles. `n_visits` is the number of key tiles of the longest sequence. The kernel `merge` merges
+    the splits after `kernel`. If `merge` is None, `kernel` itself merges the splits. All sequences
+    share `prefix` keys, which are divided into `prefix_splits` parts and read only once.
     """
 
     problem: Problem
@@ -120,7 +104,7 @@ class Decode:
 
     @property
     def grid(self) -> tuple[int, int]:
-        """The grid of thread blocks.
+        """The decode kernel's grid of thread blocks.
 
         If a second kernel merges the splits, the row tiles of a split are neighbours along x.
         """
@@ -151,10 +135,7 @@ class Decode:
 
     @cached_property
     def cluster(self) -> int:
-        """The number of thread blocks in a cluster, which merge through each other's shared memory.
-
-        If the number is 1, partial results are merged through HBM.
-        """
+        """The number of thread blocks per cluster; 1 if the splits merge through HBM."""
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
     @property
@@ -184,22 +165,14 @@ class Decode:
 
     @property
     def walks(self) -> int:
-        """The number of row tiles over all sequences and KV heads.
-
-        The row tiles of a shared prefix come last.
-        """
+        """The number of row tiles of all sequences and KV heads, and of a shared prefix."""
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
     """Return a launch's argument struct, in which only addresses and strides are not yet set.
 
-    Parameters
-    ----------
-    table_row : int
-        The number of entries per sequence in the block table.
-    pages : int
-        The number of pages in the page pool.
+    A sequence has `table_row` entries in the block table, and the page pool has `pages` pages.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}
@@ -212,15 +185,10 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the same problem with packed sequences that contain only the live keys.
+    """Return the same problem with packed sequences of the live keys, which share a prefix.
 
-    All sequences share their first `prefix` keys.
-
-    Raises
-    ------
-    OptionError, UnsupportedError
-        If a sequence is shorter than the prefix, a query does not see all of the prefix, or the
-        prefix does not consist of whole pages.
+    The function raises `OptionError` or `UnsupportedError` if a sequence is shorter than the
+    prefix, a query does not see all of the prefix, or the prefix does not consist of whole pages.
     """
     p = problem
     check_prefix(prefix, lengths)
@@ -271,25 +239,11 @@ def plan(
     `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles. The
     other row tiles get parts in proportion to their key tiles.
 
-    Parameters
-    ----------
-    problem : Problem
-        Its `n_kv` is the capacity of the cache per sequence.
-    lengths : tuple of int
-        The number of keys that are read per sequence.
-    splits : int, optional
-        The number of splits of every sequence.
-    page : int
-        The number of rows per page, or 0 if the cache is contiguous.
-    counts, timeline : bool
-        Whether the kernel reports the bytes that it moves, and when it moves them.
-    prefix : int
-        The number of keys that all sequences share.
-
-    Raises
-    ------
-    UnsupportedError, OptionError
-        If the kernel does not decode this problem, or cannot merge so many splits.
+    `problem.n_kv` is the capacity of the cache per sequence. `page` is the number of rows per page,
+    or 0 if the cache is contiguous. With `counts` or `timeline`, the kernel reports the bytes that
+    it moves, or when it moves them. `prefix` is the number of keys that all sequences share. If the
+    kernel does not decode this problem, or cannot merge so many splits, the function raises
+    `UnsupportedError` or `OptionError`.
     """
     check(problem, gpu)
     if max(problem.n_kv, *lengths) > _INT32:
@@ -309,13 +263,9 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
     The number of splits is chosen as for sequences that fill the cache. A shorter sequence has the
     same number of splits, each with fewer key tiles or with none. Fields 1 and 2 of an entry in
     `Decode.items` are the number of the split and 0, and the kernel computes the split's key tiles.
-    So the same launch works for every length up to `problem.n_kv`.
-
-    Raises
-    ------
-    UnsupportedError, OptionError
-        In the same cases as `plan`, and for latent attention, whose kernel does not read lengths at
-        run time.
+    So the same launch works for every length up to `problem.n_kv`. The function raises the errors
+    of `plan`, and `UnsupportedError` for latent attention, whose kernel does not read lengths at
+    run time.
     """
     if problem.latent:
         raise UnsupportedError(
@@ -350,18 +300,17 @@ def _plain(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for ordinary attention without a shared prefix.
 
     If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
-    block. The batch may have more blocks than the GPU has SMs even without splits. In this case,
-    blocks have 4 warps, each SM runs two blocks, and no block gets more work than the average load
-    of an SM.
+    block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
+    warps and each SM runs two, so that no block gets more work than the average load of an SM.
 
-    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. If such a
-    sequence has too few key tiles, the largest possible cluster size gives the number of splits.
-    Contiguous sequences of about equal length are not split if their blocks already fill the
-    fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs, since a split would then cost a merge
-    and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to 128
-    columns. With more columns, this rule holds only where no cluster merges, or from `_LONG` key
-    tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an H100;
-    docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. A short
+    sequence with fewer than 8 key tiles gets as many splits as the largest possible cluster has
+    blocks. Contiguous sequences of about equal length are not split if their blocks already fill
+    the fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs. A split would then cost a merge and
+    gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to 128
+    columns. With more columns, the rule about `_ENOUGH` holds only where no cluster merges, or from
+    `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an
+    H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
     otherwise the last clusters would run alone. How many clusters run at once depends on the chip.
@@ -436,9 +385,9 @@ def _latent(asked: _DecodeRequest) -> Decode:
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for sequences that share a prefix.
 
-    The prefix is read once for all sequences. A second kernel merges the prefix's partial results
-    with those of each sequence's own keys. If no number of splits is requested, the prefix gets so
-    many parts that no part is longer than the average load of an SM.
+    A second kernel merges the prefix's partial results with those of each sequence's own keys. If
+    no number of splits is requested, no part of the prefix is longer than the average load of an
+    SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -468,20 +417,14 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return a rule that divides a sequence's keys into `splits` splits.
-
-    If `splits` is None, the rule makes splits of at most `longest` key tiles.
-    """
+    """Return a rule that makes `splits` splits, or if None, splits of up to `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the range of key tiles that each sequence's queries see, and each range's length.
-
-    A range begins after tile 0 if a sliding window hides the first tiles.
-    """
+    """Return the range of key tiles that each sequence's queries see, and each range's length."""
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
     ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
@@ -500,9 +443,8 @@ def _launch(
 ) -> Decode:
     """Return the plan of a decode launch in which sequence b has key tiles ``range(*ranges[b])``.
 
-    The argument `parts` holds the number of parts into which `split` divides each sequence. With a
-    prefix, `lengths` exclude the prefix's keys, and the last entry of `parts` is the prefix's
-    number of parts.
+    `parts` holds the number of parts into which `split` divides each sequence. With a prefix,
+    `lengths` exclude the prefix's keys, and the last entry of `parts` is for the prefix.
     """
     values, rows = dict(kernel.constants), p.n_q * p.group
     block_q, block_k = values["FS_BLOCK_Q"], values["FS_BLOCK_K"]

@@ -1,7 +1,6 @@
 """The Hopper kernels (sm_90a): the passes they support, and each stage's kernel and launch.
 
-Portable kernels run a pass for which `refusal` returns a reason. The notebook
-docs/notebooks/hopper.md tells how the kernels were developed, step by step.
+The notebook docs/notebooks/hopper.md tells how the kernels were developed, step by step.
 """
 
 from __future__ import annotations
@@ -51,12 +50,8 @@ _WIDEST_ONCE = 128
 class Hopper(Family):
     """The family of kernels that use instructions that only Hopper has.
 
-    Attributes
-    ----------
-    instead : str
-        The value of option `kernel` that error texts suggest if these kernels cannot run a pass.
-    brings_tiles : bool
-        Whether the forward brings a captured array's elements to shared memory by TMA.
+    If these kernels cannot run a pass, error texts suggest the option ``kernel=instead``. With
+    `brings_tiles`, the forward brings a captured array's elements to shared memory by TMA.
     """
 
     instead: str = "portable"
@@ -172,10 +167,10 @@ class Hopper(Family):
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the time model predicts that the fused backward beats three passes.
 
-        The three passes compute more products. But the three passes need not clear and convert a
-        float32 dQ, and their kernel for dQ runs beside the kernel for dK and dV. Above a head_dim
-        of 192 the fused kernel does not exist: no shared memory is left from which it could send dQ
-        to HBM.
+        The three passes compute more products, but need not clear and convert a float32 dQ. In the
+        three passes, the kernel for dQ runs beside the kernel for dK and dV. Above a head_dim of
+        192 the fused kernel does not exist: no shared memory is left from which it could send dQ to
+        HBM.
         """
         if widest(problem) > 192:
             return False
@@ -193,11 +188,11 @@ class Hopper(Family):
     def cluster(self, walk: Walked) -> int:
         """Return the number of thread blocks that share a work tile.
 
-        The result exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
-        result is always 1 for the kernel whose warpgroups have roles, which does not support
-        clusters. With a head_dim above 128, the result is limited so that all blocks run at once.
-        If they did not, clusters would be slower: on an H100, 128 work tiles took 92 µs in clusters
-        of two, and 72 µs without clusters.
+        The number exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
+        number is always 1 for the kernel whose warpgroups have roles, which does not support
+        clusters. With a head_dim above 128, the number is limited so that all blocks run at once.
+        Clusters that do not run at once are slower: on an H100, 128 work tiles took 92 µs in
+        clusters of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
@@ -215,11 +210,7 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return the launches that run before the main launch and take some of its work tiles.
-
-        If work tiles are equally long, clusters of blocks share the work tiles of the tail. The
-        tail is the last, partial wave.
-        """
+        """Return launches in which clusters share the last wave's work tiles, or () for none."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -229,8 +220,7 @@ class Hopper(Family):
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ during the next visit.
 
-        The result is True only for blocks with a long loop, since deferral costs time once, at the
-        end of the loop.
+        Only blocks with a long loop defer dQ, since deferral costs time once, at the loop's end.
         """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
@@ -239,14 +229,12 @@ class Hopper(Family):
     def clump(self, walk: Walked) -> int:
         """Return the number of heads in a head group, which run together.
 
-        The head group's size depends on whether all work tiles are equally long.
-
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. There are no long work tiles that should start first, and with
-        small groups more blocks read the same tiles at the same time. This rule for equally long
-        work tiles does not hold for blocks that add to dQ in a fixed order. The rule also does not
-        hold for heads that share a large bias, because the blocks of several heads should read the
-        bias's rows at the same time.
+        small groups more blocks read the same tiles at the same time. The rule for equally long
+        work tiles excludes blocks that add to dQ in a fixed order. The rule also excludes heads
+        that share a large bias, whose rows the blocks of several heads should read at the same
+        time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and
         load its K and V, which the short work tiles then find in L2. A forward pass over many short
@@ -275,10 +263,10 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
-        The result is True if the tensors that a head group loops over, together with its dQ, are
-        larger than L2. The result is False for a left window, since work tiles then begin at
-        different row tiles and no order can align them. If there are more work tiles than SMs, work
-        tiles that run at the same time are about equally long and drift apart slowly, so the
+        A KV-outer pass alternates if the tensors that a head group loops over, together with its
+        dQ, are larger than L2. No pass alternates under a left window, since work tiles then begin
+        at different row tiles and no order can align them. If there are more work tiles than SMs,
+        work tiles that run at the same time are about equally long and drift apart slowly, so the
         threshold is twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu
@@ -307,10 +295,7 @@ class Hopper(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Return the kernel that runs a stage of a pass.
-
-        The row-wise kernels are those of the portable family.
-        """
+        """Return the kernel that runs a stage of a pass; row-wise kernels are portable ones."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)

@@ -77,8 +77,8 @@ class HopperFp8(Family):
     def clump(self, walk: Walked) -> int:
         """Return the number of heads in a head group, which run together.
 
-        The result is the head group's size for the 16-bit kernels, or a smaller size if that is
-        faster. The smaller size is the next one that divides the number of heads evenly.
+        The number is that of the 16-bit kernels, or the next smaller one that divides the number of
+        heads evenly if it is faster.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -114,10 +114,7 @@ HOPPER_FP8 = HopperFp8(
 
 
 def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
-    """Return how many bytes of shared memory a thread block needs (``struct OnChip``).
-
-    Rows of Q and K are padded to a multiple of 128 bytes.
-    """
+    """Return the bytes of a block's ``struct OnChip``, in which rows are padded to 128 bytes."""
     d, dv = -(-problem.head_dim // 128) * 128, problem.head_dim_v
     groups = tiling.block_q // 64
     tiles = tiling.block_q * d + stages * tiling.block_k * (d + dv)

@@ -1,7 +1,4 @@
-"""Compute the Hopper kernels' thread counts, shared memory (``struct OnChip``) and TMA boxes.
-
-`launch_policy.hopper` selects the kernel of a stage.
-"""
+"""Compute the Hopper kernels' thread counts, shared memory (``struct OnChip``) and TMA boxes."""
 
 from __future__ import annotations
 
@@ -21,15 +18,10 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 class Rings(NamedTuple):
-    """The sizes of the forward kernel's ring buffers in shared memory.
+    """The pipeline stages of the forward kernel's ring buffers in shared memory.
 
-    Attributes
-    ----------
-    stages : int
-        The number of pipeline stages of K, and of V.
-    tile : int
-        The number of pipeline stages of captured elements, or 0 if TMA does not load these
-        elements.
+    `stages` is the number of pipeline stages of K, and of V. `tile` is the number of pipeline
+    stages of captured elements, or 0 if TMA does not load these elements.
     """
 
     stages: int
@@ -39,7 +31,7 @@ class Rings(NamedTuple):
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """Return the forward kernel with these ring buffers."""
+    """Return the Hopper forward kernel for a problem, a tile size and these ring buffers."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -76,26 +68,23 @@ _LARGEST_BOUND = 50
 
 
 def _bounded(problem: Problem) -> dict[str, int]:
-    """Return a dict of the constant that lets the kernel omit the running maximum.
+    """Return ``{"BOUNDED": 1}`` if the forward kernel can omit the running maximum, or {}.
 
-    A kernel for bfloat16 can omit it if the scores have a small enough bound (BoundedSoftmax in the
-    kernels). The dict is empty if the kernel needs a running maximum.
+    A kernel for bfloat16 can omit the running maximum if the scores have a small enough bound
+    (BoundedSoftmax in the kernels).
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether the forward's warpgroups alternate their products (ping-pong scheduling).
-
-    See TURNS in forward.cu.
-    """
+    """Return whether the forward's warpgroups alternate their products (TURNS in forward.cu)."""
     wide = problem.head_dim == problem.head_dim_v == 128
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
 
 def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
-    """Return the bytes of shared memory of one block of the forward."""
+    """Return the bytes of shared memory that one thread block of the Hopper forward needs."""
     d, dv = tile_columns("forward", problem)
     q, kv = tiling.block_q * d, tiling.block_k * (d + dv)
     warpgroups, elements, tile = tiling.block_q // 64, 0, functions.tile_of(problem)
@@ -147,10 +136,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel of the fused pass for head dims of 129 to 192.
-
-    The kernel's consumer warpgroups have different roles: each role computes other products.
-    """
+    """Return the fused kernel for head dims of 129 to 192, whose warpgroups have separate roles."""
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
@@ -178,18 +164,12 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """Return a TMA box for each pair (tensor, rows).
-
-    Each box is 64 columns wide and has the given number of rows.
-    """
+    """Return a TMA box, 64 columns wide, for each pair (tensor, rows)."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Return the size of a ``struct OnChip`` in bytes, a multiple of 1024.
-
-    The struct holds tiles and rows (`data` bytes), mbarriers, and slots for work tiles.
-    """
+    """Return the bytes of a ``struct OnChip`` (`data`, mbarriers, slots), a multiple of 1024."""
     items = -(-(data + barriers * _BARRIER) // 16) * 16
     return -(-(items + _ITEMS) // 1024) * 1024
 
@@ -216,13 +196,13 @@ def product_columns(
 ) -> tuple[int, int]:
     """Return how many columns each backward product computes, and the total of extra columns.
 
-    The first returned number is head_dim, rounded up to a multiple of 16 (up to 128 of 32, if a
-    cluster shares a work tile). The second number adds up the extra columns of the products that
-    compute all columns of a tile in shared memory. One such product is dQ^T, whose rows are the
-    tile's columns. (If the tile has at most 32 columns, the kernel computes dQ instead of dQ^T.)
-    Beyond a head_dim of 128, dK and dV are two more, because their columns are divided between
-    warpgroups. If one warpgroup computes all of dQ^T, its rows are rounded to a multiple of 32
-    instead.
+    The number of computed columns is head_dim, rounded up to a multiple of 16. If a cluster shares
+    a work tile and head_dim is at most 128, it is rounded up to a multiple of 32. Extra columns are
+    those of products that compute all columns of a tile in shared memory. The product dQ^T has
+    extra columns, because its rows are the tile's columns. If the tile has at most 32 columns, the
+    kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, dK and dV have extra columns, too,
+    because their columns are divided between warpgroups. If one warpgroup computes all of dQ^T, its
+    rows are rounded to a multiple of 32 instead.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16

@@ -1,8 +1,8 @@
 """Convert what the decode kernel's threads report into the events and times of two stages.
 
 In a single launch, the kernel loops over parts of a sequence's keys and merges the partial results.
-A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report
-events that stay on chip. These events are taken from the stage's description (`plans.Stage`).
+A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report the
+events that stay on chip, so these events are taken from the stage's description (`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -38,13 +38,9 @@ _BLOCK = ROLES.index("block")
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """Return the schedule of a decode launch, as packed sequences with only their live keys.
 
-    Raises
-    ------
-    UnsupportedError
-        If a schedule cannot express the launch. This is so if there is no key at all, or if there
-        are several row tiles under a mask: for each row tile, the kernel visits all key tiles that
-        any row tile sees. This is also so for a shared prefix, which is not reported visit by
-        visit.
+    The function raises `UnsupportedError` if there is no key at all, for a shared prefix (which is
+    not reported visit by visit), and for several row tiles under a mask. Under a mask, the kernel
+    visits for each row tile all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -73,15 +69,9 @@ def stages(
 ) -> tuple[StageTrace, ...]:
     """Return the events of two stages: the loop over parts of the keys, and the merge.
 
-    Parameters
-    ----------
-    visit_counts : ndarray of uint32, (batch * kv_heads * row_tiles, n_visits, SLOTS)
-    item_counts : ndarray of uint32, (items * kv_heads, row_tiles, SLOTS)
-
-    Raises
-    ------
-    TraceError
-        If two KV heads did not move the same number of bytes. Only a broken kernel can cause this.
+    `visit_counts` is uint32 (batch * kv_heads * row_tiles, n_visits, SLOTS), and `item_counts`
+    uint32 (items * kv_heads, row_tiles, SLOTS). The function raises `TraceError` if two KV heads
+    did not move the same number of bytes, which only a broken kernel can cause.
     """
     p, heads, slots = launch.problem, launch.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
@@ -130,22 +120,13 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the SM and the time span of each visit, store and merge.
+    """Return the SM and the time span of each visit, store and merge, as `events.TIMELINE`.
 
     Times are in ns since the first thread block started. The first warp of a thread block records
-    the time stamps. Each warp computes different keys of a tile, so the time stamps only describe
-    the first warp's keys.
-
-    Parameters
-    ----------
-    visit_stamps : ndarray of uint64, (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS)
-    item_stamps : ndarray of uint64, (items * kv_heads, row_tiles, ITEM_STAMPS)
-    clock_khz : int
-        The SM clock to assume for an SM whose blocks were too short to measure it.
-
-    Returns
-    -------
-    ndarray of dtype `events.TIMELINE`
+    the time stamps, which therefore describe only the first warp's keys of a tile. `visit_stamps`
+    is uint64 (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64
+    (items * kv_heads, row_tiles, ITEM_STAMPS). `clock_khz` is the SM clock to assume for an SM
+    whose blocks were too short to measure it.
     """
     p, heads = launch.problem, launch.problem.kv_heads
     items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])
@@ -219,10 +200,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return an event for each of `moves`, with the bytes that the kernel reported for it.
-
-    A store for which the kernel reported no bytes gets no event.
-    """
+    """Return an event with the reported bytes for each of `moves`, except stores of 0 bytes."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))

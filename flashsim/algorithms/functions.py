@@ -42,10 +42,7 @@ class Chain(NamedTuple):
 def indices(
     schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
 ) -> dict[str, np.ndarray]:
-    """Return the arguments b, h, q, k of a score or mask function for every score of a tile.
-
-    Each is an array (lead, group, rows, cols).
-    """
+    """Return a tile's arguments b, h, q, k of a function as arrays (lead, group, rows, cols)."""
     p, s = schedule.problem, schedule.sequence_of_row(i)
     lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
     members = np.arange(p.group) if member is None else np.array([member])
@@ -99,10 +96,7 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set the scores of a tile that the mask function removes to -inf.
-
-    A tile whose kind is FULL has no such scores.
-    """
+    """Set the scores of a tile that the mask function removes to -inf."""
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return
@@ -124,10 +118,7 @@ def _evaluated(
 
 
 def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
-    """Turn dS, the gradient of the score function's result, into the gradient of its input score.
-
-    The gradients of captured arrays are added to their sums in HBM.
-    """
+    """Turn dS into the gradient of the score function's input; add those of captured arrays."""
     p = sram.schedule.problem
     if chain.raw is None or p.score_mod is None:
         return

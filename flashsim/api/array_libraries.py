@@ -1,9 +1,8 @@
 """Convert CPU arrays of any library to NumPy arrays that share memory with them, and back.
 
-Results are arrays of the inputs' library; for inputs of a subclass of torch.Tensor, results are
-plain tensors. NumPy's and torch's arrays are recognised by their package's name. Arrays of other
-libraries are read through DLPack. Results become arrays of the inputs' library if it has an array
-namespace, as JAX does; otherwise they stay NumPy arrays. No input array is copied.
+NumPy's and torch's arrays are recognised by their package's name; other arrays are read through
+DLPack. Results are arrays of the inputs' library if it has an array namespace, as JAX does, and
+NumPy arrays otherwise. For a subclass of torch.Tensor, results are plain tensors.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ _DLPACK_CPU = 1
 
 
 class Host(NamedTuple):
-    """How to convert a library's arrays: `take(name, x)` returns NumPy's, `give` converts back.
+    """Two functions: `take(name, x)` converts a library's array to NumPy, and `give` converts back.
 
-    `library` is the array library's package name, or "" if arrays of any kind pass through
-    unchanged.
+    `library` is the array library's package name, or "" if arrays of any kind pass unchanged.
     """
 
     library: str
@@ -34,13 +32,13 @@ class Host(NamedTuple):
 
 
 def library_of(x: Any) -> str:
-    """Return the package of an array's class; "torch" for subclasses of torch's tensors."""
+    """Return the package name of an array's class; "torch" also for subclasses of torch.Tensor."""
     packages = [base.__module__.partition(".")[0] for base in type(x).__mro__]
     return "torch" if "torch" in packages else packages[0]
 
 
 def host_of(x: Any) -> Host:
-    """Return the `Host` that converts arrays like `x`; arrays of an unknown kind pass unchanged."""
+    """Return the conversion functions for arrays like `x`; arrays of other kinds pass unchanged."""
     library = library_of(x)
     if library == "torch":
         return Host(library, from_torch, _to_torch)
@@ -67,13 +65,7 @@ ANY = NUMPY._replace(library="")
 
 
 def take(host: Host, **arrays: Any) -> list[Any]:
-    """Convert arrays, which must all be from one library, to NumPy arrays; None stays None.
-
-    Raises
-    ------
-    DTypeError
-        If they come from several libraries, or one cannot be read without a copy.
-    """
+    """Convert arrays, all of one library, to NumPy arrays without a copy; None stays None."""
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
             for other, y in arrays.items():  # a tensor without numbers raises its own error here
@@ -87,11 +79,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Copy arrays to NumPy, also from a GPU; the returned `Host` converts results back.
-
-    The function serves operations that have no GPU kernel. The library of the first array decides
-    how all arrays are converted.
-    """
+    """Copy arrays to NumPy, also from a GPU; the first array's `Host` converts results back."""
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)
     if all(isinstance(x, np.ndarray) for x in taken):
@@ -109,13 +97,7 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
 
 
 def from_torch(name: str, x: Any) -> Any:
-    """Return a NumPy array that shares a CPU tensor's memory; other tensors are returned unchanged.
-
-    Raises
-    ------
-    DTypeError
-        If the tensor holds no numbers, is not dense, or requires a gradient that would be lost.
-    """
+    """Return a NumPy array that shares a CPU tensor's memory; return other tensors unchanged."""
     import torch
 
     if x.is_nested:

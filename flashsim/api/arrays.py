@@ -1,8 +1,4 @@
-"""Find the shape, the element type and the values of one array of any library.
-
-These functions work on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a
-copy.
-"""
+"""Find the shape, the element type and the values of one array of any library, without a copy."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ def only_dlpack(x: Any) -> bool:
 
 
 def last_axes(name: str) -> str:
-    """Return a text, for error messages, with the last axes that the argument `name` must have."""
+    """Return the last axes that the array named `name` must have, such as "(n, head_dim)"."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
@@ -92,7 +88,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """Return `array` if its shape and dtype are those of `like`; error texts call it `what`."""
+    """Return `array` if it has the shape and dtype of `like`, which error texts call `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(
@@ -140,10 +136,7 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Warn if results contain NaN or infinity although all inputs are finite.
-
-    A bias may contain -inf, which masks a score.
-    """
+    """Warn of NaN or infinity in results if all inputs are finite, except for -inf in a bias."""
     for name, x in results.items():
         bad = _not_finite(x)
         if not bad:

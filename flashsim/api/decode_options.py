@@ -86,10 +86,7 @@ class DecodeOptions:
 
 
 def _check_lengths(lengths: Any) -> None:
-    """Raise unless `lengths` is a one-dimensional array of integers.
-
-    An array on a GPU is not read.
-    """
+    """Raise unless `lengths` is one integer per batch entry; an array on a GPU is not read."""
     if hasattr(lengths, "shape") and hasattr(lengths, "dtype"):
         kind = str(lengths.dtype).removeprefix("torch.")
         if len(lengths.shape) != 1 or not kind.startswith(("int", "uint")):
@@ -110,14 +107,7 @@ def _check_lengths(lengths: Any) -> None:
 
 
 def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[str]) -> Any:
-    """Return a call's keywords, to which the fields of `decode` are added.
-
-    Raises
-    ------
-    DTypeError, OptionError
-        If `decode` is not a `DecodeOptions`, if a field is passed twice, or if none of the
-        algorithms splits the keys.
-    """
+    """Return a call's keywords plus the fields of its `DecodeOptions`; raise if they conflict."""
     if decode is None:
         return options
     if not isinstance(decode, DecodeOptions):
@@ -139,15 +129,7 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
 
 
 def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a closed-form count takes besides its problem.
-
-    Fields about pages and about V must agree with the problem, which has them already.
-
-    Raises
-    ------
-    OptionError
-        If they do not agree.
-    """
+    """Return the decoding options for `count`; raise if they contradict the problem's fields."""
     rest = dict(fields)
     rest.pop("workspace", None)
     if rest.pop("block_table", None) is not None and problem.page_size is None:

@@ -36,19 +36,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keyword arguments of `run` or `backward`, with their defaults; arrays are not among them.
-
-    Attributes
-    ----------
-    causal .. cu_seqlens_k, mask_mod, score_mod
-        The problem to solve: see `flashsim.Problem`.
-    sinks : array (heads,), optional
-        See `flashsim.run`.
-    algorithm .. trace
-        How to solve it: see `flashsim.run`.
-    options : tuple of (name, value)
-        The options of the backend.
-    """
+    """The keyword arguments of `run` or `backward`, with their defaults, except for `bias`."""
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -74,9 +62,9 @@ class Request(NamedTuple):
 class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
-    `empty` says whether the batch, the queries or the keys have size 0. If so, the problem has size
-    1 for that axis, and neither offsets nor a block mask nor functions. `captured` holds the arrays
-    that the score function captures, as the user passed them.
+    If the batch, the queries or the keys have size 0, `empty` is True; the problem's size is then 1
+    instead, and it has no offsets, block mask or functions. `captured` holds the arrays that the
+    score function captures, as the user passed them.
     """
 
     problem: Problem
@@ -93,10 +81,9 @@ class Inputs(NamedTuple):
 
 
 def offsets(cu_seqlens: Any) -> Any:
-    """Return the offsets of packed sequences; a tensor is converted to a tuple.
+    """Return the offsets of packed sequences; a tensor, unfit as a cache key, becomes a tuple.
 
-    The conversion is needed because a tensor may change later, and a tensor's hash is only its id.
-    Reading a tensor that is on a GPU waits for the GPU.
+    A tensor may change later, and its hash is only its id. Reading it from a GPU waits for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -116,7 +103,7 @@ def check_key_order(key_order: str) -> Any:
 
 
 def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
-    """Return `trace` unchanged; raise if it is no trace mode, or the backend cannot record it."""
+    """Return `trace`; raise unless it is True, False or a "timeline" that the backend records."""
     timeline = isinstance(trace, str) and trace == "timeline"
     if not timeline and not isinstance(trace, (bool, np.bool_)):
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
@@ -144,13 +131,8 @@ def prepare(
 ) -> Inputs:
     """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
-    `may_be_empty` says whether the batch, the queries or the keys may have size 0. `on_cpu` says
-    whether the engine takes captured arrays as NumPy arrays.
-
-    Raises
-    ------
-    ShapeError, DTypeError, OptionError, MaskError
-        Each message says what was wrong, what was passed and what is possible.
+    With `may_be_empty`, the batch, the queries or the keys may have size 0. With `on_cpu`, the
+    engine takes captured arrays as NumPy arrays.
     """
     shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:
@@ -234,11 +216,9 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return V, and whether V consists of the first `head_dim_v` columns of k.
+    """Return V, and whether V is the first `head_dim_v` columns of k; then `v` must be None.
 
-    If it does, `v` must be None.
-
-    The function removes `head_dim_v` from `options`.
+    `head_dim_v` is removed from `options`.
     """
     width = options.pop("head_dim_v", None)
     if width is None:
@@ -284,7 +264,7 @@ def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
 
 
 def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> None:
-    """Raise `ShapeError` unless the offsets of sequences without queries or keys are valid."""
+    """Raise `ShapeError` unless `cu_seqlens` are valid for arrays without any query or key."""
     if batch != 1:
         raise ShapeError(
             "with cu_seqlens, all sequences are packed into one batch entry, so batch must "

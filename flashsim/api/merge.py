@@ -25,7 +25,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     key of one set (lse = -inf, out = 0), the row's result is that of the other set.
 
     `lse_a` and `lse_b` are natural logarithms. Some libraries, such as FlashInfer, return an LSE to
-    base 2. Multiply such an LSE by ``math.log(2)``.
+    base 2; multiply an LSE to base 2 by ``math.log(2)``.
 
     Parameters
     ----------

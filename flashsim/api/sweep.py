@@ -1,8 +1,7 @@
 """`sweep`: count many problems, tilings and machines into one table.
 
-A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. The points of
-a sweep are independent of each other, so any `concurrent.futures` executor may run the points, on
-one machine or many.
+The points of a sweep (its combinations of values) are independent of each other, so any
+`concurrent.futures` executor may run them.
 """
 
 from __future__ import annotations
@@ -67,8 +66,7 @@ class Sweep:
     def table(self) -> report.Table:
         """Return a short table with the parameters that vary between points, and the figures.
 
-        The methods and attributes `csv`, `json`, `rows` and `dataframe` have every column, and the
-        full text of each status.
+        `csv`, `json`, `rows` and `dataframe` have every column and the full text of each status.
         """
         told = [  # n_kv is left out if it is always n_q
             name
@@ -163,9 +161,9 @@ def sweep(
 ) -> Sweep:
     """Count every combination of sizes, tiles, algorithms and machines.
 
-    Each parameter up to and including `key_order` is one value or a list (a range, an array). All
-    combinations of these values are counted. A combination that is impossible, for example because
-    its tiles do not fit on chip, gets the error as its `status` and does not stop the others.
+    Each parameter up to and including `key_order` is one value or a list (a range, an array). An
+    impossible combination, for example of tiles that do not fit on chip, gets the error as its
+    `status` and does not stop the others.
 
     Parameters
     ----------

@@ -35,10 +35,7 @@ def _stop(number: int, _: Any) -> NoReturn:
 
 
 def _ready_streams() -> None:
-    """Let stdout and stderr accept every character, and exit with an error if stdout is closed.
-
-    A standard stream that was closed before Python started is None.
-    """
+    """Let stdout and stderr accept every character, and exit with an error if stdout is closed."""
     if sys.stderr is None:  # errors cannot be shown
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:

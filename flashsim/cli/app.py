@@ -139,11 +139,7 @@ _Options = list[tuple[str, str]]
 
 
 class _Command(TyperCommand):
-    """A command whose ``--help`` fits on one screen; ``--help-all`` explains every option in full.
-
-    Groups of options are in the order of PANELS. For an option without a value (a flag), the help
-    shows no kind of value.
-    """
+    """A command whose ``--help`` fits on one screen; ``--help-all`` explains every option."""
 
     explain_all = False
 
@@ -259,10 +255,7 @@ def _place(parameter: Any) -> int:
 
 
 class _Group(TyperGroup):
-    """A group of commands, each of which is imported only when it is called.
-
-    For an error of flashsim, the command prints one line, and the exit code is 2.
-    """
+    """A group of commands that are imported when called; errors exit with code 2 and one line."""
 
     entries: _Entries = COMMANDS
 

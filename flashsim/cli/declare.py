@@ -57,7 +57,7 @@ def option(
     """Declare an option: write it as the default of a command's parameter, whose name it gets.
 
     `read(name, text)` converts the text to the option's value; for a list, the text has commas. The
-    arguments `more` are passed to `typer.Option`.
+    arguments in `more` are passed to `typer.Option`.
     """
     return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
@@ -125,8 +125,8 @@ def pair(
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
     """Return the command in Typer's form: a parameter per field replaces each bundle.
 
-    A parameter of the command replaces the field of the same name. The command's result is printed
-    in the requested `Format`.
+    A parameter of the command replaces the field of the same name. The returned function prints the
+    command's result in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -210,8 +210,8 @@ def refuse_unused(
 ) -> None:
     """Raise `OptionError` if the user typed options that have no effect in this case.
 
-    These are the options in `never` or, if `only` is set, all except those in `only` and the output
-    formats.
+    The options without effect are those in `never` or, if `only` is set, all except those in `only`
+    and the output formats.
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]

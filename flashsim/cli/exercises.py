@@ -192,7 +192,7 @@ def _predict_shape(
     said: tuple[int | None, int | None],
     plot: Path | None,
 ) -> None:
-    """Ask how many bytes attention of the user's shape moves; the answer is counted."""
+    """Ask how many bytes attention of the user's shape moves, and show the counted answer."""
     whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
     counted = values.counted(whole, mask, algorithm, how)
     typer.echo(

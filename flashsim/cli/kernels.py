@@ -276,7 +276,7 @@ def _call(
 
 
 def _given(call: functools.partial[Any]) -> str:
-    """If the user's function raises an error, say with which arguments it was called."""
+    """Return a text that says with which arguments the user's function was called, for errors."""
     words = []
     for name, value in [*((f"argument {n}", x) for n, x in enumerate(call.args)),
                         *call.keywords.items()]:  # fmt: skip
@@ -344,9 +344,8 @@ class _Arrays:
 def _axes(called: Any) -> tuple[str, ...]:
     """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
 
-    If the function belongs to a `torch.autograd.Function`, the names come from the class's
-    `forward`. The shape of q comes before those of other arrays. Without such a line, no names are
-    returned.
+    The shape of q comes before the shapes of other arrays. For a `torch.autograd.Function`, the
+    names come from its `forward`. The result is empty if the function unpacks no shape.
     """
     from flashsim.own_kernels.names import paper_name
 
@@ -373,7 +372,7 @@ def _axes(called: Any) -> tuple[str, ...]:
 
 
 def _heads_third(axes: tuple[str, ...]) -> bool:
-    """Whether a function calls the third of four axes heads: ``batch, seqlen, nheads, d``."""
+    """Return whether the third of four axes has a name for heads: ``batch, seqlen, nheads, d``."""
     head = [bool(re.fullmatch(r"(n|num)?_?(q_?)?h(eads?)?(_?q)?", x, re.I)) for x in axes]
     return len(head) == 4 and head[2] and not head[1]
 

@@ -143,12 +143,7 @@ class One:
 
 
 def one_pass(direction: str) -> str:
-    """Return `direction` after checking that it is "forward" or "backward".
-
-    Raises
-    ------
-    OptionError
-    """
+    """Return `direction`; raise `OptionError` unless it is "forward" or "backward"."""
     if direction not in ("forward", "backward"):
         raise OptionError(
             f"unknown --direction {direction!r}; choose from "

@@ -155,10 +155,8 @@ def ready_to_draw(path: Path | None) -> None:
 def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
     """Check that a file can be written, before the work begins, and make its folder.
 
-    Raises
-    ------
-    OptionError
-        If the ending is not one of `endings`, the path is a folder, or write permission is missing.
+    An ending that is not in `endings`, a folder as `path`, or a lack of permission raises an
+    `OptionError`.
     """
     if path is None:
         return

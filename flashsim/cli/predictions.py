@@ -150,9 +150,9 @@ def verify(
     """Compare predicted bytes with hardware counters, kernel by kernel.
 
     The command runs flashsim's kernels under Nsight Compute, and predicts for this machine's GPU
-    unless --device names another. With --from, it reads the output of an earlier Nsight Compute run
-    instead. A file that --save wrote also records which runs were measured; for other files, pass
-    the run's options again.
+    unless --device names another. With --from, the command reads the output of an earlier Nsight
+    Compute run instead. A file that --save wrote also records which runs were measured; for other
+    files, pass the run's options again.
     """
     from flashsim.studies import verify as verification
 

@@ -49,13 +49,7 @@ class Arrays(NamedTuple):
 
 
 def read_text(file: Path) -> str:
-    """Return the text in a file that the user named.
-
-    Raises
-    ------
-    OptionError
-        If the file cannot be read.
-    """
+    """Return the text in a file that the user named; raise `OptionError` if it is unreadable."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -65,7 +59,7 @@ def read_text(file: Path) -> str:
 def arrays(
     sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None, **instead: Any
 ) -> Arrays:
-    """Return input arrays: from a file, from the demo data, or random with these sizes.
+    """Return input arrays: from a file, from the demo data, or random with the user's sizes.
 
     In random arrays, all batch entries begin with the same `prefix` keys. `instead` replaces some
     of the random arrays' sizes.
@@ -98,10 +92,7 @@ def unscaled(arrays: Arrays) -> dict[str, Any]:
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Return the arrays quantised to FP8, and their scales as options of `run`.
-
-    Without --scales the arrays are returned unchanged.
-    """
+    """Return the arrays quantised to FP8 if --scales is set, and their scales for `run`."""
     kind = scaling.kind()
     if kind is None:
         if rotate:
@@ -139,7 +130,7 @@ def _in_pages(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
     """Return Q, and K and V in pages of `page_size` keys, and the options of `run` for them.
 
-    A prefix that all entries share is stored in pages of the first entry.
+    The pages of the first batch entry hold a prefix that all entries share.
     """
     q, k, v = arrays[:3]
     if how.page_size is None:
@@ -173,10 +164,7 @@ def foresee(
 ) -> Estimate | None:
     """Return the estimated cost of the passes in `tiles`; None on a GPU or for invalid arrays.
 
-    Raises
-    ------
-    OptionError
-        If the passes need more than this machine's memory.
+    Passes that need more than this machine's memory raise an `OptionError`.
     """
     q, k, v = arrays[:3]
     backend = backend_name(backend)
@@ -197,19 +185,13 @@ def foresee(
 
 
 def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
-    """Return the `Problem` with these sizes and this mask."""
+    """Return the `Problem` with the user's sizes and mask."""
     softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
 
 def problem_of(arrays: Arrays, mask: opt.Mask) -> Problem:
-    """Return the `Problem` of one head of these arrays, which suffices to choose a tiling.
-
-    Raises
-    ------
-    FlashSimError
-        If the arrays' shapes or types are invalid.
-    """
+    """Return the `Problem` of one head of these arrays, which suffices to choose a tiling."""
     q, k, v = arrays[:3]
     if min(x.ndim for x in (q, k, v)) < 2:
         raise ShapeError(
@@ -244,8 +226,7 @@ def counted(
 def decoding_of(names: Sequence[str], decoding: opt.Decoding) -> list[tuple[str, opt.Decoding]]:
     """Return each algorithm with its options of decoding.
 
-    The decoding options apply to the algorithms that split keys; if no algorithm splits keys, the
-    options apply to all.
+    The decoding options apply to the algorithms that split keys, or to all if none does.
     """
     splitting = any(map(plans.splits_keys, map(plans.check_algorithm, names)))
     plain = opt.Decoding()
@@ -323,7 +304,7 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
 def tilings(
     how: opt.Passes, whole: Problem, algorithms: Sequence[str]
 ) -> tuple[Tiling | None, Tiling | None]:
-    """Return two tilings: one for the forward pass, one for the backward pass."""
+    """Return the tilings of the forward and of the backward pass."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
         raise OptionError(
             "--backward-tiling sets the tiles of the backward pass, so it needs --backward; "
@@ -349,7 +330,7 @@ def one_tiling(
 
 
 def _machine(how: opt.Passes) -> Device:
-    """Return the device of these passes, with its on-chip memory size changed if requested."""
+    """Return the device of the passes, with its on-chip memory size changed if requested."""
     return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
 
 

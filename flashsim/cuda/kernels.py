@@ -112,7 +112,7 @@ def _version(kernel: Any) -> str:
 
 
 def _tensor(recorder: Recorder, name: str, array: np.ndarray, before: Sequence[int]) -> int:
-    """Register an array argument as a tensor; views of the same array share one buffer."""
+    """Register an array argument as a tensor; views of one array share the array's buffer."""
     whole = array
     while isinstance(whole.base, np.ndarray):
         whole = whole.base

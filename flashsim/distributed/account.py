@@ -27,8 +27,6 @@ class Account(report.Tabled):
 
     Attributes
     ----------
-    group : Group
-    direction : {"forward", "backward"}
     sent : dict of str to ndarray
         By tensor, the bytes that each rank sends on a link during each step: int64, (ranks, steps).
         In each step, a rank receives as many bytes as it sends.
@@ -105,12 +103,11 @@ class Account(report.Tabled):
     def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
         """Return how many rows per ring member make arithmetic take longer than communication.
 
-        With that many rows, arithmetic hides communication: the FLOPs of a step grow with the
-        square of the number of rows, but the bytes of a step grow only linearly. This number is the
-        ring attention paper's "minimal block size" c = F / B (arXiv:2310.01889, section 3),
-        computed from the bytes and FLOPs of this account. The result is the largest such number
-        over all steps that both compute and communicate. Steps that only communicate, such as the
-        last step of the gradients, do not count, because nothing can hide their communication.
+        The FLOPs of a step grow with the square of the number of rows, but the bytes of a step grow
+        only linearly. The ring attention paper calls this number of rows the "minimal block size" c
+        = F / B (arXiv:2310.01889, section 3). The result is the largest number over all steps of
+        this account that both compute and communicate. Nothing can hide steps that only
+        communicate, such as the last step of the gradients.
 
         Parameters
         ----------
@@ -148,7 +145,7 @@ class Account(report.Tabled):
     # -- tables ---------------------------------------------------------------------------------
 
     def table(self) -> report.Table:
-        """Return a table with one row per rank."""
+        """Return a table of each rank's rows, bytes and FLOPs, one row per rank."""
         group = self.group
         columns = ("rank", "rows", "link B", "TFLOP", "idle %", "HBM B", "merge B", "peak B")
         table = report.Table(
@@ -172,11 +169,7 @@ class Account(report.Tabled):
         return table
 
     def rank_table(self, rank: int) -> report.Table:
-        """Return a table with one row per step of one rank.
-
-        Each row names the rank whose keys are present at that step, the tiles computed, and the
-        bytes sent.
-        """
+        """Return a table with one row per step of one rank: keys present, tiles, and bytes sent."""
         group, out = self.group, self.out_bytes
         checks.place("rank", rank, group.ranks)
         table = report.Table(

@@ -43,10 +43,6 @@ def count(
     algorithm, tiling, device
         The algorithm, tiling and device of every rank's local attention, as in `flashsim.count`.
 
-    Returns
-    -------
-    Account
-
     Raises
     ------
     ShapeError, OptionError, UnsupportedError, SramOverflow
@@ -70,10 +66,7 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Yield each distinct block of scores, with the steps and ranks at which it is computed.
-
-    Each item is (steps, mask of the ranks that compute the block at each step, block).
-    """
+    """Yield (steps, mask of the ranks that compute it, block) for each distinct block of scores."""
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -96,9 +89,7 @@ def visits(local: Traffic) -> int:
 
 
 class MemberSizes:
-    """Sizes of a ring member's tensors.
-
-    Each method returns the bytes of `n` rows, for the heads that one rank computes.
+    """Sizes of a ring member's tensors, in bytes of `n` rows for the heads that one rank computes.
 
     `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
     accumulators have the input type: they merge only once, directly into the result.
@@ -189,8 +180,7 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 def _others_share(group: Group, whole: int) -> int:
     """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the bytes of a rank's own rows for all heads. The rows of the rank's whole team, for
-    the heads that this rank computes, have the same number of bytes.
+    `whole` is the bytes of the rank's own rows for all heads.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 
@@ -252,9 +242,7 @@ def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """Return, for each rank, `nbytes` of the first block that the rank computes after its own.
-
-    The number is 0 if the rank has no such block.
+    """Return `nbytes` of the first block that each rank computes after its own, 0 without one.
 
     If `before` is true, the block is that of the previous rank in the ring.
     """
@@ -263,10 +251,7 @@ def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False)
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """Return, for each rank and each ring step after the first, `nbytes` of the rank's block.
-
-    The number is 0 if the rank computes no block at that step.
-    """
+    """Return `nbytes` of each rank's block at each ring step after the first, 0 without one."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 

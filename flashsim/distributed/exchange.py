@@ -88,10 +88,7 @@ class Ranks:
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Send each rank's array `source` to the next rank in the ring, which names it `target`.
-
-        Ranks that have no such array send nothing.
-        """
+        """Send each rank's array `source`, if it has one, to the next rank as `target`."""
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes

@@ -23,10 +23,7 @@ KERNEL_ROUNDS = 3
 
 
 def check(one: Exercise | KernelExercise) -> Table:
-    """Check an exercise, and return a table with one row per check.
-
-    The column `right` says whether the check passed.
-    """
+    """Return a table of checks of an exercise; its column `right` says whether a check passed."""
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
@@ -66,12 +63,7 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Return two results: the fewest points that the reference gets, and why it loses points.
-
-    The reason is "" if the reference loses no points.
-
-    The points are None if the reference does not run on the exercise's machine.
-    """
+    """Return the fewest points of the reference (None if it fails), and why it loses points."""
     try:
         every = [graded(one.solution_source, one) for _ in range(rounds)]
         if isinstance(one, Exercise):

@@ -37,9 +37,8 @@ def grade(
     """Grade a solution inside this process; return its marks and the trace of its transfers.
 
     The solution runs on symbolic tiles, which have no values, and so records a program of
-    operations. The recorded program is then replayed on inputs and graded. Do not use this function
-    for files that you do not trust, because their code runs in this process;
-    `submissions.grade_file` runs a file in a separate process.
+    operations, which is replayed on inputs. The code of a solution runs in this process: for files
+    that you do not trust, use `submissions.grade_file`.
 
     Parameters
     ----------
@@ -72,19 +71,9 @@ def judge(
 ) -> tuple[Marks, Trace | None]:
     """Grade the outcome of running a solution: a recorded program, or answers to questions.
 
-    Parameters
-    ----------
-    handed : Handed
-        The program or the answers. It may come from a process that is not trusted.
-    exercise : Exercise
-    source : str
-        The text of the solution's file, which messages quote.
-    began : float
-        When grading began, by `time.perf_counter`.
-    limit : float
-        Seconds that replaying the program may take.
-    text : str, optional
-        The text of the solution alone, if `source` holds more than the solution.
+    `handed` may come from a process that is not trusted. Messages quote `source`, the text of the
+    file; `text` is the solution alone, if the file holds more. Grading began at `began` by
+    `time.perf_counter`, and replaying the program may take `limit` seconds.
     """
     text = source if text is None else text
     trace, figures = None, dict[str, int]()
@@ -108,10 +97,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return two source texts: of the file or cell that defines a function, and of the function.
-
-    Both are "" if the source is unknown.
-    """
+    """Return the source of a function's file or cell, and of the function, or two empty texts."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -126,7 +112,7 @@ class _Judge:
         self.source, self.until = source.splitlines(), until
 
     def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-        """Return three results: the marks, their figures, and a trace for one draw of inputs."""
+        """Return the marks, their figures, and a trace for one draw of inputs."""
         task, each = self.task, RESULTS // len(KINDS)
         draws = [
             (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
@@ -174,7 +160,7 @@ class _Judge:
     def _replayed(
         self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
     ) -> OpenMachine:
-        """Return the simulated machine after running the program on all these inputs at once."""
+        """Return the simulated machine after running the program on all draws of inputs at once."""
         setting = self.task.setting
         names = ("Q", "K", "V", *setting.inputs)
         arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}

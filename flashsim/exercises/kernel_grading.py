@@ -1,8 +1,8 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes moved.
 
-The user's file runs in a separate process (`kernel_runner`). That process returns the file's
-results and a record of the kernels' accesses. The grading process draws the inputs, computes the
-right results, and grades. The grading process never runs the file.
+The user's file runs in a separate process (`kernel_runner`), which returns the file's results and a
+record of the kernels' accesses. The grading process draws the inputs and computes the right
+results, and never runs the file.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One graded call that ran: the call's inputs, and the trace of the kernels."""
+    """One graded call that ran: the call's inputs, and the trace of its kernels."""
 
     case: KernelCase
     arrays: Arrays
@@ -70,8 +70,8 @@ def grade_kernels(
 ) -> tuple[Marks, Trace | None]:
     """Grade a file of kernels; return its marks, and the trace of its last graded call.
 
-    The file may import modules from its own folder and from the folder `root`. `runner` is the
-    function that runs the file; the default, `handed`, starts a separate process.
+    The file may import modules from its own folder and from the folder `root`. The default
+    `runner`, `handed`, runs the file in a separate process.
     """
     began = time.perf_counter()
     cases = exercise.cases

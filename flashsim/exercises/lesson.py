@@ -27,13 +27,7 @@ QUESTION, EXERCISE = 10, 50
 
 @own_errors
 class Lesson:
-    """A reader's answers to one lesson; only the last answer to each question counts.
-
-    Attributes
-    ----------
-    title : str
-        The lesson's title.
-    """
+    """A reader's answers to one lesson; only the last answer to each question counts."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -49,7 +43,7 @@ class Lesson:
         slips: Mapping[float, str] | None = None,
         choices: Sequence[str] = (),
     ) -> None:
-        """Grade one answer and print its mark. The right value is shown only after a right answer.
+        """Grade one answer and print its mark; only a right answer shows the right value.
 
         Parameters
         ----------
@@ -111,7 +105,9 @@ class Lesson:
     def solve(
         self, exercise: str, solution: Callable[..., None] | Mapping[str, int] | EllipsisType
     ) -> Trace | None:
-        """Grade a solution of an exercise, print its marks, and return its trace.
+        """Grade a solution, print its marks, and return the trace of its transfers.
+
+        The trace is None if the solution did not run to its end.
 
         Parameters
         ----------
@@ -119,11 +115,6 @@ class Lesson:
             A name from ``flashsim exercise list``, or the path of a lecturer's file.
         solution : function of the machine, dict of answers, or ...
             The solution; ``...`` means that there is no solution yet.
-
-        Returns
-        -------
-        Trace or None
-            The solution's transfers; None if the solution did not run to its end.
         """
         if solution is ...:
             said = "no solution yet"

@@ -41,8 +41,7 @@ def kernel_names() -> list[str]:
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
-    A student's file may name only bundled exercises, because a path would run the code at that
-    path.
+    A student's file may name only bundled exercises, because the code at a path would be run.
     """
     if name not in _bundled():
         raise OptionError(
@@ -56,10 +55,7 @@ def of_course(name: str) -> AnyExercise:
 def get(name: str) -> Exercise:
     """Return the exercise on the simulated machine with that name, or in the file at that path.
 
-    Raises
-    ------
-    OptionError
-        If the exercise does not exist, or the file defines no EXERCISE.
+    A missing exercise, or a file that defines no EXERCISE, raises an `OptionError`.
     """
     found = find(name)
     if not isinstance(found, Exercise):
@@ -71,13 +67,7 @@ def get(name: str) -> Exercise:
 
 
 def find(name: str) -> AnyExercise:
-    """Return the exercise, of any kind, with that name or in the file at that path.
-
-    Raises
-    ------
-    OptionError
-        If the exercise does not exist, or the file defines no EXERCISE.
-    """
+    """Return the exercise with that name or in the file at that path; raises errors as `get`."""
     if name in _bundled():
         return _bundled()[name]
     if not name.endswith(".py"):

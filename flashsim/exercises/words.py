@@ -30,7 +30,7 @@ _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 
 def transfers(trace: Trace) -> dict[tuple[str, str], int]:
-    """Return a dict of the bytes moved for each (operation, tensor), summed over all stages."""
+    """Return the bytes moved for each (operation, tensor), summed over all stages."""
     found = by_operation(trace.transfers)
     order = lambda key: (OPS.index(key[0]), CODES.get(key[1], len(CODES)), key[1])  # noqa: E731
     return {key: found[key] for key in sorted(found, key=order)}
@@ -79,10 +79,7 @@ def times(n: float) -> str:
 
 
 def of_number(said: float, right: float, why: str = "") -> str:
-    """Return the reply to a wrong number, with the reason if it is known.
-
-    If no reason is known, the reply says that the number is too large or too small.
-    """
+    """Return the reply to a wrong number: the reason `why`, or that it is too large or small."""
     why = why or f"it is too {'large' if said > right else 'small'}"
     return f"{said:,} is wrong: {why}"
 
@@ -95,7 +92,7 @@ def number(n: float) -> str:
 def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarray) -> str:
     """Return why a result is wrong, or "" if it is right.
 
-    A result is right if its error is at most twice the error of plain float32 attention, plus one
+    The error of a right result is at most twice the error of plain float32 attention, plus one
     rounding error.
     """
     p = exercise.task.problem
@@ -145,7 +142,7 @@ def todo(text: str, skeleton: str) -> str:
 
 
 def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
-    """Return the marks, after adding to the first wrong mark a TODO that is still in the text."""
+    """Return the marks, with a TODO that is still in the text added to the first wrong mark."""
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
     if first is None or not (left := todo(text, skeleton)):
         return marks

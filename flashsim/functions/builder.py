@@ -23,11 +23,7 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Creates the nodes of an expression graph, and simplifies them.
-
-    Equal nodes are created only once, constants are folded, and operations such as x + 0 are left
-    out.
-    """
+    """Creates the nodes of a graph without duplicates, folds constants, and simplifies x + 0."""
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
         self.nodes: list[Node] = list(nodes)
@@ -56,10 +52,7 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the number of an argument's node.
-
-        The score is a float; the arguments b, h, q and k are integers.
-        """
+        """Return the number of an argument's node: a float score, or an integer b, h, q or k."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
@@ -155,7 +148,7 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a dict key for a node. Two nodes have the same key exactly if they are equal.
+    """Return a dict key for a node; equal nodes have equal keys.
 
     The key contains a constant as text, because 0, 0.0 and False are equal in Python.
     """

@@ -1,9 +1,4 @@
-"""`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays.
-
-A node applies one of the operations (see the module `operations`) to earlier nodes. The module
-`builder` makes graphs. Other modules turn graphs into CUDA C++ and Numba source (`emit`,
-`emit_numba`), differentiate graphs (`derivative`) and bound the values of nodes (`intervals`).
-"""
+"""`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays."""
 
 from __future__ import annotations
 
@@ -24,10 +19,10 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 class Node(NamedTuple):
     """One node of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
 
-    The field `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". An "arg" node is the
-    function's argument named `value`, and a "const" node is the Python number `value`. A "cast"
-    node converts its argument to the node's kind; a float is truncated to an integer. A "load" node
-    reads captured array number `value` at the integer indices `args`.
+    `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". An "arg" node is the function's
+    argument named `value`, and a "const" node is the Python number `value`. A "cast" node converts
+    its argument to the node's kind; a float is truncated to an integer. A "load" node reads
+    captured array number `value` at the integer indices `args`.
     """
 
     op: str
@@ -56,11 +51,7 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced function as a list of nodes, each after its arguments; node `root` is the result.
-
-    Two graphs are equal if their nodes are equal, and if the names, shapes and types of their
-    captured arrays are equal. Caches on disk use `digest` as the name of a graph.
-    """
+    """A traced function as a list of nodes, each after its arguments; node `root` is the result."""
 
     nodes: tuple[Node, ...]
     root: int
@@ -163,7 +154,7 @@ class Graph:
     ) -> list[Any]:
         """Return the value of every node for these arguments, as `evaluate` computes it.
 
-        The argument `read` holds the values of load nodes that need not be loaded again.
+        `read` holds the values of load nodes that need not be loaded again.
         """
         kinds = {BOOL: np.dtype(bool), INT: np.dtype(np.int64), FLOAT: np.dtype(dtype)}
         captured = tuple(arrays)

@@ -17,16 +17,9 @@ from flashsim.functions.tracing import Traced, host_values, trace_mask
 class MaskFunction:
     """A mask function ``mask_mod(b, h, q, k)``: its graph, and the values of its captured arrays.
 
-    The values are copied, because the schedule of tiles depends on them. Two mask functions are
-    equal if their graphs and their arrays' values are equal.
-
-    Attributes
-    ----------
-    graph : Graph
-    arrays : tuple of ndarray
-        Read-only copies of the captured arrays.
-    originals : tuple of array
-        The user's own array objects.
+    `arrays` has read-only copies of the captured arrays, because the schedule of tiles depends on
+    their values; `originals` has the user's own array objects. Two mask functions are equal if
+    their graphs and their arrays' values are equal.
     """
 
     def __init__(self, graph: Graph, originals: Iterable[Any]) -> None:
@@ -83,8 +76,8 @@ class MaskFunction:
         """Return, for boxes of queries and keys, the mask's lower and upper bounds.
 
         The two bounds are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none,
-        and (0, 1) if neither is certain. The arguments `q` and `k` hold the first and last indices
-        of each box. Each box covers all batch entries and heads.
+        and (0, 1) if neither is certain. `q` and `k` hold the first and last indices of each box.
+        Each box covers all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

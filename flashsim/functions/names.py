@@ -175,7 +175,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a function that compares b with a, so that a > b is recorded as b < a."""
+    """Return a function that records a > b as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
@@ -232,10 +232,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """Return the traceable function for a library function's name, such as "__rsub__" or "add_".
-
-    If the function cannot be traced, return None.
-    """
+    """Return the function to trace for a library's name, such as "__rsub__" or "add_", or None."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

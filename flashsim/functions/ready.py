@@ -1,8 +1,7 @@
 """Ready-made masks and score functions, for ``mask_mod=`` and ``score_mod=``.
 
-A ready-made mask is a function ``mask(b, h, q, k)`` that supports ``&``, ``|`` and ``~``. With
-these operators, a ready-made mask can be combined with any function of the same arguments. The
-indices q and k count from the start of each sequence.
+The operators ``&``, ``|`` and ``~`` combine a ready-made mask ``mask(b, h, q, k)`` with any
+function of the same arguments. The indices q and k count from the start of each sequence.
 """
 
 from __future__ import annotations
@@ -85,9 +84,9 @@ def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
 def causal(offset: int = 0) -> MaskRule:
     """Return a causal mask: query q sees keys up to ``q + offset``.
 
-    With an offset of 0, the causal mask is aligned at the top left: query 0 sees key 0 only. With
-    an offset of ``n_kv - n_q``, the causal mask is aligned at the bottom right, like
-    ``causal=True``: the last query sees the last key.
+    With an offset of 0, the mask is aligned at the top left: query 0 sees key 0 only. With an
+    offset of ``n_kv - n_q``, the mask is aligned at the bottom right, like ``causal=True``: the
+    last query sees the last key.
     """
     return MaskRule(lambda b, h, q, k: k <= q + offset, "causal")
 
@@ -95,8 +94,8 @@ def causal(offset: int = 0) -> MaskRule:
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
     """Return a sliding-window mask: a query sees `left` keys before its own, and `right` after.
 
-    Query q also sees its own key, which is ``q + offset``. A `left` or `right` of -1 means no limit
-    on that side.
+    Query q also sees its own key, ``q + offset``. A `left` or `right` of -1 means no limit on that
+    side.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
     if left < 0 and right < 0:
@@ -142,19 +141,13 @@ def dilated(step: int) -> MaskRule:
 
 
 def strided(step: int) -> MaskRule:
-    """Return a strided mask: a query sees the last key of each group of `step` keys.
-
-    A strided mask is part of the fixed pattern of Sparse Transformers.
-    """
+    """Return Sparse Transformers' strided mask: a query sees the last of every `step` keys."""
     step = _whole("step", step, 1)
     return MaskRule(lambda b, h, q, k: k % step == step - 1, "strided")
 
 
 def chunked(size: int) -> MaskRule:
-    """Return a chunked mask: a query sees keys of its own chunk of `size` positions.
-
-    Llama 4's local layers use chunked masks.
-    """
+    """Return a chunked mask, as in Llama 4: a query sees keys of its chunk of `size` positions."""
     size = _whole("size", size, 1)
     return MaskRule(lambda b, h, q, k: q // size == k // size, "chunked")
 
@@ -231,10 +224,9 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
 
 
 def relative(table: Any, most: int) -> Callable[..., Any]:
-    """Return a score function that adds a learned bias per head and distance k - q.
+    """Return a score function that adds the learned bias ``table[h, k - q + most]``.
 
-    The function adds the bias ``table[h, k - q + most]``; `table` has the shape (heads, 2 most +
-    1). Distances beyond `most` count as `most`.
+    `table` has the shape (heads, 2 most + 1). Distances beyond `most` count as `most`.
     """
     most = _whole("most", most)
 

@@ -201,10 +201,7 @@ class Symbol(_Arithmetic):
 
 
 class Captured(_Arithmetic):
-    """Stands for an array that a traced function captured.
-
-    Indexing a `Captured` array by symbols gives a symbol for the element.
-    """
+    """Stands for an array that a traced function captured, which symbols can index."""
 
     def __init__(self, recorder: Any, array: Any, name: str) -> None:
         self._recorder, self._array, self._name = recorder, array, name
@@ -281,10 +278,7 @@ def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return two results: an array's indices without None and Ellipsis, and the array.
-
-    If an index is a slice, the function raises an error.
-    """
+    """Return an array's indices without None and Ellipsis, and the array; a slice is an error."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -298,10 +292,7 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """Call a library function, and return its result.
-
-    The result is a symbol if any argument is a symbol; otherwise it is a value.
-    """
+    """Return a library function's result, which is a symbol if any argument is a symbol."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]

@@ -1,9 +1,9 @@
 """Traces a score or mask function by calling it once with symbols that record its operations.
 
-The traced function is plain Python. The function may use Python's operators, and the NumPy, torch
-and JAX functions that the module `names` lists. A traced function may also index arrays of its
-closure or its globals by expressions. Real arrays do not accept symbols as indices, so flashsim
-calls a copy of the function in which `Captured` objects replace the arrays.
+The traced function may use Python's operators, and the NumPy, torch and JAX functions that the
+module `names` lists. Expressions may index arrays of the function's closure or globals. Real arrays
+do not accept symbols as indices, so flashsim calls a copy of the function in which `Captured`
+objects replace the arrays.
 """
 
 from __future__ import annotations
@@ -32,20 +32,14 @@ class Traced(NamedTuple):
 
 
 def trace_score(function: Any) -> Traced:
-    """Return the graph of a function ``score_mod(score, b, h, q, k)``, which returns a number.
-
-    A `Traced` object, which is a function that was traced before, is returned unchanged.
-    """
+    """Return the graph of ``score_mod(score, b, h, q, k)``; a `Traced` object is returned as is."""
     if isinstance(function, Traced):
         return function
     return _trace(function, (SCORE, *INDICES), FLOAT, "score_mod(score, b, h, q, k)")
 
 
 def trace_mask(function: Any) -> Traced:
-    """Return the graph of ``mask_mod(b, h, q, k)``, which returns True where a score is kept.
-
-    A `Traced` object, which is a function that was traced before, is returned unchanged.
-    """
+    """Return the graph of ``mask_mod(b, h, q, k)``; a `Traced` object is returned as is."""
     if isinstance(function, Traced):
         return function
     return _trace(function, INDICES, BOOL, "mask_mod(b, h, q, k)")
@@ -119,10 +113,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with `Captured` objects in place of arrays, also inside containers.
-
-        Functions, methods and partials are replaced by copies that use `Captured` objects.
-        """
+        """Return `value` with arrays, also in containers and functions, replaced by `Captured`s."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -275,18 +266,13 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a function belongs to a library, so that it is not copied.
-
-    Functions in torch's flex_attention count as the user's own functions, and are copied.
-    """
+    """Return True for a library's function, which is not copied, except in flex_attention."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
 
 def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
-    """Return a captured array's values as a NumPy array.
-
-    NumPy has no bfloat16, so such arrays are returned as float32.
+    """Return a captured array's values as a NumPy array; bfloat16 becomes float32.
 
     With `copy`, the result is a read-only copy; otherwise it is a view where possible.
     """

@@ -34,9 +34,9 @@ def dot_product_attention(
     batch, 1 or heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
     (`mask_mod`) or packed sequences (`cu_seqlens_q`).
 
-    The result differs from jax.nn's in two things. For a row that sees no key, flashsim returns
-    zeros; jax.nn returns the mean of all values, the softmax over equal scores. The residual (the
-    LSE) also differs: in flashsim, masked scores do not add rounding errors to the residual.
+    For a row that sees no key, the result is zeros; jax.nn returns the mean of all values, the
+    softmax over equal scores. The residual (the LSE) also differs from jax.nn's, since masked
+    scores add no rounding errors to the LSE.
 
     Parameters
     ----------
@@ -99,10 +99,7 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the array that is added to the scores: the bias, and -inf for masked keys.
-
-    Both the mask and the sequence lengths can mask keys.
-    """
+    """Return the bias plus -inf for keys that the mask or the lengths exclude."""
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
         kept = jnp.arange(shape[3]) < lengths[:, None, None, None]
@@ -152,10 +149,10 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return three results: how many queries see a key, how many keys are seen, and the window.
+    """Return how many queries see any key, how many keys any query sees, and the sliding window.
 
-    `jax.nn` aligns the `t` queries and `s` keys at the top left. flashsim's engines align at the
-    bottom right, and the returned window is for that alignment.
+    The returned window is for flashsim's engines, which align at the bottom right; `jax.nn` aligns
+    `t` queries and `s` keys at the top left.
     """
     left, right = _sides(local_window_size)
     if is_causal:

@@ -1,9 +1,8 @@
 """The cache lines of captured arrays that a tile touches, and the requests for them.
 
-Other tensors in the L2 model consist of tiles. A captured array has no tiles, because a score or
-mask function reads the array at any index. So a captured array is divided into cache lines, and the
-index expressions are evaluated to find the lines that each tile touches. Sinks are treated as a
-captured array that is indexed by the head. `dF` and `dSink` are the gradients of these arrays.
+A captured array has no tiles, because a score or mask function reads the array at any index. So the
+array is divided into cache lines, and the index expressions are evaluated to find the lines that
+each tile touches. Sinks are treated as a captured array that is indexed by the head.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ _AXES = {"fixed": ROW, "row": ROW, "col": COL, "score": TILE}
 class ElementAccess(NamedTuple):
     """One read of an array element in a score or mask function: load `node` of `graph`.
 
-    The field `values` holds the captured arrays' values if they are known. The field `first` is the
-    byte offset of the array's first element in its tensor.
+    `values` holds the captured arrays' values if they are known. `first` is the byte offset of the
+    array's first element in its tensor.
     """
 
     graph: Graph
@@ -58,10 +57,7 @@ def lined(name: str) -> str:
 
 
 def line_sizes(problem: Problem, name: str) -> np.ndarray:
-    """Return the number of a tensor's bytes in each of its cache lines.
-
-    No cache line holds parts of two captured arrays.
-    """
+    """Return the bytes in each cache line of a tensor; each line has parts of one array only."""
     sizes = [_lines_of(nbytes) for nbytes in _array_bytes(problem, name)]
     return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
 
@@ -74,11 +70,7 @@ def _lines_of(nbytes: int) -> np.ndarray:
 
 
 def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
-    """Return a tensor's function, the values of the function's arrays, and their bytes per element.
-
-    The function is the score or mask function that reads the tensor. The values are None if they
-    are not known.
-    """
+    """Return the function that reads a tensor, its arrays' values or None, and their itemsizes."""
     p = problem
     if name in plans.SINKS:
         itemsize = shape(p, name).itemsize
@@ -121,12 +113,8 @@ def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
 class Touched:
     """The cache lines that one array access touches, for every head and tile.
 
-    Attributes
-    ----------
-    axis : int
-        ROW, COL or TILE: whether the lines differ per row tile, per column tile or per tile pair.
-    count : int
-        The number of tiles per head along this axis.
+    The lines differ per row tile, per column tile or per tile pair: `axis` is ROW, COL or TILE.
+    `count` is the number of tiles per head along this axis.
     """
 
     def __init__(self, access: ElementAccess, schedule: Schedule, *, masked_only: bool) -> None:
@@ -168,11 +156,7 @@ class Touched:
         return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
 
     def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
-        """Return the numbers of the array elements to which some indices into an array point.
-
-        A number is a sum over the array's axes: the index along an axis times the number of
-        elements per step of that axis.
-        """
+        """Return the flat numbers of the array elements that the given indices select."""
         if not index:
             return np.zeros((), np.int64)
         given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}
@@ -249,8 +233,7 @@ class Requests:
     """Inserts placeholders for a kernel's array accesses, and replaces them by cache lines.
 
     The function `interleave.weave` handles requests for tiles, which are numbers. So each array
-    access gets placeholder numbers from `start` on, one per head and tile. The method `expand`
-    replaces each number by the lines that the access touches for that head and tile.
+    access gets placeholder numbers from `start` on, one per head and tile.
     """
 
     def __init__(self, schedule: Schedule, tiles: int) -> None:
@@ -281,7 +264,7 @@ class Requests:
     def expand(
         self, ids: np.ndarray, codes: np.ndarray, most: int
     ) -> tuple[np.ndarray, np.ndarray] | int:
-        """Return the requests with placeholders replaced by cache lines, as ``(ids, codes)``.
+        """Return ``(ids, codes)`` with placeholders replaced by cache lines.
 
         If there would be more than `most` requests, the method returns only their number.
         """
@@ -309,10 +292,7 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the positions in `ids` of the placeholders of one array access.
-
-        The method also returns each placeholder's set of cache lines and its head.
-        """
+        """Return where an array access's placeholders are in `ids`, their line sets and heads."""
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

@@ -1,8 +1,4 @@
-"""Predicts DRAM traffic by the L2 model.
-
-The function `dram` predicts DRAM traffic for the device's L2; `curves` predicts DRAM traffic for
-every size of L2.
-"""
+"""Predicts DRAM traffic by the L2 model: `dram` for the device's L2, `curves` for every size."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """The DRAM bytes of one kernel (stage), by tensor.
-
-    There are bytes read, bytes written, and bytes that are still dirty in L2 at the end of the
-    kernel.
-    """
+    """The DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 at its end."""
 
     name: str
     read: dict[str, int]
@@ -53,7 +45,6 @@ class Dram:
     ----------
     requested : Traffic
         The bytes that the SMs request from L2.
-    model : L2Model
     stages : tuple of StageDram
         One entry per kernel (stage), in order.
     """
@@ -186,8 +177,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
     """Return each kernel's (stage's) DRAM bytes as a function of L2's size.
 
-    A single pass over the requests yields the bytes for all sizes. The simulated cache is the
-    textbook cache of `L2Model(ways=None)`, and each kernel starts with an empty cache.
+    The simulated cache is the textbook cache of `L2Model(ways=None)`, and each kernel starts with
+    an empty cache.
     """
     tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}

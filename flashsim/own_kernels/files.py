@@ -35,10 +35,7 @@ def imports(text: str) -> set[str]:
 
 @contextmanager
 def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
-    """Turn an exception in a user's file into a `TraceError` that names the file's line.
-
-    The text `hint` is added to the message; it can say which arguments the file received.
-    """
+    """Turn an exception in a user's file into a `TraceError` that names the line, plus `hint`."""
     try:
         yield
     except FlashSimError:

@@ -37,21 +37,16 @@ class KernelTrace:
 
     Attributes
     ----------
-    record : KernelRecord
-        Every access, as the frontend recorded it.
-    name : str
-        The kernel's name in tables and pictures.
-    device : Device
-    outputs : dict of str to array
-        The final values of the tensors that were stored to, by label.
-    values : tuple of ndarray
-        The final values of all tensors, in the order of the tensors' codes; `check` compares these
-        values.
-    verdict : Verdict or None
-        The result of the last `check`.
+    record : every access, as the frontend recorded it
+    name : the kernel's name in tables and pictures
+    outputs : the final values of the tensors that were stored to, by label
+    values : the final values of all tensors, in the order of the tensors' codes
+    verdict : the result of the last `check`, or None
 
-    Notes ----- A frontend can also pass `again`, a function that runs one program a second time.
-    With `again`, `check` names the first wrong step of that program.
+    Notes
+    -----
+    If a frontend passes `again`, a function that runs one program a second time, `check` names the
+    first wrong step of that program.
     """
 
     def __init__(
@@ -88,17 +83,17 @@ class KernelTrace:
 
     @property
     def problem(self) -> Problem:
-        """The attention problem: as the user passed it, or as derived from shapes and arguments."""
+        """Return the attention problem that the user passed or that shapes and arguments give."""
         return self.geometry.problem
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors' names in the FlashAttention papers, where known, or else in the kernel."""
+        """Return the tensors' names in the FlashAttention papers, or else in the kernel."""
         return tuple(self.geometry.labels)
 
     @property
     def tiling(self) -> Tiling:
-        """The tile sizes of the first launch that loops over both queries and keys."""
+        """Return the tile sizes of the first launch that loops over both queries and keys."""
         return self.trace.tiling if len(self.record.launches) == 1 else self.trace.schedule.tiling
 
     # -- totals ---------------------------------------------------------------------------------
@@ -139,18 +134,18 @@ class KernelTrace:
 
     @property
     def n_events(self) -> int:
-        """The number of accesses that all programs make together."""
+        """Return the number of accesses that all programs make together."""
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
         """Return the bytes that any such kernel must move: each input and each output once.
 
-        A tensor that the kernel stores before it loads it, such as partial results, is not counted.
+        Tensors that are stored before they are loaded, such as partial results, are not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
     def compulsory_of(self, tensor: str) -> tuple[int, int]:
-        """Return how many bytes of a tensor such a kernel must read, and how many it must write."""
+        """Return how many bytes of a tensor must be read, and how many must be written."""
         a, code = self.record.accesses, self.tensors.index(tensor)
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
         if not len(ops):
@@ -164,7 +159,7 @@ class KernelTrace:
 
     @cached_property
     def trace(self) -> Trace:
-        """The accesses converted to a `Trace`, as pictures, players, tables and files need it."""
+        """Return the accesses as a `Trace`, as pictures, players, tables and files need it."""
         about = {"flashsim": __version__, "source": self.record.source}
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
 
@@ -197,23 +192,17 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """The bytes that FlashAttention-2 (or split-KV decoding) moves with this kernel's tiles.
-
-        The value is None if the kernel computes something else.
-        """
+        """Return the bytes of FlashAttention-2 or split-KV decoding with these tiles, or None."""
         return expected_of(self.geometry, self.device)
 
     @cached_property
     def byte_rows(self) -> list[ByteRow]:
-        """Rows that compare the bytes moved with the bytes needed, for each operation and tensor.
-
-        Each row also gives the reasons for excess bytes.
-        """
+        """Return bytes moved, bytes needed and reasons for excess, per operation and tensor."""
         return rows_of(self.geometry, self.expected, self.compulsory_of)
 
     @cached_property
     def findings(self) -> list[KernelFinding]:
-        """Warnings about the kernel, each with its source line and program."""
+        """Return warnings about the kernel, each with its source line and program."""
         return findings_of(self.geometry)
 
     def compared(self) -> report.Table:

@@ -1,7 +1,6 @@
 """Serializes a kernel's record, so that one process runs a user's file and another grades it.
 
-The serialized bytes are an .npz archive of plain arrays. Reading the archive runs no code of the
-process that wrote it.
+The bytes are an .npz archive of plain arrays; reading it runs no code of the process that wrote it.
 """
 
 from __future__ import annotations
@@ -54,12 +53,9 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the records that `packed` turned into bytes.
+    """Return the records that `packed` serialized.
 
-    Raises
-    ------
-    TraceError
-        If `data` is not such an archive, or unpacks to more than `most` bytes.
+    TraceError is raised if `data` is no such archive, or unpacks to more than `most` bytes.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -117,7 +113,7 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
 
 
 def _tuples(x: Any) -> Any:
-    """Turn lists into tuples, also nested lists; JSON has only lists."""
+    """Turn lists into tuples, also nested lists, since JSON has only lists."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
     return {k: _tuples(v) for k, v in x.items()} if isinstance(x, dict) else x

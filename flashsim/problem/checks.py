@@ -1,7 +1,7 @@
 """Checks arguments; each function returns the accepted value in a standard form.
 
-The errors name the argument and the value. They are `DTypeError` for a value of the wrong type,
-`ShapeError` for lengths and shapes, and `OptionError` for any other invalid value.
+The errors name the argument and the value: `DTypeError` for a value of the wrong type, `ShapeError`
+for lengths and shapes, and `OptionError` for other invalid values.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ LARGEST = 2**63 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Return whether `value` is an integer of Python or NumPy.
-
-    True and False do not count as integers.
-    """
+    """Return whether `value` is an integer of Python or NumPy, other than True and False."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -73,7 +70,7 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is an object of this class. The error's text says `how` to make one."""
+    """Return `value` if it is of this class, or raise an error that says `how` to make one."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
@@ -99,7 +96,7 @@ def seed(value: Any) -> int:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Return any array-like, including an array on a GPU, as a NumPy array.
+    """Return an array of any library or device as a NumPy array.
 
     Numbers of torch's 8-bit and 16-bit float types become float32.
     """

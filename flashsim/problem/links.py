@@ -34,12 +34,10 @@ class Link:
 
     Parameters
     ----------
-    name : str
     bandwidth : float
         Bytes per second per direction; both directions work at once.
     latency : float
         Seconds before the first byte of a message arrives.
-    source : str
 
     Raises
     ------

@@ -20,21 +20,11 @@ def random_signs(d: int, seed: int) -> np.ndarray:
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """Return ``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d.
+    """Return ``x @ H / sqrt(d)`` for rows x, (.., d), and Sylvester's Hadamard matrix H.
 
-    The fast Walsh-Hadamard transform computes the product in d log d additions per row: sums and
-    differences of neighbours, then of neighbouring pairs, then of groups of four, and so on. The
-    matrix H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
-
-    Parameters
-    ----------
-    x : ndarray, (.., d)
-        d must be a power of two.
-
-    Raises
-    ------
-    ShapeError
-        If d is not a power of two.
+    The width d must be a power of two; otherwise, the function raises `ShapeError`. The fast
+    Walsh-Hadamard transform computes the product in d log d additions per row. The matrix H /
+    sqrt(d) is symmetric and orthogonal, so it is its own inverse.
     """
     d = x.shape[-1]
     if d & (d - 1):
@@ -58,5 +48,5 @@ def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Undo `rotated`: return ``x M^T``. This also applies to gradients of rotated q and k."""
+    """Undo `rotated`: return ``x M^T``, also for gradients of rotated q and k."""
     return hadamard(x) * signs.astype(x.dtype)

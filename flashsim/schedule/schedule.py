@@ -63,11 +63,10 @@ class PartSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit: the tile of scores of one row tile and one column tile.
+    """One visit: the tile of scores of row tile `i` and column tile `j`.
 
-    The fields `i` and `j` are the numbers of the row tile and the column tile; `rows` and `cols`
-    are their slices of the packed sequence. The field `index` is the visit's number in the order of
-    the loops. The field `kind` is FULL or MASKED.
+    `rows` and `cols` are the tiles' slices of the packed sequence, `index` is the visit's number in
+    the order of the loops, and `kind` is FULL or MASKED.
     """
 
     schedule: Schedule
@@ -80,10 +79,9 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Return booleans (rows, cols) that say which scores of the tile are kept.
+        """Return booleans (rows, cols): which scores of the tile are kept; None if all are.
 
-        If all scores of the tile are kept, the result is None. The booleans ignore `mask_mod`,
-        because a mask function may differ between heads.
+        The booleans ignore `mask_mod`, because a mask function may differ between heads.
         """
         if self.kind == FULL:
             return None
@@ -173,11 +171,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Return the visits by row tile, computed by evaluating the mask score by score.
-
-        The mask is evaluated for one row of tiles at a time, so that memory is linear in the
-        sequence length.
-        """
+        """Return `row_csr`, from the mask evaluated score by score, one row of tiles at a time."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -207,10 +201,7 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two booleans for each tile (i, j): whether any score is kept, and whether all are.
-
-        The mask is evaluated at every score of the tiles.
-        """
+        """Return whether any, and whether all, scores of tiles (i, j) are kept, from all scores."""
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
@@ -226,7 +217,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Divide `tiles` tiles into slices, so that one call evaluates the mask on a slice."""
+        """Return slices of `tiles` tile numbers, each short enough for one call of the mask."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -237,10 +228,9 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return two booleans for each of the tiles lo .. hi - 1 of tile row i.
+        """Return whether any, and whether all, scores are kept in the tiles lo .. hi - 1 of row i.
 
-        The first says whether any score of the tile is kept. The second says whether all of its
-        scores are kept and it has `block_k` keys.
+        A tile with fewer than `block_k` keys never counts as kept whole.
         """
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
@@ -275,18 +265,12 @@ class Schedule(Grid):
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """The number of parts into which each row tile's keys are split, int64 (T_r,).
-
-        The number is at least 1.
-        """
+        """Number of parts into which each row tile's keys are split, at least 1, int64 (T_r,)."""
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """The number of row tiles that visit a shared prefix, or 0 if there is no shared prefix.
-
-        These are the first row tiles, and contain the queries of all sequences.
-        """
+        """Number of row tiles that visit a shared prefix, which come first; 0 without a prefix."""
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
@@ -304,8 +288,8 @@ class Schedule(Grid):
     def merged(self) -> np.ndarray:
         """Whether a second stage merges partial results for each row tile's queries, bool (T_r,).
 
-        The value is False for the row tiles of a shared prefix: their parts are merged with those
-        of the same queries' other row tiles.
+        The value is False for the row tiles of a shared prefix, whose partial results are merged
+        with those of the same queries' other row tiles.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
@@ -314,8 +298,8 @@ class Schedule(Grid):
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
         """Yield the visits of one outer step, that of row tile or column tile number `outer`.
 
-        The argument `part` selects one part of a row tile's keys. With n visits in P parts, part p
-        has the visits ``n p // P`` up to, but not including, ``n (p + 1) // P``.
+        `part` selects one part of a row tile's keys: of n visits in P parts, part p has the visits
+        ``n p // P`` up to, but not including, ``n (p + 1) // P``.
         """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
@@ -339,11 +323,7 @@ class Schedule(Grid):
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous.
-
-        If tables of that many contiguous tiles would be too large, the sums are computed in closed
-        form.
-        """
+        """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous."""
         bands = self._bands("queries")
         if bands is not None:
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
@@ -381,10 +361,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_counts(self) -> np.ndarray:
-        """Number of KV-cache pages that hold keys of each column tile, int64 (T_c,).
-
-        The numbers are 0 if the KV cache has no pages.
-        """
+        """Number of KV-cache pages with keys of each column tile, int64 (T_c,); 0 without pages."""
         size = self.problem.page_size
         if size is None:
             return np.zeros(self.t_c, np.int64)
@@ -399,10 +376,7 @@ class Schedule(Grid):
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
-        """Return the sum, over all visits, of a value that depends only on the visited column tile.
-
-        The argument `each`, int64 (T_c,), contains the values.
-        """
+        """Return the sum over all visits of ``each[j]``, where j is the visit's column tile."""
         if self.row_spans is not None:
             reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
@@ -419,10 +393,9 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the size of each outer tile, and of the largest inner tile that it visits.
+        """Return the size of each outer tile, and of the largest inner tile it visits (0: none).
 
-        If an outer tile has no visits, its second size is 0. If tables of all tiles would be too
-        large, only the largest outer tiles are returned.
+        If tables of all tiles would be too large, only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
         if bands is not None:

@@ -1,4 +1,4 @@
-"""Combine the results of several blocks of scores in float32: merge out by LSE, add gradients."""
+"""Combine attention of several blocks of scores in float32: merge outputs by LSE, add gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """The gradients of the rows that the slice `rows` selects.
-
-    They come from one block of scores, or are float32 sums over several blocks.
-    """
+    """Gradients, by tensor name, of the tensor rows that the slice `rows` selects."""
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return float32 sums for all rows that hold these gradients, and zeros in all other rows.
-
-        The gradients of other blocks of scores can then be added to the sums.
-        """
+        """Return float32 gradients of all rows: these gradients, and zeros in all other rows."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -39,10 +33,7 @@ class Share:
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Return the sum of these gradients and those of a ring member's own block, rounded once.
-
-        The gradients of the member's own block are passed in parts, each with some of the heads.
-        """
+        """Return the sum of these gradients and a rank's own block's gradients, rounded once."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:
@@ -58,10 +49,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over further keys, `part`, into `out` and the LSE, in place and in float32.
-
-    The merge is one kernel on a GPU, and several torch operators on the CPU. See `flashsim.merge`.
-    """
+    """Merge attention over further keys, `part`, into `out` and the LSE in place, in float32."""
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused
 

@@ -1,9 +1,4 @@
-"""The functions that count as attention calls, and how to read each one's arguments.
-
-The function `reader` looks up an attention function by its name in torch's dispatcher. It returns a
-reader, which takes the call's arguments, named as in the function's schema, and returns an
-`AttentionCall`.
-"""
+"""The functions that count as attention calls, and how to read each function's arguments."""
 
 from __future__ import annotations
 
@@ -32,10 +27,7 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader of an attention function's calls, and the function's name.
-
-    The result is None if `func` is not an attention function.
-    """
+    """Return the function that reads calls of an attention function, and its name, else None."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:
@@ -115,10 +107,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the mask pattern that torch's arguments describe.
-
-    The arguments are a mask, or the flag `is_causal`, whose mask is aligned at the top left.
-    """
+    """Return the pattern of a mask, or of the flag `causal`, whose mask starts at the top left."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -140,10 +129,7 @@ def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """Return the values of a call's offsets, or None if they cannot be read.
-
-    In that case a note is added.
-    """
+    """Return the values of a call's offsets, or None, and add a note, if they cannot be read."""
     if x is None:
         return None
     if not has_values(x):
@@ -157,7 +143,7 @@ def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
 
 
 def _sdpa(a: Arguments) -> AttentionCall:
-    """Read torch's scaled_dot_product_attention and its operators: (..., heads, n, d)."""
+    """Read a call of scaled_dot_product_attention or its operators: (..., heads, n, d)."""
     q, k, v = a["query"], a["key"], a["value"]
     notes: list[str] = []
     if q.is_nested:
@@ -192,10 +178,9 @@ _NOT_COUNTED = (
 
 
 def _flash(a: Arguments) -> AttentionCall:
-    """Read FlashAttention's own functions, and torch's versions of them.
+    """Read a call of FlashAttention's or torch's functions: (batch, n, heads, d), or packed 3-D.
 
-    The tensors of these functions are (batch, n, heads, d), or packed (n, heads, d). Their causal
-    mask and window are bottom-right aligned.
+    The functions' causal mask and window are bottom-right aligned.
     """
     q, v = (a[short if short in a else long] for short, long in (("q", "query"), ("v", "value")))
     notes: list[str] = []
@@ -251,7 +236,7 @@ def _ours(a: Arguments) -> AttentionCall:
 
 
 def _ours_compiled(a: Arguments) -> AttentionCall:
-    """Read the operators that compiled code calls for `flashsim.torch.attention`."""
+    """Read a call of the operators that compiled code runs for `flashsim.torch.attention`."""
     from flashsim.torch import direct
 
     question = direct.spoken(a["softcap"], a["scale"], a["question"])
@@ -263,7 +248,7 @@ _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_op
 
 
 def _flex(a: Arguments) -> AttentionCall:
-    """Read torch's flex_attention: (batch, heads, n, d), and a mask as a function of indices."""
+    """Read a call of flex_attention: (batch, heads, n, d), and a mask as a function of indices."""
     q, k, v = a["query"], a["key"], a["value"]
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
@@ -297,7 +282,7 @@ def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
 
 
 def _multi_head(a: Arguments) -> AttentionCall:
-    """Read F.multi_head_attention_forward: (n, batch, width) or (n, width), before projections."""
+    """Read a call of F.multi_head_attention_forward: (n, batch, width) or (n, width)."""
     q, k = (x if x.ndim == 3 else x.unsqueeze(1) for x in (a["query"], a["key"]))
     (n_q, batch, width), n_kv, heads = q.shape, k.shape[0], a["num_heads"]
     if a["static_k"] is not None:
@@ -399,7 +384,7 @@ def layer(
     softcap: float | None = None,
     **rest: Any,
 ) -> AttentionCall:
-    """Read an attention function of transformers: (batch, heads, n, d), and its layer."""
+    """Read a call of a transformers attention function, (batch, heads, n, d), and its layer."""
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = query.shape, value.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
     pattern = Pattern()

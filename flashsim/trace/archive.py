@@ -1,11 +1,9 @@
 """Reads an ``.npz`` file safely, although the file may come from an untrusted source.
 
-NumPy parses the headers of arrays.
-
-NumPy's own reader allocates as much memory as an array's header declares. It verifies the checksum
-of an archive's member only if it happens to read to the member's end. So before this module reads
-an array, the zip directory and the array's own header must both state the size that the caller
-expects. The module then reads the member to its end, where `zipfile` compares the checksum.
+NumPy's own reader allocates as much memory as an array's header declares, and does not always
+verify the checksum of an archive's member. So before this module reads an array, the zip directory
+and the array's own header must both state the size that the caller expects. The module then reads
+the member to its end, where `zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ _PART_BYTES = 1 << 25
 
 
 class Archive:
-    """The members of an ``.npz`` file that is open for reading.
-
-    Raises
-    ------
-    ValueError, or any error that zipfile, zlib and NumPy raise for a damaged file
-    """
+    """The members of an open ``.npz`` file; a damaged file raises any error of zipfile or NumPy."""
 
     def __init__(self, file: Any) -> None:
         self._zip = zipfile.ZipFile(file)
@@ -77,11 +70,10 @@ class Archive:
         shape: tuple[int, ...],
         check: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Return an array, after checking that it has this type and this shape.
+        """Return an array, after checking that its type and shape are `dtype` and `shape`.
 
-        The function `check` receives each chunk of the array as it is read, and may raise or change
-        the chunk. So if `check` raises at the first chunk of a large array, the rest of the array
-        is not read.
+        The function `check` receives each chunk of the array as it is read, and may change the
+        chunk, or raise an error before the rest of a large array is read.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):

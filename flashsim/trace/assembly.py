@@ -1,9 +1,8 @@
 """Builds the events of one stage from sizes that an engine's kernels reported.
 
-The dataflow table says which transfers and allocations a step and a visit of the stage make, and in
-which order. The engine's kernels report which visits they executed, and the bytes of every
-transfer. So if a kernel skips a tile or cuts it short, the tile is missing or short in the trace
-too.
+The dataflow table lists the transfers and allocations, in order. The kernels report which visits
+they executed, and the bytes of every transfer. So a tile that a kernel skips or cuts short is
+missing or short in the trace too.
 """
 
 from __future__ import annotations
@@ -26,17 +25,10 @@ def assemble(
 ) -> StageTrace:
     """Return the events of a stage that visits score tiles.
 
-    A move is one entry of the dataflow table: a transfer or an allocation.
-
-    Parameters
-    ----------
-    steps : int64 (T, moves)
-        Bytes of each move before and after the visits, for each outer tile.
-    visits : int64 (members, n, moves)
-        Bytes of each move of a visit, for each query head of a group and each visit of the
-        schedule.
-    executed : bool (members, n)
-        True for visits that were executed.
+    A move is one transfer or allocation of the dataflow table. `steps`, int64 (T, moves), has the
+    bytes of each move before and after the visits, per outer tile. `visits`, int64 (members, n,
+    moves), has the bytes of each move of a visit, per query head of a group and visit of the
+    schedule. `executed`, bool (members, n), is True for visits that were executed.
     """
     by_row = stage.outer == "queries"
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
@@ -95,18 +87,21 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return how many bytes each move takes for tiles of `rows` x `cols`.
+    """Return how many bytes each move takes for tiles of `rows` x `cols`; moves are the last axis.
 
-    A move is a transfer or an allocation. The last axis of the result runs over moves.
-
-    If an engine `reported` bytes, (.., slots), these replace the computed bytes of all moves
-    between HBM and SRAM. The slots are in the order of these moves, one slot per move.
+    A move is a transfer or an allocation. If a kernel `reported` bytes, (.., slots), these replace
+    the computed bytes of all moves between HBM and SRAM, with one slot per such move, in order.
+    Moves that functions and sinks need have no slot, and no bytes where the kernel reported none.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
     for k, move in enumerate(moves):
         sizes[..., k] = move.tile.nbytes(rows, cols)
-        if reported is not None and move.transfers:
+        if reported is None or not move.transfers:
+            continue
+        if move.of_functions:
+            sizes[..., k] *= reported.any(-1)
+        else:
             sizes[..., k] = reported[..., slot]
             slot += 1
     return sizes

@@ -1,18 +1,15 @@
 """Saves and loads traces as versioned ``.npz`` files without pickle.
 
-Each archive contains a header and arrays. The member ``header`` (JSON, as UTF-8 bytes) has the
-format, version, problem, device, stages and provenance, and the shape of each array by name. The
-arrays are:
+The member ``header`` (JSON, as UTF-8 bytes) has the format, version, problem, device, stages and
+provenance, and the shape of each array by name. The arrays are:
 
-- ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one per stage;
+- ``events_0`` and so on, of dtype `events.EVENT`, one per stage;
 - ``block_mask``, if there is one;
 - ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the
   trace's first tiling (see `SavedMask`), and so on for its other tilings;
-- ``costs_0`` ..., the field `StageTrace.costs` of each stage of a user's own algorithm.
-
-If the trace has a timeline, each field of the timeline is a separate array, such as ``timeline_sm``
-(`events.TIMELINE`). In a timeline, each start is stored as its difference from the start before it,
-and each end as a duration, which makes the file a third as large.
+- ``costs_0`` and so on, the field `StageTrace.costs` of each stage of a user's own algorithm;
+- ``timeline_sm`` and so on, the fields of a timeline (`events.TIMELINE`). A start is stored as its
+  difference from the start before it, and each end as a duration, so the file is a third as large.
 
 The header also names the operations, tensors, phases and roles behind the numeric codes, so that a
 later flashsim may renumber them.
@@ -98,13 +95,7 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> Recording:
-    """Read a trace that `save` wrote.
-
-    Raises
-    ------
-    TraceError
-        If the file does not exist, is damaged, is not a trace, or comes from a newer flashsim.
-    """
+    """Read a trace that `save` wrote; a missing, damaged or newer file raises a `TraceError`."""
     path = _path(path)
     try:
         with path.open("rb") as file:
@@ -225,12 +216,9 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray, ...]]]:
-    """Yield three values for each score or mask function of a problem: name, graph and arrays.
+    """Yield the name, graph and captured arrays of each score or mask function of a problem.
 
-    The arrays are the captured arrays of a mask function.
-
-    The captured arrays of a score function are left out, because the schedule does not depend on
-    them.
+    A score function's captured arrays are left out, because the schedule does not depend on them.
     """
     if problem.mask_mod is not None:
         yield "mask_mod", problem.mask_mod.graph, problem.mask_mod.arrays
@@ -368,10 +356,7 @@ def _events(
     *,
     own: bool,
 ) -> np.ndarray:
-    """Return the events of stage `n` of a file as a read-only array.
-
-    Numeric codes are converted to those of the current version.
-    """
+    """Return the events of stage `n` of a file, read-only, with codes of the current version."""
     (length,) = shapes[f"events_{n}"]
     validate.length_of_events(length, walk, problem, tiling, own=own)
 
@@ -386,10 +371,7 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return a dict of the arrays that a file must have by its header: type and number of axes.
-
-    The function raises a ValueError unless the file has exactly these arrays.
-    """
+    """Return the type and axes of the arrays that the header requires; others are an error."""
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }

@@ -1,9 +1,8 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A trace file may come from an untrusted source. Before a table of the file is read, the table's
-length must be at most what the file's problem can need, so that a small file cannot fill the
-memory. After a table is read, every index in it must be in range, so that queries of the trace need
-no checks of their own.
+A trace file may come from an untrusted source. Before a table is read, its length must be at most
+what the file's problem can need, so that a small file cannot fill the memory. After a table is
+read, every index in it must be in range, so that queries of the trace need no checks of their own.
 """
 
 from __future__ import annotations
@@ -70,10 +69,7 @@ def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
 
 
 def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
-    """Check the top-level fields of a trace file's header.
-
-    The fields inside the problem, the device and the stages are checked by their constructors.
-    """
+    """Raise an error unless the top-level fields of a trace file's header are valid."""
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
         **{"algorithm": str, "direction": str, "backend": str},
@@ -195,10 +191,7 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
 
 
 def split(entry: Mapping[str, Any]) -> Split:
-    """Return the `Split` of a stage in the file.
-
-    Files of older versions have no entry for a split, because those versions never split keys.
-    """
+    """Return the `Split` of a stage in the file; older versions never split keys."""
     value = entry.get("split", [1, False])
     if not isinstance(value, list) or len(value) not in (2, 3):
         raise ValueError(
@@ -218,11 +211,7 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """Return a stage, its tiling, and the `repeat` and `stride` of its `StageTrace`.
-
-    If the file has a user's `own` algorithm, the file describes the stage; otherwise the
-    algorithm's plan does.
-    """
+    """Return a stage of the file, its tiling, and the `repeat` and `stride` of its `StageTrace`."""
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
     if own:
@@ -260,11 +249,7 @@ def stage(
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Raise an error unless the file's buffers are well-formed; their content is not used.
-
-    The loaded stage takes its buffers from the current dataflow table instead, because the table
-    may have changed since the file was written.
-    """
+    """Raise an error unless the file's buffers, whose content is not used, are well-formed."""
     if len(buffers) > len(TENSORS):
         raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
     for entry in buffers:
@@ -290,10 +275,7 @@ def members(walk: plans.Stage, of: Problem) -> int:
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Return three numbers: the row tiles, column tiles and score tiles of a problem.
-
-    A score tile pairs a row tile with a column tile of the same sequence.
-    """
+    """Return the numbers of row tiles, column tiles, and their pairs within one sequence."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
@@ -305,11 +287,7 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Raise an error for a table of events that is too long or too short for the stage.
-
-    For a user's `own` algorithm, the problem implies no limit on that length, so a fixed limit
-    applies.
-    """
+    """Raise an error for a stage's table of events that is too long or too short."""
     if own:
         if not 0 < length <= MOST_EVENTS:
             raise ValueError(
@@ -388,9 +366,7 @@ def events(
     *,
     own: bool = False,
 ) -> None:
-    """Raise an error unless these consecutive events of a stage are valid.
-
-    The heads and tiles must exist, and the byte counts must be possible.
+    """Raise an error unless consecutive events of a stage have valid heads, tiles and byte counts.
 
     The argument `length` is the number of all events of the stage.
     """
@@ -451,10 +427,7 @@ def moved(stages: Sequence[StageTrace]) -> None:
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
-    """Raise an error unless the spans of a timeline are valid.
-
-    Stages, heads and tiles must exist, and no span may end before it begins.
-    """
+    """Raise an error unless spans have known stages, heads and tiles, and end after they begin."""
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
     within("timeline: head", spans["head"], 0, of.batch * of.heads)
@@ -470,10 +443,7 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
-    """Raise an error unless the table of tiles that a mask function kept is valid.
-
-    Each row tile must list key tiles of its own sequence, in the order of keys.
-    """
+    """Raise an error unless each row tile lists key tiles of its own sequence, in key order."""
     ptr, col, kind = table
     within("kinds of a mask's tiles", kind, 0, 2)
     if ptr[0] != 0 or ptr[-1] != len(col) or (np.diff(ptr) < 0).any():

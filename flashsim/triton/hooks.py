@@ -1,8 +1,8 @@
 """Replacements for operations of the Triton interpreter's builder, used while kernels are traced.
 
-Each function takes the `machine.Interpreter`, the original operation and its arguments. The
-replaced loads, stores and atomic operations record their accesses. Replaced arithmetic of bfloat16
-and FP8 is computed in float32 and rounded once.
+Each function takes the `machine.Interpreter`, the original operation and its arguments. Loads,
+stores and atomic operations record their accesses. Arithmetic of bfloat16 and FP8 is computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def _refused(what: str) -> Callable[..., Any]:
 
 
 def checking(plain: Any) -> Any:
-    """Return the check of a reduction's operands, which now also refuses bfloat16 and FP8."""
+    """Return a check of a reduction's operands that also refuses bfloat16 and FP8."""
 
     def check(ops: Any, given: Any) -> None:
         plain(ops, given)

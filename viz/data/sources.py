@@ -24,27 +24,21 @@ HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
-    """Return an algorithm's name for pictures. A user's own algorithm has its function's name."""
+    """Return an algorithm's name for pictures; a user's own algorithm has its function's name."""
     return NAMES.get(algorithm, algorithm)
 
 
 def direction(trace: Trace) -> str:
-    """Return "forward" or "backward"; the form is added if a backward pass has several forms."""
+    """Return "forward" or "backward", and the backward pass's form if there are several."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 
 
 def one_trace(data: Any) -> Trace:
-    """Return the trace that `data` is or holds; for a `Traffic`, build the trace.
+    """Return the trace that `data` is or holds; a `Traffic` gets the trace that a run would record.
 
-    `data` is a `Trace`, a `Result`, a `Gradients` or a `Traffic`. The trace built for a `Traffic`
-    is the one that a run of the simulator would record.
-
-    Raises
-    ------
-    TraceError, DTypeError, OptionError, UnsupportedError
-        If no trace was recorded, if `data` is something else, or if a count cannot be listed event
-        by event.
+    Data without a recorded trace, other objects, and a count that cannot be listed event by event
+    raise a `FlashSimError`.
     """
     if isinstance(data, Traffic):
         return counted(data)
@@ -60,8 +54,8 @@ def one_trace(data: Any) -> Trace:
 def made_by(how: str, data: Any, has: str) -> Any:
     """Return `data` unchanged; raise an error unless the function named `how` returned it.
 
-    The object is recognised by the attribute `has`, because the object's class belongs to a higher
-    layer, which this module may not import.
+    The attribute `has` identifies the object, because its class belongs to a higher layer, which
+    this module may not import.
     """
     if not hasattr(data, has):
         raise DTypeError(f"the data to draw must be the result of {how}, got {shown(data)}")
@@ -77,12 +71,10 @@ def all_made_by(how: str, data: Any, has: str) -> list[Any]:
 
 
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
-    """Return a dict of sources by label, from a single source, a list or a dict of them.
+    """Return a dict of traces and counts by label.
 
-    Parameters
-    ----------
-    data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
-        A dict's keys become the labels; other sources are named by their differences.
+    `data` is a Trace, Traffic, Result, Gradients or Comparison, or a list or dict of them. The keys
+    of a dict are the labels; otherwise, the label of a source is the settings that distinguish it.
     """
     if isinstance(data, Mapping):
         labels = {writable("label", label): _one(source) for label, source in data.items()}
@@ -97,11 +89,8 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 def writable(what: str, text: Any) -> str:
     """Return a label or title as a string, after checking that it can be written to a file.
 
-    Raises
-    ------
-    OptionError
-        If the text has half of a surrogate pair, which no encoding can represent, or more than
-        `MOST_CHARACTERS` characters.
+    A text with half of a surrogate pair, which no encoding can represent, or with more than
+    `MOST_CHARACTERS` characters raises an `OptionError`.
     """
     text = str(text)
     if len(text) > MOST_CHARACTERS:
@@ -122,8 +111,7 @@ def panes(
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
     """Return one or two traces by label, each with statistics of m and l, or None.
 
-    Statistics that the caller passes without a label belong to the first trace. The argument
-    `what` is the plot's name in error texts.
+    Statistics without a label belong to the first trace.
     """
     chosen = labelled(data)
     if len(chosen) > 2:
@@ -162,10 +150,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label for each source: its algorithm, and the settings that differ between sources.
-
-    If two labels are still equal, a number is added.
-    """
+    """Return a label for each source: its algorithm, and the settings that differ from others'."""
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -242,10 +227,7 @@ def window(sides: tuple[int, int]) -> str:
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """Return the phrases of `about` that all sources share.
-
-    If `name` is true, the algorithm is the first phrase.
-    """
+    """Return the phrases of `about` that all sources share; `name` puts the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
@@ -257,10 +239,8 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 def rows(data: Any) -> list[dict[str, Any]]:
     """Return one dict per point of a plot, whose keys are the columns of `flashsim.sweep`.
 
-    Parameters
-    ----------
-    data : Sweep, DataFrame, list of dict, or any input of `labelled`
-        Points of a sweep that failed are left out.
+    `data` is a Sweep, whose failed points are left out, a DataFrame, a list of dicts, or any input
+    of `labelled`.
     """
     data_rows = getattr(data, "rows", None)
     if hasattr(data, "to_dict") and hasattr(data, "columns"):

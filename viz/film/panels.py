@@ -21,11 +21,7 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point.
-
-    The panel shows a row of the current row tile, if the statistics hold one. All rows are drawn on
-    the same scale.
-    """
+    """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point."""
 
     def __init__(
         self, panels: Sequence[Axes], s: RowStatistics, walk: Steps, theme: Theme, left: float
@@ -68,11 +64,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """Return the row tile to show at each step.
-
-        This is the row tile that the step works on. If the statistics hold no row of that tile, it
-        is the row tile that was shown before.
-        """
+        """Return the row tile to show at each step: the step's own, or the last with statistics."""
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
@@ -162,10 +154,7 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """List the transfers of a step.
-
-        If the list is too long, its last line says how many transfers are not shown.
-        """
+        """List the transfers of a step; the last line counts those that do not fit in the list."""
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)

@@ -37,13 +37,8 @@ Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 class Mosaic:
     """A grid of `rows` x `cols` single-coloured tiles in a box of an Axes, written as pixels.
 
-    An animation draws hundreds of frames of such grids. Copying pixels into the canvas takes a
-    hundredth of the time that Matplotlib takes to resample an image.
-
-    Attributes
-    ----------
-    colors : ndarray of uint8, (rows, cols, 3)
-        The colours of the tiles; see `paint`.
+    Copying pixels into the canvas takes a hundredth of the time in which Matplotlib resamples an
+    image, and an animation draws hundreds of frames.
     """
 
     def __init__(
@@ -94,15 +89,7 @@ class _Strip:
 
 
 class Scene:
-    """The diagram of one trace: the score grid, and around it the tensors in HBM.
-
-    Attributes
-    ----------
-    walk : Steps
-        The steps of the trace.
-    artists : list of Artist
-        Everything that changes from step to step; the rest is background.
-    """
+    """The diagram of one trace: the score grid, and around it the tensors in HBM."""
 
     def __init__(
         self, ax: Axes, sram: Axes, walk: Steps, theme: Theme, aspect: float, full: int
@@ -215,10 +202,7 @@ class Scene:
             self.artists.append(edges)
 
     def _build_sram(self, ax: Axes) -> None:
-        """Draw a bar that shows the contents of SRAM; its full length stands for `full` bytes.
-
-        The names of the buffers are written below the bar.
-        """
+        """Draw a bar for the contents of SRAM, `full` bytes long, and the buffers' names below."""
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
@@ -313,10 +297,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box in which score tile (i, j) is drawn.
-
-        If i is -1, the box covers all of column j. If j is -1, the box covers all of row i.
-        """
+        """Return the box that score tile (i, j) fills; with i = -1 column j, with j = -1 row i."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:

@@ -1,9 +1,8 @@
 """Export byte and FLOP formulas, dataflow and devices as plain data for the tile-lab page.
 
 Each forward or backward pass is counted once with named sizes (`Polynomial`) instead of integers.
-So the page uses the formulas of `counts.forms`, `counts.work` and `schedule.plans`; nobody has to
-write them a second time. The page evaluates the polynomials. Some names in the polynomials stand
-for sums over visits (tile pairs), which `model.js` computes.
+So the page evaluates the formulas of `counts.forms`, `counts.work` and `schedule.plans`. Some names
+in the polynomials stand for sums over visits (tile pairs), which `model.js` computes.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ class Symbols(Problem):
 
     @property
     def sequences(self) -> tuple[Segment, ...]:
-        """Return a tuple of the problem's only sequence."""
+        """The problem's only sequence, in a tuple."""
         return (self.one,)  # type: ignore[attr-defined]
 
 
@@ -99,19 +98,13 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule that all stages share.
-
-        Its sums over visits (tile pairs) are names, not numbers.
-        """
+        """Return the schedule of all stages; its sums over visits (tile pairs) are names."""
         walk: Schedule = self.walk
         return walk
 
 
 def payload() -> dict[str, Any]:
-    """Return all data of the page, ready for JSON.
-
-    All polynomials are in one list, and the other data refer to them by their index.
-    """
+    """Return all data of the page for JSON, which refer to polynomials by their index in a list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -151,9 +144,9 @@ def payload() -> dict[str, Any]:
 
 
 def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
-    """Return a dict with the data of every pass, by names such as "flash2 forward".
+    """Return the data of every pass, by names such as "flash2 forward".
 
-    If query heads that share a KV head are packed into one tile, the name ends in "packed".
+    The name ends in "packed" if query heads that share a KV head are packed into one tile.
     """
     passes = {}
     for algorithm in plans.ALGORITHMS:
@@ -222,10 +215,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Return whether the outer loop's iterations must run in order.
-
-    They must if an iteration reads what an earlier iteration stored.
-    """
+    """Return whether an iteration of the outer loop reads what an earlier iteration stored."""
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

@@ -1,8 +1,7 @@
 """`Polynomial`: a sum of products of named sizes, with the arithmetic that byte formulas use.
 
-The byte formulas (closed forms) are Python functions of integers. If such a function is called with
-polynomials instead of integers, it returns the formula as a polynomial, which can be exported as
-data.
+The byte formulas (closed forms) are Python functions of integers. With polynomials instead of
+integers, such a function returns its formula as a polynomial, which can be exported as data.
 """
 
 from __future__ import annotations
@@ -58,10 +57,7 @@ class Polynomial:
         return self * -1 + other
 
     def __floordiv__(self, other: Operand) -> Polynomial:
-        """Return this polynomial divided by a polynomial that has only one term.
-
-        That term must divide every term of this polynomial without remainder.
-        """
+        """Return the quotient by a polynomial of one term, which must divide every term exactly."""
         ((divisor, n),) = Polynomial.of(other).terms.items()
         return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
 

@@ -20,9 +20,9 @@ from flashsim.viz.style import heading, human, series_style, themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw visits, bytes and predicted time of one stage, each divided by its smallest value.
 
-    A visit is the work on one pair of a query tile and a key tile. The bytes drawn are requested
-    bytes, before any cache. A line joins tile sizes with the same number of rows; labels give the
-    number of columns. A tile size that does not fit on chip has a hollow mark.
+    A visit is the work on one pair of a query tile and a key tile. The bytes are requested bytes,
+    before any cache. A line joins tile sizes with the same number of rows; labels state the number
+    of columns. A tile size that does not fit on chip has a hollow mark.
 
     Parameters
     ----------
@@ -89,10 +89,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
 
 
 def _message(blocks: list[Any]) -> str:
-    """Return a title that names the fastest tile size.
-
-    If times are unknown, the title names the tile size that moves the fewest bytes.
-    """
+    """Return a title that names the fastest tile size; without times, the one with fewest bytes."""
     timed = [b for b in blocks if b.blocks and b.seconds]
     if timed:
         best = min(timed, key=lambda b: b.seconds)

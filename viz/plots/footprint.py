@@ -96,7 +96,7 @@ def memory_footprint(
 
 
 def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group the end points of lines, (x, y): labels at the points of one group would overlap."""
+    """Group the end points (x, y) of lines: labels at the points of one group would overlap."""
     groups: list[list[tuple[int, int]]] = []
     for x, y in sorted(ends):
         if groups and groups[-1][-1][0] == x and y < 1.3 * groups[-1][-1][1]:

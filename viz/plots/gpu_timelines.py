@@ -47,11 +47,10 @@ def gpu_timeline(
         The result of a run on a GPU with ``trace="timeline"``.
     color : {"phase", "block"}, optional
         "phase": each phase of a visit (one tile pair) has the colour of the tensor that it loads or
-        computes. A pale bar behind the phases marks the whole visit. Where there is space, the bar
-        has the tile's number j (in a KV-outer loop: i). Blocks that share an SM, the roles of a
-        block and overlapping visits have separate rows. "block": one bar for each thread block,
-        shaded by its row (KV-outer: column) of tiles. Default: "phase" if rows are thick enough,
-        which holds for up to 64 of them.
+        computes. A pale bar behind the phases marks the visit, with the tile's number j (in a
+        KV-outer loop: i) if there is space. Blocks that share an SM, the roles of a block and
+        overlapping visits have separate rows. "block": one bar per thread block, shaded by its row
+        (KV-outer: column) of tiles. Default: "phase" for up to 64 rows.
     stage : str, optional
         Default: the stage with the most visits.
     sms : (int, int), optional
@@ -178,7 +177,7 @@ def _blocks(
 ) -> None:
     """Draw one bar per thread block, from the time stamps of its last role (warpgroup).
 
-    In a block with a producer warpgroup, which runs ahead, the last role is a consumer.
+    If a block's producer warpgroup runs ahead, the last role is a consumer.
     """
     last = spans["role"] == spans["role"].max()
     spans, bars = spans[last], bars[last]

@@ -30,12 +30,11 @@ AXES = {
 def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw requested bytes against N, d, a tile size or the SRAM size M, with papers' bounds.
 
-    Three bounds are drawn for the first FlashAttention series. The compulsory bytes (each input
-    read once, each output written once) are exact. FlashAttention's theorem, N² d² / M, is drawn
-    with a constant factor that is fitted to all points. The lower bound of Saha and Ye is drawn
-    with factor 1, so only its slope has a meaning. If the points differ in other settings besides
-    `x`, the bounds are computed from each point's own sizes. Under a sliding window, work grows in
-    proportion to N and the last two bounds do not hold, so only the compulsory bytes are drawn.
+    Three bounds are drawn for the first FlashAttention series, from each point's own sizes. The
+    compulsory bytes (each input read once, each output written once) are exact. FlashAttention's
+    theorem, N² d² / M, has a constant factor that is fitted to all points. The lower bound of Saha
+    and Ye has the factor 1, so only its slope has a meaning. Under a sliding window, work grows in
+    proportion to N, so only the compulsory bytes hold and are drawn.
 
     Parameters
     ----------
@@ -75,11 +74,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
-    """Draw the bounds of a series.
-
-    If `among` is true, because there are several series, a label names the series to which the
-    theorem is fitted.
-    """
+    """Draw the bounds of a series, with the series' name if it is `among` several series."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     compulsory = [p["compulsory_bytes"] for p in points]

@@ -21,8 +21,8 @@ def precision(
 ) -> None:
     """Draw the errors of out, dq, dk and dv if one rounding point at a time is less precise.
 
-    The rounding points are on the x axis; at the first position nothing is lowered. The error is on
-    the logarithmic y axis. Infinite errors are drawn at the upper edge.
+    The rounding points are on the x axis; at its first position nothing is lowered. Infinite errors
+    are drawn at the upper edge of the logarithmic y axis.
 
     Parameters
     ----------

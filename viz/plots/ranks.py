@@ -22,8 +22,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     """Draw when each rank of a group computes and when it waits, one scheme below another.
 
     The rank with the most work determines how long a step lasts. A bar's length is the FLOPs of its
-    matrix products, which is proportional to time on equal GPUs if communication costs nothing. All
-    schemes are drawn on the same scale.
+    matrix products, which is proportional to time on equal GPUs if communication costs nothing.
 
     Parameters
     ----------

@@ -37,13 +37,12 @@ def roofline(
     """Draw algorithms on a device's roofline.
 
     Each algorithm is a horizontal bar between two arithmetic intensities (matrix FLOPs divided by
-    bytes). At the hollow end every requested byte comes from HBM. At the filled end the L2 cache is
-    perfect within each kernel, so that a kernel reads and writes each of its tensors once
-    (`counts.traffic.once`). Even with such a cache, standard attention's N x N matrices cross HBM
-    between its kernels. The real intensity lies between the two ends; a diamond marks it if
-    `dram_bytes` is passed. `seconds` determines how high the bar is drawn. Without `seconds` the
-    bar lies in a strip at the bottom of the plot, and dotted lines lead from its ends up to the
-    roof.
+    bytes). At the bar's hollow end, every requested byte comes from HBM. At the bar's filled end, a
+    perfect L2 cache lets each kernel read and write each of its tensors once
+    (`counts.traffic.once`), but standard attention's N x N matrices still cross HBM between its
+    kernels. The real intensity lies between the two ends; a diamond marks it if `dram_bytes` is
+    passed. `seconds` determines how high an algorithm's bar is drawn. Without `seconds`, the bar
+    lies in a strip at the bottom, and dotted lines lead from its ends up to the roof.
 
     Parameters
     ----------
@@ -160,10 +159,7 @@ def _plate(theme: Theme) -> dict[str, Any]:
 
 
 def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
-    """Return the title, which says whether compute or HBM limits the algorithms.
-
-    The title assumes that L2 is perfect within each kernel.
-    """
+    """Return the title: whether compute or HBM limits the algorithms with a perfect L2."""
     free = [label for label in labels if label not in bound]
     if len(labels) > 1 and 1 in (len(bound), len(free)):
         (single,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
@@ -193,12 +189,7 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return the entry of `values` for each row, or None for a row that has no entry.
-
-    An entry is looked up by the row's label, and if that is missing, by the row's algorithm.
-
-    The function raises an error if `values` has a name that belongs to no row.
-    """
+    """Return the entry of `values` for each row's label, else for its algorithm, else None."""
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
@@ -242,10 +233,7 @@ def _axes(
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Reserve a strip at the bottom of the axes for algorithms without a measured time.
-
-    The strip takes the fraction `share` of the axes' height, lies below all roofs and has no ticks.
-    """
+    """Reserve a strip, `share` of the axes' height, for algorithms without a measured time."""
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
     bottom = top * (floor / top) ** (1 / (1 - share))

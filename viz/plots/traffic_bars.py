@@ -39,19 +39,17 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     """Draw requested HBM bytes by tensor and direction, algorithms side by side.
 
     Each bar shows one algorithm's reads or writes, stacked by tensor in the tensors' colours. A
-    dashed line behind the bars marks the compulsory bytes: those of reading each input once and
-    writing each output once. A tensor's name is written on its part of the bar if there is room,
-    else in the legend. The legend also names tensors whose part is too small to see.
+    dashed line behind the bars marks the compulsory bytes: each input read once and each output
+    written once. A tensor's name is written on its part of the bar if there is room, otherwise in
+    the legend.
 
     Parameters
     ----------
     data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
     log : bool
-        Use a logarithmic axis. Each bar then shows only its total, because lengths of stacked parts
-        have no meaning on such an axis.
+        Use a logarithmic axis, on which each bar shows only its total.
     dram : bool
-        Also replay the requests through the device's L2 (`flashsim.l2.dram`), and draw the bytes
-        that DRAM reads and writes as a dotted line.
+        Also draw the bytes that DRAM reads and writes as a dotted line (`flashsim.l2.dram`).
     """
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
@@ -143,10 +141,8 @@ def _levels(
 ) -> tuple[list[list[str]], list[str], list[float]]:
     """Draw lines behind each group of bars: compulsory bytes and, with `dram`, DRAM bytes.
 
-    Returns
-    -------
-    the texts of each group that differ between groups, the texts that all groups share, and the
-    heights of all lines
+    The results are the texts that differ between groups, the texts that all groups share, and the
+    heights of all lines.
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -210,9 +206,7 @@ def _name_parts(
 ) -> tuple[set[str], set[str]]:
     """Write tensor names on the parts of a bar that are high enough, for print without colour.
 
-    Returns
-    -------
-    the tensors that are visible but not named on any bar, and those that are not visible
+    The results are the tensors that are visible but not named, and those that are not visible.
     """
     low, high = ax.get_ylim()
     named = {tensor for *_, nbytes, tensor in parts if nbytes > _NAMED * (high - low)}
@@ -293,9 +287,9 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the shared memory that the device offers to one block. If the tiles use only
-    a small part of this capacity, the capacity is written at the top instead. A GPU kernel may hold
-    more bytes than this capacity, because a block has registers besides shared memory.
+    The dashed line is the shared memory that the device offers to one block; if the tiles use only
+    a small part of it, the capacity is written at the top instead. A GPU kernel may hold more
+    bytes, because a block has registers besides shared memory.
 
     Parameters
     ----------
@@ -303,8 +297,8 @@ def sram_timeline(
     stage : str, optional
         Default: the stage with the most visits.
     steps : (int, int)
-        First and last step shown. A step ends when a tile has been computed. Events within a step
-        are spread evenly, because the axis shows order and not time.
+        First and last step shown. A step ends when a tile has been computed. The axis shows order,
+        not time.
     """
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
@@ -360,8 +354,7 @@ def sram_timeline(
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
     """Draw by how many bytes two traces, or a trace and its prediction, differ.
 
-    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The text
-    below the title says how many transfers are equal in both sources.
+    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor.
 
     Parameters
     ----------

@@ -1,8 +1,8 @@
 """Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
-The kernel computes transposed scores: the rows of a fragment are keys, and the columns are
-queries. So each column of a fragment has a log-sum-exp and a delta. The module `row_gradients` has
-the same operations for the Q-outer dQ kernel.
+The kernel computes transposed scores: the rows of a fragment are keys, and the columns are queries.
+So each column of a fragment has a log-sum-exp and a delta. The module `row_gradients` has the same
+operations for the Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def load_statistics(block_q: int) -> Any:
     """Return a warp's function ``load_statistics(lse, delta, rows, unit) -> starts, deltas``.
 
-    Lane l loads rows l, l + 32, and so on. For each row, the function returns two values. The
-    initial value of the scores is lse times `unit` (see `unit_of_starts`), and the initial value of
-    dP is -delta. If a row is past the end or sees no key, the row's scores start at -inf, so that
-    the row's P is exactly 0.
+    Lane l loads rows l, l + 32, and so on. A row's scores start at its lse times `unit` (see
+    `unit_of_starts`), and its dP starts at -delta. If a row is past the end or sees no key, the
+    row's scores start at -inf, so that the row's P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -60,10 +59,7 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """Return ``put_rows(address, values)``: it stores values per row in shared memory.
-
-    The values come from the function that `load_statistics` returns.
-    """
+    """Return ``put_rows(address, values)``, which stores the row values of `load_statistics`."""
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -81,10 +77,7 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``: an accumulator initialised with a value per column.
-
-    The values come from `tensor.gradients.load_columns`.
-    """
+    """Return ``start_columns(values) -> s``, an accumulator that starts at one value per column."""
 
     @emitted(floats(n // 2), floats(n // 4))
     def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
@@ -102,13 +95,12 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets masked scores to -inf.
+    """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s`` (masked: -inf).
 
-    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
-    rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k - offset +
-    left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that is
-    switched off adds no instructions. The arguments `key` and `query` are the first key and query
-    of the warp.
+    The rows of S^T are keys, and its columns are queries. Query q sees key k if ``k - offset -
+    right <= q <= k - offset + left``. No query sees key `key_stop` or a later key. A limit (`left`
+    or `right`) that is switched off adds no instructions. `key` and `query` are the first key and
+    query of the warp.
     """
     kind = floats(n // 2)
 
@@ -139,23 +131,16 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return a function that computes P = exp2(c S) and queues the matrix product dV += P dO.
 
-    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
-    tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
-    the exponentials overlap with the products of earlier slices, and with the product dP. The
-    function waits for the end of dP.
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The tile has `n`
+    queries, and dO has `d` columns. The queries are divided into `slices` slices. A slice's product
+    is queued as soon as its part of P is ready. So the exponentials overlap with the products of
+    earlier slices, and with the product dP. The function waits for the end of the product dP.
 
-    Parameters
-    ----------
-    n, d : int
-        Queries and columns of dO.
-    slices : int
-        The number of slices. If there are few, long slices (n = 128), the function waits for dP in
-        the middle of the slices. It then computes part of dS = P dP during the second half of the
-        slices. The function `products_ahead` returns how large this part is.
-    softcap, start : bool
-        If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If `start` is
-        false, the scores do not start at the statistics, and `lse` is the shared-memory address of
-        each column's -lse in base 2.
+    If there are few, long slices (n = 128), the function waits for dP in the middle of the slices.
+    The function then computes part of dS = P dP during the second half of the slices. The function
+    `products_ahead` returns how large this part is. If there is a softcap, p is P times the
+    softcap's derivative, 1 - tanh^2. If `start` is false, the scores do not start at the
+    statistics, and `lse` is the shared-memory address of each column's -lse in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -216,18 +201,12 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Return whether a visit's exponentials take longer than dP.
-
-    If the exponentials take longer, the kernel waits for dP between two slices of exponentials.
-    """
+    """Return whether exponentials outlast dP, so that the wait for dP is between two slices."""
     return n == 128
 
 
 def score_gradients(bf16: bool, n: int) -> Any:
-    """Return ``score_gradients(p, dp) -> ds``: it computes dS = P dP.
-
-    The result has the layout of a matrix product's left operand.
-    """
+    """Return ``score_gradients(p, dp) -> ds``, which computes dS = P dP as a left operand."""
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)
@@ -246,10 +225,7 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``: it returns the address of a thread's row of dS^T.
-
-    The row is swizzled. The argument `wide` is the number of queries per chunk of dS^T.
-    """
+    """Return ``ds_place(ds, group) -> address``, the swizzled address of a thread's row of dS^T."""
 
     @emitted(int32, int32, int32)
     def ds_place_(b: ir.IRBuilder, ds: ir.Value, group: ir.Value) -> ir.Value:
@@ -264,7 +240,7 @@ def ds_place(wide: int) -> Any:
 
 
 def store_ds(block_k: int, n: int, wide: int) -> Any:
-    """Return ``store_ds(place, ds)``: it stores a warpgroup's dS^T, 64 keys by `n` queries."""
+    """Return ``store_ds(place, ds)``, which stores a warpgroup's dS^T, 64 keys by `n` queries."""
 
     @emitted(None, int32, words(n // 4))
     def store_ds_(b: ir.IRBuilder, to: ir.Value, ds: Values) -> None:
@@ -279,10 +255,10 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 
 
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
-    """Return ``queue_dq(k, ds) -> dq``: it queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
+    """Return ``queue_dq(k, ds) -> dq``, which queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
-    The caller must wait for the result. The argument `k` is one chunk of K, and `ds` is the address
-    in dS^T at which the queries begin. The function `ds_place` explains `wide`.
+    The caller must wait for the product dQ^T. `k` is one chunk of K, and `ds` is the address in
+    dS^T at which the queries begin. `wide` is the number of queries per chunk of dS^T.
     """
     steps = range(block_k // 16)
 
@@ -303,10 +279,10 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``: it returns where a thread stages its part of dQ for TMA.
+    """Return ``dq_place(dq) -> address``, the address where a thread stages its part of dQ for TMA.
 
-    A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
-    a row are swizzled with the row number.
+    A row of dQ's staging area belongs to one query and has 32 columns per box. The 16-byte pieces
+    of a row are swizzled with the row number.
     """
 
     @emitted(int32, int32)
@@ -323,7 +299,7 @@ def dq_place(rows: int) -> Any:
 
 
 def stage_dq(rows: int) -> Any:
-    """Return ``stage_dq(place, dq)``: it writes a warpgroup's piece of dQ to shared memory.
+    """Return ``stage_dq(place, dq)``, which writes a warpgroup's piece of dQ to shared memory.
 
     The 32 elements that a warp stores at once fall into 32 different banks.
     """
@@ -344,7 +320,7 @@ def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
     """Return the function that adds `wide` columns of a staged piece of dQ to the accumulator.
 
     The function is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that the
-    thread starts form one group. For `packed` see `wgmma_tiles.copy_tile`.
+    thread starts form one group. The parameter `packed` is that of `wgmma_tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -372,10 +348,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until other blocks have made `mine` additions to a piece of dQ.
-
-    After that, this block may add to the piece.
-    """
+    """Wait until a piece of dQ has got `mine` additions, so that this block may add to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -396,11 +369,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
-
-    The function that `add_from` returns reads these sums. Consecutive sums of a thread lie `apart`
-    bytes apart.
-    """
+    """Return ``lay_down(place, sums)``: it stores sums `apart` bytes apart in shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:
@@ -411,10 +380,7 @@ def lay_down(n: int, apart: int) -> Any:
 
 
 def add_from(n: int, apart: int) -> Any:
-    """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
-
-    The other block belongs to the same cluster, and stored n columns of its sums with `lay_down`.
-    """
+    """Return ``add_from(sums, place, block) -> sums``: it adds another block's `lay_down` sums."""
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
@@ -428,10 +394,10 @@ def add_from(n: int, apart: int) -> Any:
 
 
 def unit_of_starts(start: bool) -> Any:
-    """Return ``unit(scale)``: it returns the factor for the log-sum-exp in `load_statistics`.
+    """Return ``unit(scale)``, the factor for the log-sum-exp in `load_statistics`.
 
-    If `start` is true, score accumulators start at the scaled log-sum-exp, and the factor is -1 /
-    scale. Otherwise the factor is -log2 e, because the product is added to the exponent of exp2.
+    The factor is -1 / scale if score accumulators start at the scaled log-sum-exp (`start`).
+    Without `start`, the factor is -log2 e, because the product is added to the exponent of exp2.
     """
 
     @emitted(float32, float32)

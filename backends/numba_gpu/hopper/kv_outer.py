@@ -1,7 +1,4 @@
-"""Define the warps of the KV-outer backward that load tiles and that send dQ.
-
-The warps do the same as those of kernels/hopper/kv_outer.cuh.
-"""
+"""Define the warps of the KV-outer backward that load tiles and send dQ (as in kv_outer.cuh)."""
 
 from __future__ import annotations
 
@@ -55,20 +52,12 @@ def roles(
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return what a block does: one warpgroup produces, and the others all run `consume`.
+    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
-    The result is ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
-
-    Parameters
-    ----------
-    consume : device function
-        ``consume(a, shared, group)``, the loop of consumer warpgroup number `group`.
-    piece_barriers : tuple of int
-        The named barriers of a piece of dQ: free, and full.
-    sends : bool
-        Whether two warps send dQ from shared memory to HBM.
-    start : bool
-        Passed to `statistics`.
+    One warpgroup produces, and the others run ``consume(a, shared, group)``, where `group` is the
+    number of the consumer warpgroup. `piece_barriers` are the two named barriers that signal a free
+    and a full piece of dQ. With `sends`, two warps send dQ from shared memory to HBM. The function
+    `statistics` explains `start`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -107,10 +96,7 @@ def roles(
 
 
 def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
-    """
+    """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_at, v_at, q_at, dout_at = map(at.region, ("k", "v", "q", "dout"))
@@ -174,13 +160,13 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, and then its K.
+        """Load a work tile's V, and then its K, because the buffer of V becomes free first.
 
-        The buffer of V becomes free before the buffer of K. A block of a cluster has only one work
-        tile, so it need not wait for a previous work tile to free the buffers. Such a wait would
-        even be wrong. A cluster's blocks load each other's tiles, so a block without visits may be
-        done with K and V before its producer reaches the wait. The producer would then mistake this
-        phase of the barrier for the previous phase, and wait forever.
+        A block of a cluster has only one work tile, so its producer need not wait for a previous
+        work tile to free the buffers. In a cluster, a wait for free buffers would even be wrong. A
+        cluster's blocks load each other's tiles, so a block without visits may be done with K and V
+        before its producer reaches the wait. The producer would then mistake this phase of the
+        barrier for the previous phase, and wait forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -247,8 +233,8 @@ def statistics(
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
     For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators do not
-    start at these values, and the values for the scores are -lse in base 2.
+    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators start at
+    0, and the warp loads -lse in base 2 instead of the scores' initial values.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
@@ -322,8 +308,8 @@ def sender(
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
     As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
-    accumulator in HBM. The argument `barriers` holds two named barriers of the first warpgroup. One
-    signals that the warpgroup's piece is free, and the other that it is full.
+    accumulator in HBM. `barriers` holds two named barriers of the first warpgroup, which signal
+    that the warpgroup's piece is free, and that it is full.
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

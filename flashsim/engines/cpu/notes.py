@@ -17,21 +17,12 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: Stage, schedule: Schedule, device: Device, steps: np.ndarray, visits: np.ndarray
 ) -> StageTrace:
-    """Return the trace of one stage, from the notes of its kernel.
+    """Return the trace of one stage, from the tile sizes that its kernel wrote down.
 
-    Parameters
-    ----------
-    steps : int64 (loops, T)
-        The number of rows of each outer tile (of columns if the loop is KV-outer), noted by each
-        loop.
-    visits : int64 (loops, members, n)
-        For each visit (tile pair), its number of rows times `NOTE`, plus its number of columns. The
-        number is 0 if the kernel skipped the visit.
-
-    Raises
-    ------
-    MemoryModelError
-        If two heads did not visit the same tiles, which is a bug in the engine.
+    `steps`, int64 (loops, T), is the number of rows of each outer tile (of columns if the loop is
+    KV-outer). `visits`, int64 (loops, members, n), is the rows of a tile pair times `NOTE` plus its
+    columns, or 0 if the kernel skipped the tile pair. `MemoryModelError` is raised if two heads did
+    not visit the same tiles.
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
         raise MemoryModelError(

@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """The number of elements per row of the tensor, or 1 if the tensor is a vector."""
+        """Return the number of elements per row of the tensor, or 1 if the tensor is a vector."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -69,8 +69,8 @@ class Remote:
 class OpenHbm:
     """The tensors of one run, as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
 
-    HBM contains `samples` sets of inputs side by side; bytes are counted for one set. The argument
-    `most` limits the bytes of workspaces per set.
+    HBM contains `samples` sets of inputs side by side; bytes are counted for one set. `most` limits
+    the bytes of workspaces per set.
     """
 
     def __init__(self, problem: Problem, samples: int = 1, most: int | None = None) -> None:
@@ -85,7 +85,7 @@ class OpenHbm:
 
     @property
     def tensors(self) -> dict[str, Remote]:
-        """The handles of all tensors, by name."""
+        """Return the handles of all tensors, by name."""
         return dict(self._remotes)
 
     def __getattr__(self, name: str) -> Remote:
@@ -150,11 +150,7 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add a tensor to HBM, from an array of shape (batch, heads, n[, width]).
-
-        If `written` is true, an algorithm may read its numbers at once. Otherwise, the algorithm
-        must first store them.
-        """
+        """Add a tensor (batch, heads, n[, width]) to HBM, readable once stored or if `written`."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)

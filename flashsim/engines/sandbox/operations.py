@@ -26,27 +26,27 @@ class TileBase:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tile for one head."""
+        """Return the shape of the tile for one head."""
         return self._view.shape[2:]
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes of the tile for one head."""
         return self._view.ndim - 2
 
     @property
     def size(self) -> int:
-        """The number of elements of the tile for one head."""
+        """Return the number of elements of the tile for one head."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the tile's numbers: the accumulator type, or bool."""
+        """Return the type of the tile's numbers: the accumulator type, or bool."""
         return self._view.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tile or view for one head, in the accumulator type."""
+        """Return the bytes of the tile or view for one head, in the accumulator type."""
         return self.size * self._view.itemsize
 
     def __len__(self) -> int:
@@ -266,10 +266,7 @@ def outsider(what: str, x: Any) -> Any:
 
 
 def flags(part: Any) -> Any:
-    """Return one part of the index in ``tile[index] = value``, after checking its type.
-
-    The part may be a boolean mask.
-    """
+    """Return one part of a tile's index; raise unless it is a slice, integer or boolean mask."""
     basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, TileBase))
     if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
         return part

@@ -1,9 +1,8 @@
 """Records a user's algorithm as a program without numbers, and replays it with any numbers.
 
-An algorithm cannot depend on the numbers in its tiles. So one run, on tiles that are all NaN,
-contains all the algorithm's instructions. The function `record` returns the instructions of that
-run as text. The function `replay` performs the instructions on another machine, which checks each
-as if the algorithm itself ran.
+An algorithm cannot depend on the numbers in its tiles, so one run, on tiles that are all NaN,
+contains all the algorithm's instructions. `record` returns the instructions as text. `replay`
+performs them on another machine, which checks each as if the algorithm itself ran.
 """
 
 from __future__ import annotations
@@ -69,13 +68,7 @@ class Setting:
 
 
 def record(algorithm: Callable[[OpenMachine], None], name: str, setting: Setting) -> list[str]:
-    """Run an algorithm on tiles that are all NaN, and return its program.
-
-    Raises
-    ------
-    Exception
-        Any error that the algorithm raises; errors of the machine name the line.
-    """
+    """Run an algorithm on tiles that are all NaN, and return its program."""
     one_argument(algorithm, name)
     machine, tape = setting.blank(), Tape()
     before = TAPE.set(tape)
@@ -96,14 +89,9 @@ def replay(
 ) -> None:
     """Perform a recorded program on a machine, until a deadline of `time.monotonic`.
 
-    For error messages, `name` is the algorithm's name, and `source` contains the lines of its file.
-
-    Raises
-    ------
-    FlashSimError
-        If the machine refuses an instruction; the message names its line.
-    ProgramError
-        If the text is no program, or the deadline passed.
+    Error messages quote the algorithm's `name` and its file's lines, `source`. `FlashSimError` is
+    raised if the machine refuses an instruction; `ProgramError` if the text is no program or the
+    deadline passed.
     """
     player, before = _Player(machine), REPLAYED.set(0)
     try:
@@ -136,10 +124,7 @@ def replay(
 
 
 class _Player:
-    """Performs instructions on a machine.
-
-    The attribute `tiles` contains the tiles to which the algorithm still refers.
-    """
+    """Performs instructions on a machine; `tiles` contains the tiles that are still referred to."""
 
     def __init__(self, machine: OpenMachine) -> None:
         self.machine = machine

@@ -62,10 +62,7 @@ class Scopes:
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:
-        """Open a scope inside a step or a visit (tile pair).
-
-        The end of the scope frees the tiles allocated inside.
-        """
+        """Open a scope inside a step or a visit; its end frees the tiles allocated inside."""
         with self._scope(self._here(), computes=False):
             yield
 

@@ -69,10 +69,10 @@ def solution(machine):
 
 
 def bound(task):
-    """Return a lower bound on the bytes of any algorithm: the larger of two bounds.
+    """Return a lower bound on the bytes of any algorithm.
 
-    The first bound counts Q, K, V and O once each. The second bound is the proven lower bound for
-    an SRAM of this size.
+    The bound is the larger of two: Q, K, V and O once each, and the proven bound for the SRAM's
+    size.
     """
     p = task.problem
     once = sum(whole_bytes(p, name) for name in "QKVO")

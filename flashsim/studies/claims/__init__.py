@@ -39,7 +39,7 @@ def judge(name: str) -> Finding:
 def table(*names: str) -> Table:
     """Return a table that shows, for each claim, our verdict, the statement, our result and why.
 
-    If no names are passed, the table contains all claims.
+    Without names, the table contains all claims.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def table(*names: str) -> Table:
 
 @own_errors
 def overview(full: Table) -> Table:
-    """Return the same table as `table`, without its long column of reasons."""
+    """Return the table of claims without its last column, the long reasons."""
     return Table(
         full.title,
         full.columns[:-1],

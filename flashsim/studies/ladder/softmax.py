@@ -1,10 +1,7 @@
-"""The ladder's algorithms that compute only the softmax of each row of a score matrix.
+"""The ladder's softmax algorithms: they read the scores S (n_q, n_kv) and write P (n_q, n_kv).
 
-They read the scores S from HBM and write P to HBM.
-
-The matrices S and P are (n_q, n_kv). The algorithms' names and pass counts follow Milakov and
-Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867. A pass count is how often
-each element is transferred between HBM and SRAM.
+Names and pass counts follow Milakov and Gimelshein, "Online normalizer calculation for softmax",
+arXiv:1805.02867. A pass count is how often each element is transferred between HBM and SRAM.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from flashsim.studies.ladder.bench import Bench
 def naive(bench: Bench) -> None:
     """Run Algorithm 1 (naive): sum exponentials, then divide; 2 loads and 1 store per element.
 
-    The exponential exp(s) overflows float32 at s = 89, so this algorithm is not used in practice.
+    The exponential exp(s) overflows float32 at s = 89.
     """
     hbm = bench.hbm
     with bench.kernel("naive softmax") as sram:
@@ -53,8 +50,7 @@ def stable(bench: Bench) -> None:
 def online(bench: Bench) -> None:
     """Run Algorithm 3 (online): maximum and sum in one pass; 2 loads and 1 store per element.
 
-    The pass reads a row in chunks. If a chunk raises the maximum, the sum so far is rescaled: l =
-    exp(m_old - m) l + sum(chunk).
+    If a chunk of a row raises the maximum, the sum is rescaled: l = exp(m_old - m) l + sum(chunk).
     """
     hbm = bench.hbm
     with bench.kernel("online softmax") as sram:

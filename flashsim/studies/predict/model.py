@@ -77,11 +77,8 @@ def predict(
 ) -> Prediction:
     """Predict the time of an attention pass on a GPU, by flashsim's kernels or standard attention.
 
-    Flashsim's kernels are those of `backend="cupy"`. For standard attention, the prediction assumes
-    the kernels of a library.
-
-    In the model, blocks start in the kernels' own order, the longest first; when a block ends, the
-    next block starts. A prediction needs neither input tensors nor a GPU.
+    Flashsim's kernels are those of `backend="cupy"`; standard attention is assumed to run a
+    library's kernels. A prediction needs neither input tensors nor a GPU.
 
     Parameters
     ----------
@@ -99,8 +96,7 @@ def predict(
     tiling : Tiling, optional
         Default: the family's own choice.
     device : str or Device
-        The constants were fitted on an H200. For other devices, the same constants are used; they
-        were not tested there.
+        The constants were fitted on an H200, and were not tested on other devices.
     constants : mapping of Constants, optional
         Constants by stage; default: the calibrated constants.
     heads_in_group : mapping of int, optional
@@ -108,8 +104,8 @@ def predict(
         (`clump_size`).
     splits : int or "auto"
         For "flash-decode": the number of blocks that share the keys of a sequence; "auto" is the
-        kernel's choice. The model reads the keys from HBM once per row tile, in random order if
-        they are in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+        kernel's choice. The model reads the keys from HBM once per row tile, in random order if the
+        cache is paged, and ignores that L2 may serve some reads of several row tiles.
     decode : DecodeOptions, optional
         `splits` and `cache_seqlens` in one object, as in `flashsim.run`. Its other fields cannot be
         predicted, except a `block_table`, if the problem has a `page_size`.
@@ -209,11 +205,10 @@ def _beside(
 ) -> StageTime:
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    The GPU launches the dQ kernel while the kernel for dK and dV runs, and the dQ kernel does not
-    wait for that kernel's results. So the dQ kernel's blocks start without a launch's latency, on
-    SMs that have no blocks of the first kernel or whose blocks have ended. A block's number
-    determines its first work tile. So if a block waits for an SM, its first tile is delayed, even
-    if other blocks run out of work.
+    The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for that
+    kernel's results. So the dQ kernel's blocks start without a launch's latency, on SMs without
+    blocks of the first kernel or whose blocks have ended. A block's number determines its first
+    work tile: while a block waits for an SM, no other block can take that tile.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -231,8 +226,6 @@ def _beside(
 
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
     """Return when a launch ends in which each thread block has a fixed first work tile.
-
-    A block's first work tile waits until an SM is free for that block.
 
     The parameters are those of `cost_model.ends`.
     """
@@ -254,7 +247,7 @@ def _form(
     kernels: str | None,
     device: Device,
 ) -> str:
-    """Return the algorithm that the call `Result.backward(deterministic)` runs on this device."""
+    """Return the algorithm that `Result.backward(deterministic)` runs on the device."""
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
     form, ordered = plans.fastest_backward(
         algorithm,
@@ -281,10 +274,7 @@ def made_for(device: Device) -> str:
 def _decoded(
     problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
 ) -> tuple[int | str, Problem]:
-    """Return the number of key splits, and the problem restricted to the keys in use.
-
-    If no prediction is possible, the function raises an error.
-    """
+    """Return the number of key splits, and the problem restricted to the keys in use."""
     beside = {} if splits == "auto" else {"splits": splits}
     fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
     if "pack_gqa" in fields:
@@ -383,7 +373,7 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """Return one `Work` object for each kernel launch of a stage, in launch order."""
+    """Return one `Work` object per kernel launch of a stage, in launch order."""
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
@@ -392,11 +382,9 @@ def stage_seconds(
 ) -> tuple[float, float, float, float]:
     """Return four predicted times of a stage (kernel), in seconds.
 
-    The four times are the latency of launches, the end of the last tile, the mean busy time of an
-    SM, and the time that HBM needs for the stage's bytes.
-
-    The argument `works` is the result of `works_of`. The constants `c` are those of the last
-    launch, which has most of the work tiles.
+    The four times are the whole time including the launch, the end of the last tile, the mean busy
+    time of an SM, and the time that HBM needs. The argument `works` is the result of `works_of`.
+    The constants `c` are those of the last launch, which has most of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -429,8 +417,8 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
     """Return the fraction of a wave's HBM bytes that are not transferred during matrix products.
 
     The thread blocks of a wave load their outer tiles, and the tiles of their first inner-loop
-    iterations, at about the same time. Later they store their results together. The tiles of all
-    other iterations arrive during products.
+    iterations, at about the same time; they store their results together. The tiles of all later
+    iterations arrive during matrix products.
     """
     visited = {move.tensor for move in one.stage.visit if move.op == "load"}
     nbytes = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
@@ -441,7 +429,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the argument `launches` for `in_launches`, for work tiles that take equally long."""
+    """Return the argument `launches` of `in_launches`, for work tiles that take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -456,7 +444,7 @@ def _blocks(
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
     """Return the `durations` of a launch's thread blocks, the launch's grid, and its usable SMs.
 
-    The grid is a pair: the number of loops over all tiles, and the number of loops per head group.
+    The grid is the number of loops over all tiles, and the number of loops per head group.
     """
     p, blocks = traffic.problem, one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
@@ -471,7 +459,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return the time constants of a launch: those of the first name that has constants."""
+    """Return a launch's time constants: those of its first name that has constants."""
     names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
@@ -482,17 +470,14 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_names(one: KernelPass, problem: Problem) -> list[str]:
-    """Return the names under which a launch's time constants may be stored, in order of preference.
-
-    The first name is for the launch's head width; a second one, if any, is for any width.
-    """
+    """Return the names of a launch's time constants: for its head width, then for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
     return [named, without] if without == "forward" or width == "128" else [named]
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
-    """Return the name of the constants that a launch uses, in its kernel family."""
+    """Return the name of a launch's time constants in its kernel family."""
     name = one.stage.name
     if not one.kernel.boxes:
         return name
@@ -513,7 +498,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the seconds that each outer tile uses an SM, and those that it waits."""
+    """Return the seconds that each outer tile uses an SM, and the seconds that the tile waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
@@ -528,17 +513,13 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return how many seconds are lost when the first thread blocks of a launch end together.
-
-    The loss occurs only once, because later blocks end one by one.
-    """
+    """Return the seconds lost once, when the first thread blocks of a launch end together."""
     return c.changeover if blocks > places else 0.0
 
 
 def _throttled(seconds: float, more: float) -> float:
     """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
 
-    Until then, the clock is the highest; after that, the kernel takes `more` additional seconds per
-    second.
+    With the lower clock, each second of the kernel's time takes `more` additional seconds.
     """
     return seconds + more * max(0.0, seconds - POWER_AFTER)

@@ -65,7 +65,7 @@ NOT_DERIVABLE = (
 
 @own_errors
 def tables(name: str) -> list[Table]:
-    """Return tables that recompute one set of published numbers, such as a figure of a paper.
+    """Return tables that recompute one set of published numbers.
 
     Raises
     ------

@@ -52,10 +52,9 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """Return the shared memory in bytes that FlashAttention-2's backward pass needs for its tiles.
+    """Return the shared memory in bytes for the tiles of FlashAttention-2's backward pass.
 
-    The tiles are those of Q, dO, K, V, P and dS. Q has two buffers, so that a kernel can load the
-    next tile of Q early.
+    The tiles are those of Q (two buffers, unless `one_q`), dO, K, V, P and dS.
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d

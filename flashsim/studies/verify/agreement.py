@@ -1,7 +1,6 @@
 """Summarises the errors of predictions, from a table that `benchmarks/verify.py` wrote.
 
-The table contains both the predictions and the hardware counters, so this module needs no GPU and
-no L2 model.
+The module needs neither a GPU nor the L2 model.
 """
 
 from __future__ import annotations
@@ -43,18 +42,12 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """The relative error, (measured - predicted) / predicted, or None if predicted is zero."""
+        """The relative error (measured - predicted) / predicted, or None if predicted is zero."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
 def read(text: str) -> list[Difference]:
-    """Read a table that `benchmarks/verify.py` wrote, and return its rows that have a prediction.
-
-    Raises
-    ------
-    TraceError
-        If the text is not such a table.
-    """
+    """Return a `benchmarks/verify.py` table's rows with a prediction, or raise a `TraceError`."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
@@ -74,12 +67,9 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets.
+    """Return tables of requested bytes, DRAM reads, bank conflicts, and errors above the targets.
 
-    Parameters
-    ----------
-    text : str
-        The table as CSV.
+    The argument `text` is the CSV that `benchmarks/verify.py` wrote.
     """
     rows = read(text)
     kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}

@@ -44,14 +44,8 @@ _SHORT = (
 class ProfiledKernel:
     """One kernel of one pass of an attention call.
 
-    Attributes
-    ----------
-    launch : ProfiledLaunch
-    problem : Problem or None
-    found : Inference
-        The form and the tiles that agree with the counters.
-    times : int
-        How often the same pass of the same call ran.
+    `found` has the form and the tiles that agree with the counters. The same pass of the same call
+    ran `times` times.
     """
 
     launch: ProfiledLaunch
@@ -73,7 +67,7 @@ class ProfiledKernel:
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences that say what this kernel's hardware counters show."""
+        """Yield sentences that say what the kernel's hardware counters show."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -152,18 +146,9 @@ def _advice(p: Problem, name: str) -> str:
 
 @own_errors
 class XRay(report.Tabled):
-    """The attention kernels of a program, from hardware counters. The report prints as a table.
+    """The attention kernels of a program, from hardware counters; prints as a table.
 
-    Parameters
-    ----------
-    record : Profile
-        The result of `measure`, `measure_kernels` or `Profile.load`.
-
-    Attributes
-    ----------
-    record : Profile
-    kernels : tuple of ProfiledKernel
-        The kernels; equal passes of equal calls occur once.
+    The argument `record` is the result of `measure`, `measure_kernels` or `Profile.load`.
     """
 
     def __init__(self, record: Profile) -> None:
@@ -172,7 +157,10 @@ class XRay(report.Tabled):
 
     @cached_property
     def kernels(self) -> tuple[ProfiledKernel, ...]:
-        """The attention kernels of the program, in the order in which they first ran."""
+        """The program's attention kernels, in the order in which they first ran.
+
+        Equal passes of equal calls occur once.
+        """
         passes: dict[tuple[int, str], list[ProfiledLaunch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
@@ -219,7 +207,7 @@ class XRay(report.Tabled):
         """Return a table with one row per kernel.
 
         - read B, written B, reduced B: the bytes between the SMs and L2, from hardware counters. L2
-          counts writes in sectors of 32 bytes, so a partly written sector counts as a whole sector.
+          counts a partly written sector of 32 bytes as a whole sector.
         - query tile, key tile: the inferred tile. The tile is "?" if the counters do not depend on
           it; "or" stands between tiles that fit equally well.
         - compulsory: the bytes of all inputs and outputs of the pass, each counted once.
@@ -270,13 +258,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the ten plausible tiles whose bytes are closest to the measured bytes.
-
-        Parameters
-        ----------
-        kernel : ProfiledKernel
-            One of `kernels` whose form has a tile.
-        """
+        """Return a table of the ten plausible tiles whose bytes are closest to those measured."""
         seen, p = kernel.launch.seen, kernel.problem
         table = report.Table(
             f"{kernel.name}: {seen.read:,.0f} B read",
@@ -304,17 +286,14 @@ class XRay(report.Tabled):
     def plot(self, **options: Any) -> Any:
         """Plot the bytes read against the size of the query tile, with each kernel's measurement.
 
-        Parameters
-        ----------
-        **options
-            The options of `flashsim.viz.tile_evidence`.
+        The options are those of `flashsim.viz.tile_evidence`.
         """
         from flashsim import viz
 
         return viz.tile_evidence(self.evidence(), **options)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """Return the data for `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
+        """Return each kernel's curve and measurement, the data for `flashsim.viz.tile_evidence`.
 
         If only a kernel's key tile can be inferred (a fused backward), its curve is over key tiles.
         """
