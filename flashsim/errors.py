@@ -168,12 +168,16 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
     for name in names:
         ours = SYNONYMS.get(name, "")
         if ours is None:
-            hint = "dropout is not simulated"
-        elif ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
-            hint = f"here it is called {ours}"
-        else:
-            hint = f"choose from {choices(name, known)}"
-        raise UnknownArgumentError(f"{function}() has no argument {name!r}; {hint}")
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; dropout is not simulated"
+            )
+        if ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; here it is called {ours}"
+            )
+        raise UnknownArgumentError(
+            f"{function}() has no argument {name!r}; choose from {choices(name, known)}"
+        )
 
 
 def own_errors(called: _Callable) -> _Callable:

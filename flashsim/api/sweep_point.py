@@ -303,4 +303,4 @@ _FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
 
 
 def _bad(text: str) -> bool:
-    raise ValueError(f"the row has {text!r} where True or False must stand")
+    raise ValueError(f"the row must have True or False in a column of truth values, got {text!r}")

@@ -85,8 +85,8 @@ def hint(
     hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(
-            f"{name} has {len(hints)} hints, got --number {number}; pass a number up to "
-            f"{len(hints)}"
+            f"the exercise {name} has {len(hints)} hints, got --number {number}; pass a number up "
+            f"to {len(hints)}"
         )
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
 

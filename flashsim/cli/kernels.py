@@ -187,7 +187,7 @@ def _attribute(module: Any, dotted: str) -> Any:
         if not hasattr(value, part):
             there = [n for n, x in vars(value).items() if callable(x) and not n.startswith("_")]
             raise OptionError(
-                f"{module.__file__} has no {dotted!r}; choose from {choices(part, there)}"
+                f"the file {module.__file__} has no {dotted!r}; choose from {choices(part, there)}"
             )
         value = getattr(value, part)
     return value
@@ -196,7 +196,7 @@ def _attribute(module: Any, dotted: str) -> Any:
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise OptionError(f"{option} must be NAME=VALUE, got {text!r}")
+        raise OptionError(f"the option {option} must have the form NAME=VALUE, got {text!r}")
     return name, value
 
 

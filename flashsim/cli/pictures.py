@@ -194,7 +194,7 @@ def plot(
     needed = {"diff": 2, "tile-map": 1, "sram-timeline": 1, "gpu-timeline": 1}.get(kind)
     if needed and len(data) != needed:
         takes = "two traces or algorithms" if kind == "diff" else "one trace"
-        raise OptionError(f"the plot {kind} shows {takes}, got {len(data)}")
+        raise OptionError(f"the plot {kind} shows {takes}, got {len(data)} of them")
     if needed == 1:
         data = data[0]
     kind = "traffic" if kind == "heads" else kind
@@ -296,8 +296,8 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
         hint = f", or plot {', '.join(fitting)} instead" if fitting else ""
         raise OptionError(
-            f"{values.flags(unused)} cannot be used for {kind}; leave out "
-            f"{values.flags(unused)}{hint}"
+            f"the plot {kind} cannot use {values.flags(unused)}; leave out "
+            f"{values.flags(unused) + hint}"
         )
     held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over, ())
     clash = [name for name in typed if kind == "io-curve" and name in held]
@@ -436,13 +436,13 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
             took = math.nan
         if not 0 < took < math.inf:
             raise OptionError(
-                f"{file}, line {reader.line_num}: seconds must be a positive number, got "
+                f"in {file}, line {reader.line_num}, seconds must be a positive number, got "
                 f"{row['seconds']!r}"
             )
         if name in times:
             raise OptionError(
-                f"{file}, line {reader.line_num}: algorithm {name} appears twice; keep one of "
-                "the two rows"
+                f"in {file}, line {reader.line_num}, algorithm {name} appears for the second "
+                "time; keep one of the two rows"
             )
         times[name] = took
     if not times:

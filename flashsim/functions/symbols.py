@@ -118,9 +118,8 @@ class Symbol(_Arithmetic):
 
     def __index__(self) -> int:
         raise FunctionError(
-            "a traced value is not a Python integer, so it cannot be an argument of range or an "
-            "index of a list; use operations on the value instead of the loop, or an array "
-            "instead of the list"
+            "a traced value is not a Python integer, so range and list indices cannot use it; "
+            "use operations on the value instead of the loop, or an array instead of the list"
         )
 
     __int__ = __index__

@@ -439,14 +439,14 @@ def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
         module = type(space).__module__ if space is not None else ""
         if "mosaic_gpu" in module:
             raise UnsupportedError(
-                f"kernel {here.name}: {name} is in {space} of Pallas's Mosaic GPU backend, which "
-                "flashsim does not support; write the kernel with plain refs, as for "
+                f"in kernel {here.name}, {name} lies in {space} of Pallas's Mosaic GPU backend, "
+                "which flashsim does not support; write the kernel with plain refs, as for "
                 "jax.experimental.pallas.triton"
             )
         if here.model == "gpu" and ".mosaic.core" in module:
             raise OptionError(
-                f"kernel {here.name}: {name} is in {space}, which only a TPU has; trace the kernel "
-                "with model='tpu'"
+                f"in kernel {here.name}, {name} lies in the memory space {space}, which only a "
+                "TPU has; trace the kernel with model='tpu'"
             )
 
 

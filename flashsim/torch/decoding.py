@@ -100,7 +100,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     if given.shape != q.shape[:1] or given.is_floating_point() or given.dtype == torch.bool:
         raise ShapeError(
             f"{name} must be {q.shape[0]} integers, one per sequence, got {name_of(given.dtype)} "
-            f"{tuple(given.shape)}"
+            f"of shape {tuple(given.shape)}"
         )
     if given.device != q.device:
         given = given.to(q.device)

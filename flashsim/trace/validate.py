@@ -234,7 +234,7 @@ def stage(
         for key in ("outer", "dense", "per"):
             if entry[key] != getattr(plan, key):
                 raise ValueError(
-                    f"stage {name!r}: {key!r} must be {getattr(plan, key)!r}, got "
+                    f"in stage {name!r}, {key!r} must be {getattr(plan, key)!r}, got "
                     f"{shown(entry[key])}"
                 )
         _check_buffers(entry["buffers"])
@@ -242,8 +242,8 @@ def stage(
     if (entry["repeat"], entry["stride"]) != heads:
         got = entry["repeat"], entry["stride"]
         raise ValueError(
-            f"stage {name!r}: repeat and stride must be {heads}, as the problem's heads require, "
-            f"got {got}"
+            f"in stage {name!r}, repeat and stride must be {heads}, as the problem's heads "
+            f"require, got {got}"
         )
     return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), *heads
 

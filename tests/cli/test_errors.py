@@ -75,7 +75,7 @@ REFUSED = [
         "study calibrate --device T4",
         "--device names the GPU on which the table --units was measured",
     ),
-    ("predict -a standard --splits 2", "splits= applies only to FlashAttention"),
+    ("predict -a standard --splits 2", "splits=2 applies only to FlashAttention"),
     ("study dram -n 8 --l2-sizes 1,nan", "--l2-sizes must be finite and at least 0"),
     ("study dram -n 8 --l2-sizes inf", "--l2-sizes must be finite and at least 0"),
     ("study calibrate --units HERE", "is not a table of units (lines of name, value and"),
@@ -89,7 +89,7 @@ REFUSED = [
     ),
     (
         "plot tile-map -n 64 -d 8 --times 0:1 -o x.png",
-        "--times cannot be used for tile-map; leave out --times, or plot gpu-timeline",
+        "the plot tile-map cannot use --times; leave out --times, or plot gpu-timeline",
     ),
     (
         "plot traffic -T h200-forward --direction backward -o x.png",
@@ -106,7 +106,7 @@ REFUSED = [
     ("plot gpu-timeline -T h200-forward --times '' -o x.png", "--times must be FIRST:LAST"),
     (
         "plot io-curve -T x.npz -o x.png",
-        "--trace cannot be used for io-curve; leave out --trace, or plot traffic",
+        "the plot io-curve cannot use --trace; leave out --trace, or plot traffic",
     ),
     ("plot traffic -T x.npz -n 5 -o x.png", "already determines its problem"),
     ("animate -n 64 -d 8 --clock sun -o x.gif", "unknown clock 'sun'"),
@@ -120,15 +120,15 @@ REFUSED = [
         "plot io-curve --over head_dim -d 77 -o x.png",
         "varies head_dim along its x axis; leave out --head-dim",
     ),
-    ("plot memory-footprint -n 999 -o x.png", "--n-q cannot be used for memory-footprint"),
+    ("plot memory-footprint -n 999 -o x.png", "the plot memory-footprint cannot use --n-q"),
     ("plot roofline --seed 4 --color bytes --sms 0:1 -o x.png", "--seed, --color, --sms"),
     (
         "plot traffic --over head_dim -o x.png",
-        "--over cannot be used for traffic; leave out --over, or plot io-curve",
+        "the plot traffic cannot use --over; leave out --over, or plot io-curve",
     ),
     (
         "plot tile-map --seconds 1 -o x.png",
-        "--seconds cannot be used for tile-map; leave out --seconds, or plot roofline",
+        "the plot tile-map cannot use --seconds; leave out --seconds, or plot roofline",
     ),
     ("plot traffic -T h200-forward -t 8x8 -o x.png", "leave out --tiling"),
     (

@@ -64,7 +64,7 @@ def test_bundled_gpu_traces_have_names(tmp_path):
     wrong = invoke("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
     assert (
         wrong.exit_code,
-        "--sms cannot be used for tile-map; leave out --sms, or plot gpu-timeline" in wrong.output,
+        "the plot tile-map cannot use --sms; leave out --sms, or plot gpu-timeline" in wrong.output,
     ) == (
         2,
         True,
@@ -277,8 +277,8 @@ def test_a_roofline_has_ones_own_times(monkeypatch, tmp_path):
             "name,ms\nflash2,1\n",
             "with rows such as flash2,0.0012, got the columns name, ms",
         ),
-        ("algorithm,seconds\nflash2,fast\n", "line 2: seconds must be a positive number"),
-        ("algorithm,seconds\nflash2,-1\n", "line 2: seconds must be a positive number"),
+        ("algorithm,seconds\nflash2,fast\n", "line 2, seconds must be a positive number"),
+        ("algorithm,seconds\nflash2,-1\n", "line 2, seconds must be a positive number"),
         ("algorithm,seconds\nflash9,1\n", "unknown algorithm 'flash9'"),
         ("algorithm,seconds\nflash2,1\nflash2,2\n", "line 3: algorithm flash2 appears twice"),
         ("algorithm,seconds\n", "has no rows"),

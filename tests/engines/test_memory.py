@@ -97,7 +97,7 @@ def test_other_ways_in_are_errors_as_well(machine, use):
 
 
 def test_tensors_that_are_not_there_are_named(machine):
-    with pytest.raises(MemoryModelError, match="HBM holds no tensor 'dQ'; it holds Q, K, V"):
+    with pytest.raises(MemoryModelError, match="HBM holds no tensor 'dQ'; choose from Q, K, V"):
         _ = machine.hbm.dQ
 
 

@@ -454,7 +454,7 @@ def nested(sram, machine, work):
             "visit to query tile 1 within the step",
         ),
         (lambda s, m: s.visit(ROWS).__enter__(), "a visit works on a tile of scores"),
-        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "lie in more than one tile of 16"),
+        (lambda s, m: s.visit(slice(0, 32), ROWS).__enter__(), "past the end of a tile of 16"),
         (lambda s, m: s.visit(slice(40, 50), ROWS).__enter__(), "are none of the 32"),
         (lambda s, m: s.load(m.hbm.Q, slice(40, 50)), "Q has 32 rows; 40:50 are none"),
         (lambda s, m: s.load(m.hbm.Q, slice(0, 8, 2)), "side by side"),

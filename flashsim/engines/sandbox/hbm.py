@@ -208,8 +208,8 @@ class OpenHbm:
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
-                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so it holds no "
-                "numbers to read or to add to; store it first, or clear it by "
+                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
+                "numbers to read or to add to; store these rows first, or clear them by "
                 f"sram.store(hbm.{tensor.name}, rows, 0.0)",
                 "unstored",
             )

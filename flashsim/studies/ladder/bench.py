@@ -81,7 +81,6 @@ class Bench:
         n, device = self.problem.n_kv, self.device
         raise SramOverflow(
             f"{what} keeps {height} whole rows of {n:,} scores on chip ({need:,} B), but a thread "
-            f"block of {device.name} has {device.sram_bytes:,} B; use at most {longest(height):,} "
-            f"scores at block_q={height}, {longest(1):,} at block_q=1, or an online softmax, "
-            "whose memory does not grow with the row"
+            f"block of {device.name} has {device.sram_bytes:,} B; use rows of at most "
+            f"{longest(height):,} scores (with block_q=1, {longest(1):,}), or an online softmax"
         )
