@@ -67,7 +67,9 @@ def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
             about = json.loads(arrays["about"].tobytes())
             return [_one(n, said, arrays) for n, said in enumerate(about)]
     except (ValueError, KeyError, TypeError, IndexError, OSError, zipfile.BadZipFile) as error:
-        raise TraceError(f"these bytes are not a kernel's record, because {error}") from None
+        raise TraceError(
+            f"flashsim cannot read these bytes as a kernel's record: {error}"
+        ) from None
 
 
 _PARTS = {"tensors": KernelTensor, "launches": Launch, "clashes": Clash}

@@ -201,7 +201,7 @@ def test_formulas_divide_without_a_remainder():
     assert 1 - n == (n - 1) * -1
     assert repr(2 * n * n + 1) == "1 + 2 n n"
     assert n != "n"
-    with pytest.raises(ValueError, match="3 does not divide 4"):
+    with pytest.raises(ValueError, match="the divisor 3 must divide 4"):
         (4 * n) // 3
     with pytest.raises(ValueError, match="x not in list"):
         (4 * n) // d
