@@ -326,8 +326,11 @@ def test_a_newer_format_says_so(trace, path):
         ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"missing: \['events_0'\], unknown: none"),
         ({"add": {"events_1": np.zeros(3)}}, r"missing: none, unknown: \['events_1'\]"),
-        ({"add": {"events_0": np.zeros(3)}}, "events_0 must have dtype .* got float64"),
-        ({"add": {"events_0": np.array([None])}}, r"events_0 must have dtype .* got object"),
+        ({"add": {"events_0": np.zeros(3)}}, "events_0 in the file must have dtype .* got float64"),
+        (
+            {"add": {"events_0": np.array([None])}},
+            r"events_0 in the file must have dtype .* got object",
+        ),
         ({"add": {"header": np.frombuffer(b"{", np.uint8)}}, "JSONDecodeError"),
     ],
 )
@@ -348,7 +351,7 @@ def test_no_pickle_is_ever_run(path):
     np.lib.format.write_array(buffer, np.array([Bomb()]), allow_pickle=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.npy", buffer.getvalue())
-    refused(path, r"header must have dtype uint8 in C order, got object")
+    refused(path, r"header in the file must have dtype uint8 in C order, got object")
 
 
 # -- writing ------------------------------------------------------------------------------------
