@@ -55,8 +55,8 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
         if len(shape) > 1 and x.strides[-2] == x.itemsize:
             raise ShapeError(
                 f"{name} of shape {shape} looks transposed (strides {x.strides} B), but its last "
-                f"two axes must be {last_axes(name)} in memory; pass {name} without .T, or, if "
-                f"you mean the transpose, np.ascontiguousarray({name})"
+                f"two axes must be {last_axes(name)} in memory; pass {name} without .T, or copy "
+                f"it with np.ascontiguousarray({name}), or {name}.contiguous() in torch"
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape {shape}; "

@@ -186,7 +186,7 @@ def test_torch_tensors_on_a_gpu_stay_on_the_cpu(tmp_path):
     [
         (["nowhere.py:f"], "the file 'nowhere.py' does not exist"),
         ([f"{ROOT}/README.md"], "README.md' is not a Python file; pass FILE.py:function"),
-        ([f"{FLASH}:backwards"], "has no 'backwards'; possible:"),
+        ([f"{FLASH}:backwards"], "has no 'backwards'; choose from"),
         (
             [f"{FLASH}:attention_forward"],
             "is itself a kernel; name a function that launches the kernel",
