@@ -34,7 +34,7 @@ def reader(func: Any) -> tuple[Reader, str] | None:
         return _flex, "flex_attention"
     if isinstance(func, type):
         name = f"{func.__module__}.{func.__name__}"
-        return (_flash, name) if name in _AUTOGRAD else None
+        return (_flash_4, name) if name in _AUTOGRAD else None
     name = _name(func)
     return (_READERS[name], name) if name in _READERS else None
 
@@ -207,6 +207,14 @@ def _flash(a: Arguments) -> AttentionCall:
         dropout=a.get("dropout_p") or 0.0,
         notes=notes,
     )
+
+
+def _flash_4(a: Arguments) -> AttentionCall:
+    """Read a call of FlashAttention-4's functions, in which a window's limits may be negative."""
+    call = _flash(a)
+    if any(side is not None and side < 0 for side in a.get("window_size") or ()):
+        call.notes.append("a negative side of the window: counted as if that side had no limit")
+    return call
 
 
 #: The names of calls of flashsim's own functions.
