@@ -331,7 +331,8 @@ class Problem:
             return None
         if self.dtype not in checks.FP8:
             raise OptionError(
-                f"scales= needs FP8 inputs, {' or '.join(checks.FP8)}, got dtype={self.dtype!r}"
+                f"scales= works only with FP8 inputs ({' or '.join(checks.FP8)}), got "
+                f"dtype={self.dtype!r}; leave out scales="
             )
         if isinstance(scales, str):
             return checks.one_of("scales", scales, ("tensor", "head"))

@@ -176,8 +176,8 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
     """Return the problem in the header, after checking that int32 tables can index its lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
-            f"the header itself must contain {', '.join(sorted(own_masks))}, which its entry "
-            "'problem' must not contain"
+            "the header itself, and not its entry 'problem', must contain "
+            f"{', '.join(sorted(own_masks))}"
         )
     checked = Problem(**fields, **masks)
     sizes = {n: getattr(checked, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}

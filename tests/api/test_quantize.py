@@ -251,7 +251,7 @@ def test_scales_that_fit_no_inputs():
     q, k, v = inputs()
     x = flashsim.quantize(q, k, v)
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
-    with pytest.raises(OptionError, match="scales= needs FP8 inputs"):
+    with pytest.raises(OptionError, match="scales= works only with FP8 inputs"):
         flashsim.run(q, k, v, scales=x.scales)
     with pytest.raises(
         OptionError, match="'unscaled' is for FP8 inputs only, but q, k and v are float32"
