@@ -82,17 +82,17 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 
 def require_numba(what: str, instead: str = "") -> None:
     """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on."""
+    hint = f"; {instead}" if instead else ""
     try:
         import numba
     except ImportError as error:
         raise BackendUnavailable(
-            f"{what} needs Numba, which cannot be imported ({error}): pip install numba"
-            f"{'; ' if instead else ''}{instead}"
+            f"{what} needs Numba, which cannot be imported ({error}): pip install numba{hint}"
         ) from None
     if numba.config.DISABLE_JIT:
         raise BackendUnavailable(
             f"{what} needs Numba's compiler, which NUMBA_DISABLE_JIT=1 switches off: unset "
-            f"that variable{'; ' if instead else ''}{instead}"
+            f"that variable{hint}"
         )
 
 
@@ -126,10 +126,10 @@ def choices(value: object, possible: Iterable[object]) -> str:
     """Return a text that lists the `possible` names, and suggests one that resembles `value`."""
     names = [str(name) for name in possible]
     if not names:
-        return "there are none"
+        return "none, because there are none"
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"possible: {', '.join(names)}{hint}"
+    return f"{', '.join(names)}{hint}"
 
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -168,12 +168,16 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
     for name in names:
         ours = SYNONYMS.get(name, "")
         if ours is None:
-            hint = "dropout is not simulated"
-        elif ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
-            hint = f"here it is called {ours}"
-        else:
-            hint = choices(name, known)
-        raise UnknownArgumentError(f"{function}() has no argument {name!r}; {hint}")
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; dropout is not simulated"
+            )
+        if ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; here it is called {ours}"
+            )
+        raise UnknownArgumentError(
+            f"{function}() has no argument {name!r}; choose from {choices(name, known)}"
+        )
 
 
 def own_errors(called: _Callable) -> _Callable:

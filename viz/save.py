@@ -72,7 +72,10 @@ def save_figure(
     formats = figure.canvas.get_supported_filetypes()
     ending = path.suffix.lower().lstrip(".")
     if ending not in formats:
-        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
+        raise OptionError(
+            f"cannot write {path.name!r}, because flashsim knows no format with this ending; "
+            f"choose from {choices(path.suffix, sorted(formats))}"
+        )
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
         raise OptionError(
             f"dpi= and size= must be positive, got dpi={dpi!r} and size={shown(size)}"

@@ -314,9 +314,9 @@ def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
     """Raise `DTypeError` unless `array` has the forward pass's library and is on its device."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
-            f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
-            "forward pass ran on arrays of "
-            f"{type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
+            f"{name} must be on the same device as q, k and v, which are "
+            f"{type(space).__name__.removesuffix('Space').lower()} arrays on GPU {space.device}, "
+            f"got {_place(array)}"
         )
 
 

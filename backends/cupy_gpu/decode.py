@@ -428,9 +428,9 @@ def check(job: Job) -> None:
     """Raise an error if a job has options that decoding does not support."""
     if job.tiling is not None or job.key_order != "ascending":
         raise UnsupportedError(
-            "on a GPU, algorithm='flash-decode' takes neither tiling= nor key_order=, because "
-            "its kernel chooses the tile size and reads keys in ascending order; leave them "
-            "out, and set the number of thread blocks per sequence by splits="
+            "on a GPU, algorithm='flash-decode' chooses the tile size and reads keys in "
+            "ascending order; leave out tiling= and key_order=, and set the number of thread "
+            "blocks per sequence by splits="
         )
     if job.options.get("kernel", "auto") not in ("auto", "portable"):
         raise UnsupportedError(

@@ -362,8 +362,9 @@ def gpu_of(device: int) -> Gpu:
     name = properties["name"].decode()
     if capability < OLDEST:
         raise BackendUnavailable(
-            f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
-            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='simulator' or 'numba'"
+            f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but the "
+            f"kernels need {OLDEST[0]}.{OLDEST[1]} (Ampere) or later; use backend='simulator' or "
+            "'numba'"
         )
     return Gpu(
         name,
@@ -433,7 +434,7 @@ def _check(job: Job) -> None:
     for option in DECODING:
         if option in job.options:
             raise OptionError(
-                f"{option} is an option of algorithm={DECODE!r} only, got "
+                f"the option {option}= works only with algorithm={DECODE!r}, got "
                 f"algorithm={job.algorithm!r}; leave out {option}="
             )
     launch.check_asked("cupy", job, ALGORITHMS, KERNELS)

@@ -225,12 +225,12 @@ def check_asked(
     """Return the job's option `kernel`; raise an error if the backend lacks it or the algorithm."""
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
-            f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "
-            f"{asked.algorithm!r}; use backend='simulator' for it"
+            f"backend={backend!r} runs only the algorithms {', '.join(map(repr, algorithms))}, "
+            f"not {asked.algorithm!r}; use backend='simulator', which runs every algorithm"
         )
     name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
     if name not in known:
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, known)}")
+        raise OptionError(f"unknown kernel {name!r}; choose from {choices(name, known)}")
     return name
 
 
@@ -239,8 +239,8 @@ def check_head_dims(problem: Problem, what: str) -> None:
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > MAX_HEAD_DIM:
             raise UnsupportedError(
-                f"{what} supports {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}; use "
-                "backend='simulator'"
+                f"{what} supports a {name} of at most {MAX_HEAD_DIM}, got "
+                f"{getattr(problem, name)}; use backend='simulator'"
             )
 
 

@@ -149,7 +149,10 @@ def on_chip(
             shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
             if shared <= room or (warps, stages) == (1, 2):
                 return warps, stages, shared, stages * stage // (4 * rows)
-    raise AssertionError("the last choice always fits")
+    raise AssertionError(
+        "no decode kernel fits this call, although the last choice always fits; this is a bug in "
+        "flashsim"
+    )
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:

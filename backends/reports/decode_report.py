@@ -57,9 +57,9 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"with {launch.row_tiles} row tiles under a mask, the kernel computes every key tile "
-            "that any row tile sees for all row tiles, which a trace cannot describe; use "
-            "backend='simulator' to trace this call, or leave out trace="
+            f"a trace cannot describe {launch.row_tiles} row tiles under a mask, because the "
+            "kernel computes every key tile that one of them sees for all of them; use "
+            "backend='simulator', or leave out trace="
         )
     return schedule
 

@@ -209,7 +209,7 @@ class Hbm:
             return self.__dict__["tensors"][name]
         except KeyError:
             raise MemoryModelError(
-                f"HBM holds no tensor {name!r}; it holds {', '.join(self.__dict__['tensors'])}"
+                f"HBM holds no tensor {name!r}; choose from {', '.join(self.__dict__['tensors'])}"
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:

@@ -71,8 +71,8 @@ def take(host: Host, **arrays: Any) -> list[Any]:
             for other, y in arrays.items():  # a tensor without numbers raises its own error here
                 host_of(y).take(other, y)
             raise DTypeError(
-                f"all arrays must come from one library, got {name} as "
-                f"{type(x).__module__}.{type(x).__name__}, but another argument from "
+                f"all arrays must come from one library, but {name} is a "
+                f"{type(x).__module__}.{type(x).__name__} and another argument comes from "
                 f"{host.library}; convert one of them"
             )
     return [None if x is None else host.take(name, x) for name, x in arrays.items()]
@@ -129,7 +129,8 @@ def from_torch(name: str, x: Any) -> Any:
         return x.view(torch.int16).numpy().view(numpy_dtype(kind))
     except (RuntimeError, TypeError) as error:  # without storage: fake tensors, torch.func's
         raise DTypeError(
-            f"{name}, {type(x).__name__}, cannot be read from memory: {error}"
+            f"the array {name} of type {type(x).__name__} cannot be read from memory ({error}); "
+            "pass a NumPy array"
         ) from error
 
 
@@ -146,8 +147,8 @@ def _to_torch(x: np.ndarray) -> Any:
 
 def _traced(name: str, x: Any) -> Any:
     raise DTypeError(
-        f"{name} is a JAX tracer ({type(x).__name__}): under jax.jit, grad or vmap it stands for "
-        "an array and holds no numbers; call flashsim.jax.attention there"
+        f"{name} is a JAX tracer ({type(x).__name__}), which holds no numbers; inside jax.jit, "
+        "grad or vmap, call flashsim.jax.attention instead"
     )
 
 
@@ -161,6 +162,6 @@ def _from_dlpack(name: str, x: Any) -> Any:
         return np.asarray(x) if foreign else np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise DTypeError(
-            f"{name}, {type(x).__module__}.{type(x).__name__}, cannot be read through DLPack: "
-            f"{error}"
+            f"the array {name} of type {type(x).__module__}.{type(x).__name__} cannot be read "
+            f"through DLPack ({error}); pass a NumPy array"
         ) from error

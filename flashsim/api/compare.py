@@ -159,7 +159,7 @@ def compare(
     if not isinstance(algorithms, (list, tuple)) or not algorithms:
         raise OptionError(
             f"algorithms must be a non-empty list of names, got {shown(algorithms)}; "
-            + choices(algorithms, plans.ALGORITHMS)
+            f"choose from {choices(algorithms, plans.ALGORITHMS)}"
         )
     for name in algorithms:
         plans.check_algorithm(name)

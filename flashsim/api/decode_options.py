@@ -115,8 +115,8 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
     names = list(algorithms)
     if not any(plans.splits_keys(plans.check_algorithm(name)) for name in names):
         raise OptionError(
-            f"decode= is for algorithm='flash-decode', which splits the keys; {names[0]!r} "
-            "processes all keys of a query tile in one loop: leave out decode="
+            "decode= works only with algorithm='flash-decode', which splits the keys; leave out "
+            f"decode= for {names[0]!r}, which does not split them"
         )
     fields = decode.keywords()
     for name in DecodeOptions.__dataclass_fields__:

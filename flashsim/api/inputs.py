@@ -110,8 +110,8 @@ def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
     if timeline and backend in ON_CPU:
         raise UnsupportedError(
             "trace='timeline' records when a GPU ran each part of the work, so it needs one of "
-            f"the backends {' and '.join(b for b in BACKENDS if b not in ON_CPU)}; pass one as "
-            "backend=, or pass trace=True"
+            f"the GPU backends ({' and '.join(b for b in BACKENDS if b not in ON_CPU)}); pass "
+            "one as backend=, or pass trace=True"
         )
     return trace if timeline else bool(trace)
 
@@ -231,8 +231,8 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
     width = checks.positive_int("head_dim_v", width)
     if width > shape_of("k", k)[-1]:
         raise ShapeError(
-            f"V is the first head_dim_v columns of k, {tuple(k.shape)}: head_dim_v must be at most "
-            f"{k.shape[-1]}, got {width}"
+            f"head_dim_v must be at most {k.shape[-1]}, because V is the first head_dim_v columns "
+            f"of k, whose shape is {tuple(k.shape)}; got {width}"
         )
     return k[..., :width], True
 
@@ -242,8 +242,8 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
     used = [name for name in options if name in DECODING]
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
-            f"{algorithm!r} takes no {', '.join(used)}: it processes all keys of a query tile in "
-            "one loop; use algorithm='flash-decode', which splits the keys"
+            f"{algorithm!r} does not take {', '.join(used)}, because it processes all keys of a "
+            "query tile in one loop; use algorithm='flash-decode', which splits the keys"
         )
 
 
@@ -289,10 +289,10 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise ShapeError(f"k and v must have the same number of heads, got {_named(shapes)}")
     if q[3] != k[3]:
         hint = "; k looks transposed: its rows are keys" if q[3] == k[2] else ""
-        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes)}{hint}")
+        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes) + hint}")
     if k[2] != v[2]:
         hint = "; v looks transposed: its rows are values" if k[2] == v[3] else ""
-        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes)}{hint}")
+        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes) + hint}")
 
 
 def _named(shapes: Iterable[tuple[int, ...]]) -> str:
@@ -303,11 +303,13 @@ def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]
     shape = shape_of("bias", bias)
     if name_of(bias.dtype) != dtype:
         whose = "out" if dtype == "bfloat16" else "q"  # as FP8 inputs have it, whose out is wider
-        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {name_of(bias.dtype)}")
+        raise DTypeError(
+            f"bias must have the same dtype as {whose}, which is {dtype}, got {name_of(bias.dtype)}"
+        )
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(
-            f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "
-            f"optional, got {shape}"
+            f"bias must have shape {tuple(full)}, of which the first two lengths may also be 1 or "
+            f"missing; got {shape}"
         )
     return (1,) * (4 - len(shape)) + shape
 

@@ -112,9 +112,9 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
             raise OptionError(
-                f"the first {prefix:,} keys are not shared: those of {name}[{b}] differ from "
-                f"those of {name}[0]; set shared_prefix= to the number of leading keys that are "
-                "the same in all entries"
+                f"the first {prefix:,} keys must be the same in all batch entries, but those of "
+                f"{name}[{b}] differ from those of {name}[0]; set shared_prefix= to the number of "
+                "leading keys that all entries share"
             )
 
 

@@ -293,8 +293,8 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
                     having.append(f"backend={other!r}")
         if having:
             raise UnknownArgumentError(
-                f"run() has no argument {name!r} with backend={backend!r}; "
-                f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+                f"run() has no argument {name!r} with backend={backend!r}, but with "
+                f"{', '.join(having)}; use one of these backends, or leave out the argument"
             )
 
 

@@ -133,8 +133,8 @@ class Result(_Pass):
         """
         if self._asked.empty:
             raise UnsupportedError(
-                "the arrays of this call have an axis of length 0, and no flashsim.Problem "
-                "describes them: its sizes must all be at least 1"
+                "no flashsim.Problem describes this call, because its arrays have an axis of "
+                "length 0; pass arrays whose axes all have a length of at least 1"
             )
         return self._job.problem
 

@@ -41,9 +41,9 @@ def _number(value: Any) -> Any:
 def require(dtype: str) -> None:
     """Raise an `OptionError` that says that inputs of the FP8 type `dtype` need `scales`."""
     raise OptionError(
-        f"q, k and v are {dtype}, and FP8 elements need scales: pass scales=(q_scale, k_scale, "
-        "v_scale), which flashsim.quantize returns in x.options (run(x.q, x.k, x.v, "
-        f"**x.options)), or scales={UNSCALED!r} if all scales are 1"
+        f"q, k and v are {dtype}, and FP8 inputs need scales; pass the options that "
+        "flashsim.quantize returns, as in run(x.q, x.k, x.v, **x.options), or "
+        f"scales={UNSCALED!r} if all scales are 1"
     )
 
 
@@ -84,9 +84,9 @@ def granularity(
     else:
         shapes = ", ".join(str(np.shape(scale)) for scale in scales)
         raise ShapeError(
-            "the scales of q, k and v must all have shape () (one per tensor), (batch, heads) "
-            "(one per head) or (batch, heads, blocks) (one per block), without batch or heads "
-            f"if q has no such axis; got shapes {shapes}"
+            "the scales of q, k and v must all have shape () for one per tensor, (batch, heads) "
+            "for one per head, or (batch, heads, blocks) for one per block, except for axes that "
+            f"q lacks; got shapes {shapes}"
         )
     if block is not None:
         raise OptionError(

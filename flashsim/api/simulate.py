@@ -140,7 +140,7 @@ def simulate(
     for tensor in (*more, *asked):
         if tensor not in NAMES:
             raise OptionError(
-                f"no input or output is named {shown(tensor)}; {choices(tensor, NAMES)}"
+                f"no input or output is named {shown(tensor)}; choose from {choices(tensor, NAMES)}"
             )
     if not asked or set(asked) & {"Q", "K", "V", *more}:
         raise OptionError(

@@ -239,7 +239,7 @@ def _tiling(name: str, value: Any) -> Tiling | str:
     if not isinstance(value, str) or value not in names:
         raise OptionError(
             f"{name} must hold flashsim.Tiling(block_q, block_k) or names, got {shown(value)}; "
-            + choices(value, names)
+            f"choose from {choices(value, names)}"
         )
     return value
 
@@ -266,14 +266,14 @@ def parse_row(text: Mapping[str, str]) -> Row:
     """Parse a row from the text of its cells; ValueError if `measure` cannot return such a row."""
     row = {name: _cell(name, cell) for name, cell in text.items()}
     if lacks := [name for name in PARAMETERS if row[name] is None and name != "window"]:
-        raise ValueError(f"it has no {', '.join(lacks)}")
+        raise ValueError(f"the row lacks the columns {', '.join(lacks)}")
     status = str(row["status"])
     if status == "ok":
         if lacks := [name for name in FIGURES if row[name] is None]:
-            raise ValueError(f"its status is ok, but it has no {', '.join(lacks)}")
+            raise ValueError(f"the row's status is ok, but it lacks values of {', '.join(lacks)}")
     elif status.partition(":")[0] not in _FAILURES:
         raise ValueError(
-            f"its status must be 'ok' or an error's name and text, got {status[:40]!r}"
+            f"the row's status must be 'ok' or an error's name and text, got {status[:40]!r}"
         )
     return row
 
@@ -303,4 +303,4 @@ _FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
 
 
 def _bad(text: str) -> bool:
-    raise ValueError(f"{text!r} is not True or False")
+    raise ValueError(f"the row must have True or False in a column of truth values, got {text!r}")

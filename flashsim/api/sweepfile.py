@@ -153,8 +153,8 @@ class SweepFile:
                 rows.append(parse(dict(zip(self.columns, cells, strict=True))))
         except (ValueError, csv.Error) as error:
             raise OptionError(
-                f"{self.path}, line {1 + lines.line_num}: not a row of a sweep ({error}); remove "
-                "the line, or name another file"
+                f"{self.path}, line {1 + lines.line_num}, is not a row of a sweep ({error}); "
+                "remove the line, or name another file"
             ) from None
         return rows
 

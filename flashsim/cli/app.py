@@ -291,7 +291,9 @@ class _Group(TyperGroup):
             _moved(f"flashsim {args[0]}", f"flashsim {MOVED[args[0]]}")
             args = [*MOVED[args[0]].split(), *args[1:]]
         if args[0] not in self.entries:
-            raise OptionError(f"there is no command {args[0]!r}; {choices(args[0], self.entries)}")
+            raise OptionError(
+                f"there is no command {args[0]!r}; choose from {choices(args[0], self.entries)}"
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

@@ -215,9 +215,8 @@ def refuse_unused(
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
+    if len(idle) == 1:
+        raise OptionError(f"the option {flag(idle[0])} has no effect with {where}; leave it out")
     if idle:
-        them = "it" if len(idle) == 1 else "them"
-        has = "has" if len(idle) == 1 else "have"
-        raise OptionError(
-            f"{', '.join(map(flag, idle))} {has} no effect with {where}; leave {them} out"
-        )
+        options = ", ".join(map(flag, idle))
+        raise OptionError(f"the options {options} have no effect with {where}; leave them out")

@@ -85,8 +85,8 @@ def hint(
     hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(
-            f"{name} has {len(hints)} hints, got --number {number}; pass a number up to "
-            f"{len(hints)}"
+            f"the exercise {name} has {len(hints)} hints, got --number {number}; pass a number up "
+            f"to {len(hints)}"
         )
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
 
@@ -100,7 +100,8 @@ def reveal(
     exercise = shelf.find(name)
     if not exercise.revealed:
         raise OptionError(
-            f"the solution of {exercise.name} is not published; `{_hint(exercise)}` shows a hint"
+            f"the solution of {exercise.name} is not published; run `{_hint(exercise)}` to see a "
+            "hint"
         )
     text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
@@ -268,17 +269,18 @@ def grade(
             if not kernels:
                 looked = ", ".join(dict.fromkeys(one.path for one in exercises_of([])))
                 raise OptionError(
-                    f"{str(file)!r} contains no file of an exercise, and no folder that does; "
-                    f"looked for {looked}; to give 0 points for missing files, name the exercises "
-                    "with --exercise"
+                    f"neither {str(file)!r} nor a folder in it contains a file of an exercise; "
+                    f"flashsim looked for {looked}. To give 0 points for missing files, name the "
+                    "exercises with --exercise"
                 )
             roots = [file]  # the student's mistake: 0 points, no error
         if roots:
             work = kernels or exercises_of(roots)
             if any((plot, save)) or (gradescope and len(roots) > 1):
                 raise OptionError(
-                    "a folder of submissions was passed, but --plot and --save need a single file, "
-                    "and --gradescope the folder of a single homework; leave out these options"
+                    "--plot and --save need a single file, and --gradescope needs the folder of "
+                    "a single homework, but a folder of submissions was passed; leave out these "
+                    "options"
                 )
             _say_graded(work, chosen=bool(kernels))
             if roots != [file] and (loose := [x.name for x in file.iterdir() if x.is_file()]):

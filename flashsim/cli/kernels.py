@@ -88,7 +88,8 @@ def kernel(
     if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
             raise OptionError(
-                f"{path} uses Pallas; name the function that calls pl.pallas_call: FILE.py:function"
+                f"{path} uses Pallas, so name the function that calls pl.pallas_call; pass "
+                "FILE.py:function"
             )
         with beside(path):
             with readers_errors(path):
@@ -185,7 +186,9 @@ def _attribute(module: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         if not hasattr(value, part):
             there = [n for n, x in vars(value).items() if callable(x) and not n.startswith("_")]
-            raise OptionError(f"{module.__file__} has no {dotted!r}; {choices(part, there)}")
+            raise OptionError(
+                f"the file {module.__file__} has no {dotted!r}; choose from {choices(part, there)}"
+            )
         value = getattr(value, part)
     return value
 
@@ -193,7 +196,7 @@ def _attribute(module: Any, dotted: str) -> Any:
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise OptionError(f"{option} must be NAME=VALUE, got {text!r}")
+        raise OptionError(f"the option {option} must have the form NAME=VALUE, got {text!r}")
     return name, value
 
 
@@ -260,12 +263,14 @@ def _call(
         else:
             raise OptionError(
                 f"{name} has a parameter {parameter!r}, which is not the name of an attention "
-                f"tensor; set it with --set {parameter}=VALUE (64x200 is a random array)"
+                f"tensor; set its value with --set {parameter}=VALUE, where a VALUE such as "
+                "64x200 makes a random array"
             )
     for other in settings:
         if other not in parameters:
             raise OptionError(
-                f"--set: {name} has no parameter {other!r}; {choices(other, parameters)}"
+                f"--set names the parameter {other!r}, but {name} has no such parameter; choose "
+                f"from {choices(other, parameters)}"
             )
     return functools.partial(called, **keywords), attention
 
@@ -292,7 +297,9 @@ class _Arrays:
         if axes not in (2, 3, 4):
             raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
         if layout not in _LAYOUTS:
-            raise OptionError(f"unknown --layout {layout!r}; {choices(layout, _LAYOUTS)}")
+            raise OptionError(
+                f"unknown --layout {layout!r}; choose from {choices(layout, _LAYOUTS)}"
+            )
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)

@@ -146,7 +146,8 @@ def one_pass(direction: str) -> str:
     """Return `direction`; raise `OptionError` unless it is "forward" or "backward"."""
     if direction not in ("forward", "backward"):
         raise OptionError(
-            f"unknown --direction {direction!r}; {choices(direction, ('forward', 'backward'))}"
+            f"unknown --direction {direction!r}; choose from "
+            f"{choices(direction, ('forward', 'backward'))}"
         )
     return direction
 

@@ -161,7 +161,10 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
     if path is None:
         return
     if endings and path.suffix not in endings:
-        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, endings)}")
+        raise OptionError(
+            f"cannot write {path.name!r}, because flashsim knows no format with this ending; "
+            f"choose from {choices(path.suffix, endings)}"
+        )
     if path.is_dir():
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     try:

@@ -203,7 +203,7 @@ def verify(
         if how.device == _HERE:
             raise OptionError(
                 "--from needs --device, because this table does not record the GPU on which it "
-                "was measured (files written by --save do)"
+                "was measured, as files written by --save do; pass the GPU's name as --device"
             )
         predictions = [
             verification.predict(problem, algorithm, d, t, how.device)

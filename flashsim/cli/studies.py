@@ -87,7 +87,9 @@ def walkthrough(
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
     if name not in walks.NAMES:
-        raise OptionError(f"there is no walkthrough {name!r}; {choices(name, walks.NAMES)}")
+        raise OptionError(
+            f"there is no walkthrough {name!r}; choose from {choices(name, walks.NAMES)}"
+        )
     walk: Callable[..., report.Table] = getattr(walks, name)
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(
@@ -271,7 +273,7 @@ def blocks(
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
             if tile is None:
-                raise OptionError(f"--stages takes STAGE=QUERIESxKEYS, got {stages!r}")
+                raise OptionError(f"--stages must have the form STAGE=QUERIESxKEYS, got {stages!r}")
             tilings[name] = tile
         compared = tiles.mixed(problem, tilings, algorithm=algorithm, device=device)
     else:

@@ -256,7 +256,7 @@ def _read_file(file: Path) -> Arrays:
     if missing:
         raise ShapeError(
             f"{file} must contain arrays q, k and v (and may contain dout), got "
-            f"{', '.join(contents) or 'none'}; missing: {', '.join(missing)}"
+            f"{', '.join(contents) or 'none'}; add {', '.join(missing)}"
         )
     return Arrays(contents["q"], contents["k"], contents["v"], contents.get("dout"))
 
@@ -266,7 +266,7 @@ def parse_size(name: str, text: str) -> tuple[float, float]:
     takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
     size = opt.pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
-        raise OptionError(f"{name} takes {takes}, got {text!r}")
+        raise OptionError(f"{name} must be {takes}, got {text!r}")
     return size
 
 
@@ -281,7 +281,7 @@ def parse_mask(text: str) -> bool:
     """Return whether a mask is causal, from the text "full" or "causal"."""
     masks = {"full": False, "causal": True}
     if text not in masks:
-        raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
+        raise OptionError(f"unknown mask {text!r}; choose from {choices(text, masks)}")
     return masks[text]
 
 
@@ -289,7 +289,7 @@ def parse_tiling(text: str) -> Tiling | str:
     """Return the Tiling of a text such as ``128x64``; return "fit" and preset names unchanged."""
     if text == "fit" or text in PRESETS:
         return text
-    takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
+    takes = f"QUERIESxKEYS, e.g. 128x64, or a name from {choices(text, ('fit', *PRESETS))}"
     return Tiling(*opt.pair("x", int, takes)("--tiling", text))
 
 

@@ -76,7 +76,8 @@ class Account(report.Tabled):
         """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
-                f"no rank sends a tensor named {shown(tensor)}; {choices(tensor, self.sent)}"
+                f"no rank sends a tensor named {shown(tensor)}; choose from "
+                f"{choices(tensor, self.sent)}"
             )
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)
@@ -125,8 +126,8 @@ class Account(report.Tabled):
         steps = (busiest > 0) & (sent > 0)
         if not steps.any():
             raise OptionError(
-                f"{self.group.scheme!r} over {self.group.ranks} ranks sends nothing while it "
-                "computes, so there is no communication that computation could hide"
+                f"scheme {self.group.scheme!r} over {self.group.ranks} ranks sends nothing while "
+                "it computes, so no computation can hide its communication; choose another scheme"
             )
         longest = float((sent[steps] / busiest[steps]).max())
         return self.group.rows_a_member * longest * flop_rate / bandwidth

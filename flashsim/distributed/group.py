@@ -98,13 +98,13 @@ class Group:
         if p.n_q % parts:
             raise ShapeError(
                 f"scheme {self.scheme!r} over {ranks} ranks needs a sequence length divisible by "
-                f"{parts}, got {p.n_q:,} rows; {self._whole_parts(parts)}"
+                f"{parts}, got {p.n_q:,} rows; to fix it, {self._whole_parts(parts)}"
             )
         if p.heads % self.ulysses or p.kv_heads % self.ulysses:
             raise ShapeError(
-                f"{self.ulysses} ranks that exchange heads must divide the heads, got "
-                f"heads={p.heads}, kv_heads={p.kv_heads}; use 'usp' with fewer ranks per exchange "
-                f"(ulysses={math.gcd(ranks, p.kv_heads)}), or 'zigzag', which exchanges no heads"
+                f"the number of ranks that exchange heads, {self.ulysses}, must divide "
+                f"heads={p.heads} and kv_heads={p.kv_heads}; use 'usp' with "
+                f"ulysses={math.gcd(ranks, p.kv_heads)}, or 'zigzag', which exchanges no heads"
             )
 
     def _whole_parts(self, parts: int) -> str:

@@ -188,7 +188,9 @@ class _Judge:
             self._replayed([self.task.arrays()], most=None)
         except (SramOverflow, ProgramError) as error:
             return str(error)
-        raise AssertionError("the program needs more on-chip memory than the machine has")
+        raise AssertionError(
+            "the program needs more on-chip memory than the machine has; use smaller tiles"
+        )
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:

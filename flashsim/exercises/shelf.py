@@ -45,8 +45,8 @@ def of_course(name: str) -> AnyExercise:
     """
     if name not in _bundled():
         raise OptionError(
-            f"the course has no exercise {shown(name)}; {choices(name, _bundled())}; to use a "
-            "lecturer's own exercise, pass --exercise FILE"
+            f"the course has no exercise {shown(name)}; choose from {choices(name, _bundled())}; "
+            "to use a lecturer's own exercise, pass --exercise FILE"
         )
     return _bundled()[name]
 
@@ -72,8 +72,8 @@ def find(name: str) -> AnyExercise:
         return _bundled()[name]
     if not name.endswith(".py"):
         raise OptionError(
-            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or a "
-            f"name; {choices(name, _bundled())}"
+            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or "
+            f"choose from {choices(name, _bundled())}"
         )
     path = Path(name)
     if not path.is_file():

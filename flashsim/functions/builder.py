@@ -180,7 +180,7 @@ def graph_of(entry: Any) -> Graph:
         own = [numbers[a] for a in args]
         if op == "arg":
             if value not in (SCORE, *INDICES):
-                raise ValueError(f"a function has no argument {value!r}")
+                raise ValueError(f"a function has no argument {value!r}; use score, b, h, q or k")
             made = build.arg(value)
         elif op == "const":
             if not isinstance(value, (bool, int, float)):
@@ -188,7 +188,10 @@ def graph_of(entry: Any) -> Graph:
             made = build.const(value)
         elif op == "load":
             if type(value) is not int or len(own) != len(build.arrays[value].shape):
-                raise ValueError(f"a node reads array {value!r} with {len(own)} indices")
+                raise ValueError(
+                    f"a node reads array {value!r} with {len(own)} indices, but an array needs "
+                    "one index per axis"
+                )
             made = build.load(value, own)
         elif op == "cast":
             (one,) = own

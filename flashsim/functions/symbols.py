@@ -118,9 +118,8 @@ class Symbol(_Arithmetic):
 
     def __index__(self) -> int:
         raise FunctionError(
-            "a traced value is not a Python integer, so it cannot be an argument of range or an "
-            "index of a list; use operations on the value instead of the loop, or an array "
-            "instead of the list"
+            "a traced value is not a Python integer, so range and list indices cannot use it; "
+            "use operations on the value instead of the loop, or an array instead of the list"
         )
 
     __int__ = __index__
@@ -193,7 +192,10 @@ class Symbol(_Arithmetic):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
-            raise AttributeError(f"a traced value has no attribute {name!r}")
+            raise AttributeError(
+                f"a traced value has no attribute {name!r}; use operators, or functions of numpy, "
+                "torch or math"
+            )
         return functools.partial(FUNCTIONS[name], self)
 
 

@@ -54,21 +54,25 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
         called = recorder.wrap(function)
         result = called(*(Symbol(recorder, recorder.builder.arg(a)) for a in arguments))
         if result is None or isinstance(result, (str, tuple, list, dict)):
-            raise FunctionError(f"it returns {shown(result)}; it must return one value per score")
+            raise FunctionError(
+                f"the function must return one value per score, got {shown(result)}"
+            )
         root = recorder.node(result)
     except FlashSimError as error:
-        raise FunctionError(f"{name} cannot be traced{_line(error)}: {error}") from error
+        raise FunctionError(
+            f"the function {name} cannot be traced{_line(error)}: {error}"
+        ) from error
     except Exception as error:
         raise FunctionError(
-            f"{name} cannot be traced{_line(error)}: {type(error).__name__}: {error}; it is "
-            f"called as {form}, and may use operators, & | ~, where, minimum, maximum, abs, exp, "
-            "tanh and indexed arrays"
+            f"the function {name} cannot be traced{_line(error)} ({type(error).__name__}: "
+            f"{error}); it is called as {form}, and may use operators, where, minimum, maximum, "
+            "abs, exp, tanh and indexed arrays"
         ) from error
     found = recorder.builder.nodes[root].kind
     if (kind == BOOL) != (found == BOOL):
         names = {BOOL: "a boolean", INT: "an integer", FLOAT: "a number"}
         raise FunctionError(
-            f"{name} must return {names[kind]} per score, because it is used as {form}; it returns "
+            f"{name} must return {names[kind]} per score, because it is used as {form}, got "
             f"{names[found]}"
         )
     graph = recorder.builder.graph(recorder.builder.cast(root, kind), name)

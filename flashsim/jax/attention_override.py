@@ -131,7 +131,7 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ShapeError(
             f"{name} must be integers of shape ({batch},), one per batch entry, got "
-            f"{lengths.dtype} {lengths.shape}"
+            f"{lengths.dtype} of shape {lengths.shape}"
         )
     return lengths
 

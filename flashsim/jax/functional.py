@@ -165,7 +165,7 @@ def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
     if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ShapeError(
             f"sinks must be one number per query head, a float array of shape ({heads},), got "
-            f"{sinks.dtype} {sinks.shape}"
+            f"{sinks.dtype} of shape {sinks.shape}"
         )
     return sinks.astype(wide)
 

@@ -422,7 +422,9 @@ def inner(ref: Ref) -> Lanes:
 def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
     """Return the requested model, or "tpu" if the kernel uses features of TPUs, else "gpu"."""
     if model is not None and model not in get_args(Model):
-        raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
+        raise OptionError(
+            f"there is no model {model!r}; choose from {choices(model, get_args(Model))}"
+        )
     marks = [type(params.get("compiler_params")).__module__]
     marks += [type(getattr(v.aval, "memory_space", None)).__module__ for v in jaxpr.invars]
     for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)
@@ -437,14 +439,14 @@ def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
         module = type(space).__module__ if space is not None else ""
         if "mosaic_gpu" in module:
             raise UnsupportedError(
-                f"kernel {here.name}: {name} is in {space} of Pallas's Mosaic GPU backend, which "
-                "flashsim does not support; write the kernel with plain refs, as for "
+                f"in kernel {here.name}, {name} lies in {space} of Pallas's Mosaic GPU backend, "
+                "which flashsim does not support; write the kernel with plain refs, as for "
                 "jax.experimental.pallas.triton"
             )
         if here.model == "gpu" and ".mosaic.core" in module:
             raise OptionError(
-                f"kernel {here.name}: {name} is in {space}, which only a TPU has; trace the kernel "
-                "with model='tpu'"
+                f"in kernel {here.name}, {name} lies in the memory space {space}, which only a "
+                "TPU has; trace the kernel with model='tpu'"
             )
 
 

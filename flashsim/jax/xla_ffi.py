@@ -192,7 +192,8 @@ class ForeignCall:
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame[_CONTEXT])
         if _asking(_Api.from_address(self.api).stream_get)(ctypes.byref(asked)):
             raise RuntimeError(
-                "XLA returned no CUDA stream for this call, so the kernel cannot be launched"
+                "XLA returned no CUDA stream for this call, so flashsim cannot launch its "
+                "kernel; run the call on an NVIDIA GPU"
             )
         return asked.stream or 0
 

@@ -147,8 +147,8 @@ class Touched:
             spec = graph.arrays[graph.nodes[self.access.node].value]
             raise UnsupportedError(
                 f"{graph.name} indexes the captured array {spec.name} with elements of another "
-                "captured array, whose values a Problem does not keep for score functions, so the "
-                "L2 model does not know which elements are read; use level='requested'"
+                "captured array, whose values a Problem does not keep for the L2 model; use "
+                "level='requested'"
             )
         nodes = (
             x if n in used else Node("const", (), 0, x.kind) for n, x in enumerate(graph.nodes)
@@ -194,7 +194,7 @@ class Touched:
         evaluated = len(distinct) * self._variants.shape[1] * s.tiling.block_q * s.tiling.block_k
         if side == "score" and evaluated > MOST_EVALUATED:
             raise UnsupportedError(
-                f"to find the lines of a captured array, the L2 model would evaluate an index of "
+                "to find the lines of a captured array, the L2 model must evaluate an index of "
                 f"{self.access.graph.name} at {evaluated:.1e} scores, but the limit is "
                 f"{MOST_EVALUATED:.1e}; use fewer queries, keys or heads, or level='requested'"
             )

@@ -118,7 +118,10 @@ class _Files(IndexDataCacheFile):
         if theirs != key:
             return None
         if digest != hashlib.sha256(blob).digest():
-            raise ValueError("the checksum of this cache file does not match its content")
+            raise ValueError(
+                "the checksum of this cache file does not match its content; delete the file, "
+                "and flashsim writes it anew"
+            )
         return pickle.loads(blob)
 
 

@@ -74,7 +74,9 @@ class Dram:
         if stage is not None:
             names = [s.name for s in self.stages]
             if not isinstance(stage, str) or stage not in names:
-                raise OptionError(f"there is no stage {shown(stage)}; {choices(stage, names)}")
+                raise OptionError(
+                    f"there is no stage {shown(stage)}; choose from {choices(stage, names)}"
+                )
         questions.check_names(None, tensor)
         return sum(
             nbytes

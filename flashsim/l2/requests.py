@@ -70,8 +70,9 @@ class TileNumbers:
             at += count
             if at > MOST_TILES:
                 raise UnsupportedError(
-                    f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but the tensors "
-                    f"up to {name} have {at:,}; use larger tiles, fewer heads or a shorter sequence"
+                    f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but this "
+                    f"problem's tensors, counted up to {name}, have {at:,}; use larger tiles, "
+                    "fewer heads or a shorter sequence"
                 )
             sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)

@@ -103,12 +103,15 @@ class KernelTrace:
         chosen = a["active"] > 0
         if op is not None:
             if op not in OPS[:3]:
-                raise OptionError(f"there is no operation {shown(op)}; {choices(op, OPS[:3])}")
+                raise OptionError(
+                    f"there is no operation {shown(op)}; choose from {choices(op, OPS[:3])}"
+                )
             chosen = chosen & (a["op"] == OPS.index(op))
         if tensor is not None:
             if tensor not in self.tensors:
                 raise OptionError(
-                    f"there is no tensor {shown(tensor)}; {choices(tensor, self.tensors)}"
+                    f"there is no tensor {shown(tensor)}; choose from "
+                    f"{choices(tensor, self.tensors)}"
                 )
             chosen = chosen & (a["tensor"] == self.tensors.index(tensor))
         return chosen
@@ -172,7 +175,8 @@ class KernelTrace:
         for name in kernels:
             if name not in there:
                 raise OptionError(
-                    f"there is no launch of a kernel {shown(name)}; {choices(name, set(there))}"
+                    f"there is no launch of a kernel {shown(name)}; choose from "
+                    f"{choices(name, set(there))}"
                 )
         kept = [n for n, name in enumerate(there) if name in kernels]
         return KernelTrace(

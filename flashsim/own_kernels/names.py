@@ -45,7 +45,7 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
         if name not in parameters:
             raise OptionError(
                 f"names= contains {name!r}, which is not a parameter of the kernel; "
-                f"{choices(name, parameters)}"
+                f"choose from {choices(name, parameters)}"
             )
     found: dict[str, str] = {}
     for name in (*(n for n in parameters if n in given), *parameters):

@@ -141,7 +141,8 @@ class KernelRecord:
             if one.name == name:
                 return one
         raise OptionError(
-            f"there is no tensor {name!r}; possible: {', '.join(one.name for one in self.tensors)}"
+            f"there is no tensor {name!r}; choose from "
+            f"{', '.join(one.name for one in self.tensors)}"
         )
 
     @property

@@ -61,12 +61,16 @@ def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(one.file_size for one in archive.infolist()) > most:
-                raise TraceError(f"a kernel's record has more than {most:,} bytes")
+                raise TraceError(
+                    f"a kernel's record may have at most {most:,} bytes; trace fewer launches"
+                )
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             return [_one(n, said, arrays) for n, said in enumerate(about)]
     except (ValueError, KeyError, TypeError, IndexError, OSError, zipfile.BadZipFile) as error:
-        raise TraceError(f"these bytes are not a record of a kernel: {error}") from None
+        raise TraceError(
+            f"flashsim cannot read these bytes as a kernel's record: {error}"
+        ) from None
 
 
 _PARTS = {"tensors": KernelTensor, "launches": Launch, "clashes": Clash}
@@ -82,10 +86,16 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
     limits = {"launch": len(parts["launches"]), "tensor": codes, "line": len(lines)}
     for name, (table, dtype) in tables.items():
         if table.dtype != dtype:
-            raise ValueError(f"{name} has the wrong columns, {table.dtype.names}")
+            raise ValueError(
+                f"the table {name} in the kernel's record has the wrong columns "
+                f"{table.dtype.names}; trace the kernel again"
+            )
         for column, end in limits.items():
             if column in (dtype.names or ()) and (table[column].astype(np.int64) >= end).any():
-                raise ValueError(f"{name} has the number of a {column} that does not exist")
+                raise ValueError(
+                    f"the table {name} in the kernel's record refers to a {column} that does not "
+                    "exist; trace the kernel again"
+                )
     record = KernelRecord(
         str(said["source"]),
         accesses=tables["accesses"][0],
@@ -98,7 +108,10 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
     values = tuple(arrays[f"{n} value {code}"] for code in range(codes))
     for tensor, value in zip(record.tensors, values, strict=True):
         if value.shape != tensor.shape:
-            raise ValueError(f"{tensor.name} is {tensor.shape}, and its values are {value.shape}")
+            raise ValueError(
+                f"the recorded tensor {tensor.name} has shape {tensor.shape}, but its values have "
+                f"shape {value.shape}; trace the kernel again"
+            )
     return Recorded(record, {str(k): str(v) for k, v in said["names"].items()}, values)
 
 

@@ -65,7 +65,7 @@ def flag(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
     """Return `value` if it is one of the possible names; otherwise raise an error."""
     if not isinstance(value, str) or value not in possible:
-        raise OptionError(f"unknown {name} {shown(value)}; {choices(value, possible)}")
+        raise OptionError(f"unknown {name} {shown(value)}; choose from {choices(value, possible)}")
     return value
 
 
@@ -156,7 +156,9 @@ def dtype_name(dtype: Any) -> str:
                 f"dtype {name!r} is {turned[name]} with swapped byte order; convert it with "
                 f"x.astype({turned[name]!r})"
             )
-        raise DTypeError(f"dtype {shown(name)} is not supported; {choices(name, DTYPES)}")
+        raise DTypeError(
+            f"dtype {shown(name)} is not supported; choose from {choices(name, DTYPES)}"
+        )
     return name
 
 

@@ -171,7 +171,7 @@ class Device:
         if not peak:
             raise OptionError(
                 f"{self.name} has no peak for dtype {dtype!r}; "
-                + choices(dtype, sorted({*self.tensor_flops, *self.cuda_flops}))
+                f"choose from {choices(dtype, sorted({*self.tensor_flops, *self.cuda_flops}))}"
             )
         return peak
 
@@ -205,7 +205,7 @@ class Device:
         preset = _BY_KEY.get(_key(device)) if isinstance(device, str) else None
         if preset is None:
             raise OptionError(
-                f"unknown device {shown(device)}; {choices(device, PRESETS)}; "
+                f"unknown device {shown(device)}; choose from {choices(device, PRESETS)}; "
                 "or build your own with flashsim.Device(...)"
             )
         return preset

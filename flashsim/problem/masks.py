@@ -75,8 +75,8 @@ def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndar
         raise
     except Exception as error:
         raise MaskError(
-            f"mask function {name!r} failed on index arrays of shape {q.shape} and {k.shape}: "
-            f"{type(error).__name__}: {error}; write it with operations on whole arrays of "
+            f"mask function {name!r} failed on index arrays of shapes {q.shape} and {k.shape} "
+            f"({type(error).__name__}: {error}); write it with operations on whole arrays of "
             "indices, e.g. (q - k) % 2 == 0"
         ) from error
     if result.dtype != np.bool_:

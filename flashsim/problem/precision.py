@@ -121,7 +121,7 @@ class Precision:
         for name in options:
             if name not in known:
                 raise UnknownArgumentError(
-                    f"Precision has no argument {name!r}; {choices(name, known)}"
+                    f"Precision has no argument {name!r}; choose from {choices(name, known)}"
                 )
         return super().__new__(cls)
 
@@ -149,7 +149,7 @@ class Precision:
         for name in self.points:
             if name not in points_of(algorithm):
                 raise OptionError(
-                    f"{algorithm!r} has no rounding point {name!r}; its rounding points are "
+                    f"{algorithm!r} has no rounding point {name!r}; choose from "
                     f"{', '.join(points_of(algorithm))}"
                 )
 

@@ -302,9 +302,9 @@ class Problem:
         """Raise an error unless all queries see the shared prefix, and it fills whole pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
-                f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "
-                "shared_prefix= also needs cu_seqlens_q= and cu_seqlens_k= (flashsim.run and "
-                "flashsim.count set them for a batch)"
+                f"shared_prefix={shown(prefix)} applies only to packed sequences; pass "
+                "cu_seqlens_q= and cu_seqlens_k= too, as flashsim.run and flashsim.count do for "
+                "a batch"
             )
         for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:
@@ -331,7 +331,8 @@ class Problem:
             return None
         if self.dtype not in checks.FP8:
             raise OptionError(
-                f"scales= needs FP8 inputs, {' or '.join(checks.FP8)}, got dtype={self.dtype!r}"
+                f"scales= works only with FP8 inputs ({' or '.join(checks.FP8)}), got "
+                f"dtype={self.dtype!r}; leave out scales="
             )
         if isinstance(scales, str):
             return checks.one_of("scales", scales, ("tensor", "head"))

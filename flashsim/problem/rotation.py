@@ -30,8 +30,8 @@ def hadamard(x: np.ndarray) -> np.ndarray:
     if d & (d - 1):
         raise ShapeError(
             f"a Hadamard rotation needs a head_dim that is a power of two, got {d}; pad q and k "
-            f"with zeros to head_dim {1 << d.bit_length()}, which does not change q k^T, and "
-            "pass scale= for the original head_dim"
+            f"with zeros to head_dim {1 << d.bit_length()}, which keeps q k^T, and pass scale= "
+            f"for head_dim {d}"
         )
     span = 1
     while span < d:

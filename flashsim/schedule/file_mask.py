@@ -31,8 +31,8 @@ class SavedMask:
             known = ", ".join(str(t) for t in self.tables)
             raise TraceError(
                 f"mask function {self.__name__!r} was not saved with its trace, which records "
-                f"only which {known} tiles the mask keeps, but this schedule has {tiling} tiles; "
-                "pass the function as mask= to the Problem"
+                f"only which {known} tiles the mask keeps, not which {tiling} tiles; pass the "
+                "function as mask= to the Problem"
             )
         return self.tables[tiling]
 
@@ -40,8 +40,8 @@ class SavedMask:
         """Raise `TraceError`, because the mask function itself is not in the trace file."""
         raise TraceError(
             f"mask function {self.__name__!r} was not saved with its trace, which records only "
-            "which tiles the mask keeps, but this call needs the mask of single scores; pass "
-            "the function as mask= to the Problem"
+            "which tiles the mask keeps, not which scores; pass the function as mask= to the "
+            "Problem"
         )
 
     def __repr__(self) -> str:

@@ -178,9 +178,9 @@ class Schedule(Grid):
         scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"mask= or block_mask= must be evaluated at {scores:.1e} scores, but the limit "
-                f"is {MOST_SCORES:.1e}; use fewer queries or keys, or express the mask by "
-                "causal=, window= and cu_seqlens, which need no evaluation per score"
+                f"mask= or block_mask= must be evaluated at {scores:.1e} scores, but the limit is "
+                f"{MOST_SCORES:.1e}; use fewer queries or keys, or causal=, window= and "
+                "cu_seqlens, which need no evaluation per score"
             )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
@@ -204,10 +204,9 @@ class Schedule(Grid):
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"{self.problem.mask_mod} must be evaluated at every score of {len(i):,} tiles, "
-                "because its bounds do not decide whether these tiles are masked; they have "
-                f"{scores:.1e} scores, but the limit is {MOST_SCORES:.1e}; use fewer queries or "
-                "keys"
+                f"the bounds of {self.problem.mask_mod} do not decide whether {len(i):,} tiles "
+                f"are masked, so it must be evaluated at their {scores:.1e} scores, but the limit "
+                f"is {MOST_SCORES:.1e}; use fewer queries or keys"
             )
         some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
         for part in self.groups(len(i)):
@@ -422,9 +421,9 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            "this algorithm needs every query tile to see keys of exactly one key tile, but "
-            f"with {tiling} tiles at least one query tile does not; use a block_k of at least "
-            f"{longest} if every query sees a key, or algorithm='flash2-fused'"
+            "in this algorithm, every query tile must see keys of exactly one key tile, which "
+            f"{tiling} tiles do not allow here; use algorithm='flash2-fused', or, if every query "
+            f"sees a key, a block_k of at least {longest}"
         )
 
 

@@ -107,7 +107,8 @@ def check_splits(splits: Any) -> None:
     if isinstance(splits, str):
         if splits not in RULES:
             raise OptionError(
-                f"unknown splits={splits!r}; pass an integer or a name; {choices(splits, RULES)}"
+                f"unknown splits={splits!r}; pass an integer or a name; choose from "
+                f"{choices(splits, RULES)}"
             )
     else:
         Split(splits)

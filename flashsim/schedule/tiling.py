@@ -124,9 +124,9 @@ class Tiling:
             if need > device.sram_bytes:
                 rows = "".join(f"\n  {name:<6}{size:>14,} B" for name, size in table.items())
                 raise SramOverflow(
-                    f"{algorithm} {direction}, stage {stage!r}: a {self} tile at head_dim="
-                    f"{problem.head_dim}, {problem.dtype} needs {need:,} B on chip, but "
-                    f"a thread block of {device.name} has {device.sram_bytes:,} B; "
+                    f"in stage {stage!r} of {algorithm} {direction}, a {self} tile with "
+                    f"head_dim={problem.head_dim} and {problem.dtype} needs {need:,} B on chip, "
+                    f"but a thread block of {device.name} has {device.sram_bytes:,} B; "
                     f"{self._advice(problem, device, algorithm, direction, split)}. The stage's "
                     f"buffers are:{rows}"
                 )

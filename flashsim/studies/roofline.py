@@ -132,7 +132,8 @@ class Roofline(report.Tabled):
             if point.count == count:
                 return point
         raise OptionError(
-            f"there is no point {count!r}; {choices(count, [p.count for p in self.points])}"
+            f"the roofline has no point {count!r}; choose from "
+            f"{choices(count, [p.count for p in self.points])}"
         )
 
     def table(self) -> report.Table:

@@ -193,7 +193,7 @@ def only(calls: list[AttentionCall], name: str) -> AttentionCall:
     """Return the only call of the list `calls`; raise OptionError if the list has several calls."""
     if len(calls) > 1:
         raise OptionError(
-            f"{name!r} made {len(calls)} calls, but this needs a single call; choose one from "
+            f"{name!r} made {len(calls)} calls, but exactly one call is needed; choose one from "
             f"the list seen.named({name!r}), such as seen.named({name!r})[0]"
         )
     return calls[0]

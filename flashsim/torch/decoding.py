@@ -101,7 +101,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     if given.shape != q.shape[:1] or given.is_floating_point() or given.dtype == torch.bool:
         raise ShapeError(
             f"{name} must be {q.shape[0]} integers, one per sequence, got {name_of(given.dtype)} "
-            f"{tuple(given.shape)}"
+            f"of shape {tuple(given.shape)}"
         )
     if given.device != q.device:
         given = given.to(q.device)
@@ -196,8 +196,8 @@ def _problem(
             )
         if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
             raise ShapeError(
-                f"block_table must be int32 ({batch}, max_pages), got {table.dtype} "
-                f"{tuple(table.shape)}"
+                f"block_table must be int32 of shape ({batch}, max_pages), got {table.dtype} of "
+                f"shape {tuple(table.shape)}"
             )
         if table.device != q.device or (table.stride(1) != 1 and table.shape[1] > 1):
             raise ShapeError(

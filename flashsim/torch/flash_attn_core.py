@@ -417,7 +417,8 @@ def _by_functions(
     sequences = batch if cuts is None else len(cuts[0]) - 1
     if slopes is not None and slopes.shape not in ((heads,), (sequences, heads)):
         raise ShapeError(
-            f"alibi_slopes must be ({heads},) or ({sequences}, {heads}), got {tuple(slopes.shape)}"
+            f"alibi_slopes must have one slope per head, of shape ({heads},), or one per sequence "
+            f"and head, of shape ({sequences}, {heads}), got {tuple(slopes.shape)}"
         )
     if sinks is not None:
         check_sinks(sinks, q)

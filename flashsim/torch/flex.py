@@ -67,7 +67,10 @@ def flex_attention(
     """
     query, key, value = taken(query=query, key=key, value=value)
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        raise ShapeError("query, key and value must all have 4 axes, (batch, heads, n, head_dim)")
+        raise ShapeError(
+            "query, key and value must all have 4 axes, (batch, heads, n, head_dim), got "
+            f"{query.ndim}, {key.ndim} and {value.ndim} axes"
+        )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise OptionError(
             f"query has {query.shape[1]} heads, but key has {key.shape[1]} heads; pass "

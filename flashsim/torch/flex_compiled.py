@@ -263,7 +263,9 @@ class _Body:
                 return args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
             else:
                 found[node] = _called(node.target, args, keywords)
-        raise AssertionError("a graph ends with its output")
+        raise AssertionError(
+            "the graph of flex_attention must end with its output, but it has none"
+        )
 
 
 def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

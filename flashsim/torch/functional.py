@@ -141,8 +141,8 @@ def taken(**tensors: Any) -> list[Tensor]:
             )
         if not 2 <= x.ndim <= 4:
             raise ShapeError(
-                f"{name} must be (batch, heads, {last_axes(name)[1:]}, leading axes optional, got "
-                f"{tuple(x.shape)}"
+                f"{name} must be {'(batch, heads, ' + last_axes(name)[1:]}, leading axes "
+                f"optional, got {tuple(x.shape)}"
             )
     first, *others = tensors.values()
     if any(x.device != first.device for x in others):
@@ -160,8 +160,8 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
     heads = q.shape[-3] if q.ndim > 2 else 1
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
         raise ShapeError(
-            f"sinks must be one number per query head, ({heads},), got {name_of(sinks.dtype)} "
-            f"{tuple(sinks.shape)}"
+            f"sinks must be one number per query head, of shape ({heads},), got "
+            f"{name_of(sinks.dtype)} of shape {tuple(sinks.shape)}"
         )
 
 

@@ -516,6 +516,6 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         given = rest.get(name)
         if given is not None and given is not False:
             raise UnsupportedError(
-                f"flashsim's attention does not give a model {what} ({name}); use "
+                f"flashsim's attention does not give a model {what} (argument {name}); use "
                 "model.set_attn_implementation('eager'), which does"
             )

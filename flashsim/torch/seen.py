@@ -94,7 +94,7 @@ class Seen:
                 f"{', '.join(ends[:4])}"
             )
         if not ends:
-            where = choices(name, names) if names else NOTHING
+            where = f"choose from {choices(name, names)}" if names else NOTHING
             raise OptionError(f"no attention call was seen in {name!r}; {where}")
         return [call for call in self.calls if call.name == ends[0]]
 

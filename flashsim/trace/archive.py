@@ -45,20 +45,23 @@ class Archive:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # the version that NumPy writes for our types
                 raise ValueError(
-                    f"{name} must use version (1, 0) of NumPy's file format, got {version}"
+                    f"the array {name} in the file must use version (1, 0) of NumPy's file "
+                    f"format, got {version}"
                 )
             shape, fortran, stored_type = np.lib.format.read_array_header_1_0(member)
             if stored_type != dtype or fortran:
                 raise ValueError(
-                    f"{name} must have dtype {dtype} in C order, got {stored_type} in "
-                    f"{'Fortran' if fortran else 'C'} order"
+                    f"the array {name} in the file must have dtype {dtype} in C order, got "
+                    f"{stored_type} in {('Fortran' if fortran else 'C')} order"
                 )
             if len(shape) != ndim or min(shape) < 0:
-                raise ValueError(f"{name} must have {ndim} axes, got the shape {shape}")
+                raise ValueError(
+                    f"the array {name} in the file must have {ndim} axes, got the shape {shape}"
+                )
             size = member.tell() + math.prod(shape) * stored_type.itemsize
         if self._infos[name].file_size != size:
             raise ValueError(
-                f"{name} must have {size} B, as its shape implies, got "
+                f"the array {name} in the file must have {size} B, as its shape implies, got "
                 f"{self._infos[name].file_size} B"
             )
         return shape
@@ -77,7 +80,9 @@ class Archive:
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):
-            raise ValueError(f"{name} must have shape {tuple(shape)}, got {stored_shape}")
+            raise ValueError(
+                f"the array {name} in the file must have shape {tuple(shape)}, got {stored_shape}"
+            )
         array = np.empty(shape, dtype)  # a page uses memory only once it is written
         raw = memoryview(array.reshape(-1).view(np.uint8).data)
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))
@@ -91,10 +96,14 @@ class Archive:
                 while at < stop:
                     got = member.readinto(raw[at:stop])
                     if not got:
-                        raise ValueError(f"{name} has fewer bytes than its shape implies")
+                        raise ValueError(
+                            f"the array {name} in the file has fewer bytes than its shape implies"
+                        )
                     at += got
                 if check is not None:
                     check(part)
             if member.read(1):  # zipfile compares the checksum when it reaches the end
-                raise ValueError(f"{name} has more bytes than its shape implies")
+                raise ValueError(
+                    f"the array {name} in the file has more bytes than its shape implies"
+                )
         return array

@@ -133,8 +133,8 @@ def _read(file: Any, path: str) -> Recording:
         if "header" not in archive.names:
             names = ", ".join(archive.names[:5])
             raise TraceError(
-                f"{path!r} is an archive, but not a flashsim trace: it has no member 'header', "
-                f"only {names}"
+                f"{path!r} is an archive, but not a flashsim trace, because it has the members "
+                f"{names} and no 'header'; name a file that Trace.save wrote"
             )
         header = _header(archive)
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -145,9 +145,9 @@ def _read(file: Any, path: str) -> Recording:
         validate.typed("the header", header, {"version": int})
         if header["version"] > VERSION:
             raise TraceError(
-                f"{path!r} has trace format {header['version']}, written by flashsim "
-                f"{header.get('flashsim', '?')}; flashsim {__version__} reads formats up to "
-                f"{VERSION}: install a newer flashsim"
+                f"{path!r} has trace format {header['version']} and was written by flashsim "
+                f"{header.get('flashsim', '?')}, but flashsim {__version__} reads only formats up "
+                f"to {VERSION}; install a newer flashsim"
             )
         return _unpack(header, archive)
     except TraceError:
@@ -425,8 +425,8 @@ def _unpack_timeline(
     for name in TIMELINE.names or ():
         if shapes[f"timeline_{name}"] != spans.shape:
             raise ValueError(
-                f"timeline_{name} must have the shape of timeline_sm, {spans.shape}, got "
-                f"{shapes[f'timeline_{name}']}"
+                f"the array timeline_{name} must have the same shape as timeline_sm, which is "
+                f"{spans.shape}, got {shapes[f'timeline_{name}']}"
             )
         spans[name] = read(f"timeline_{name}")
     spans["start_ns"] = np.cumsum(spans["start_ns"])

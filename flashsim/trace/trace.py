@@ -78,7 +78,10 @@ class Trace(Recording, questions.Answers):
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise OptionError(f"no stage {shown(name)}; {choices(name, [s.name for s in self.stages])}")
+        raise OptionError(
+            f"there is no stage {shown(name)}; choose from "
+            f"{choices(name, [s.name for s in self.stages])}"
+        )
 
     # -- totals ---------------------------------------------------------------------------------
 

@@ -52,7 +52,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
         value = entry[key]
         of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not of_kind:
-            raise ValueError(f"{what}: {key!r} must be {_JSON[kind]}, got {shown(value)}")
+            raise ValueError(f"in {what}, {key!r} must be {_JSON[kind]}, got {shown(value)}")
     return entry
 
 
@@ -78,14 +78,20 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     _strings(fields)
     for name, value in fields["provenance"].items():
         if not isinstance(value, str):
-            raise ValueError(f"provenance: {name!r} must be a string, got {shown(value)}")
+            raise ValueError(
+                f"in the header's entry 'provenance', {name!r} must be a string, got {shown(value)}"
+            )
     for field, ours in (("op", OPS), ("tensor", tensors), ("phase", PHASES), ("role", ROLES)):
         names = fields["names"].get(field, [] if field in ("phase", "role") else None)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"names: {field!r} must be a list of strings, got {shown(names)}")
+            raise ValueError(
+                f"in the header's entry 'names', {field!r} must be a list of strings, got "
+                f"{shown(names)}"
+            )
         if unknown := set(names) - set(ours):
             raise ValueError(
-                f"names: {field!r} has unknown names: {', '.join(map(repr, sorted(unknown)))}"
+                f"in the header's entry 'names', {field!r} has unknown names: "
+                f"{', '.join(map(repr, sorted(unknown)))}"
             )
     if not fields["stages"]:
         raise ValueError("the header lists no stages; a trace has at least one")
@@ -122,23 +128,26 @@ def own(value: Any) -> Own | None:
     for pair in entry["tensors"]:
         if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
             raise ValueError(
-                "own: each tensor must be a list [name, axis], whose name is an identifier of at "
-                f"most 24 characters, got {shown(pair)}"
+                "in the header's entry 'own', each tensor must be a list [name, axis], whose "
+                f"name is an identifier of at most 24 characters, got {shown(pair)}"
             )
         name, axis = pair
         if name in TENSORS or name in tensors or type(axis) is not int or axis not in SIDES:
             raise ValueError(
-                "own: each tensor must have a name that no other tensor has, and one of the axes "
-                f"{SIDES}, got {shown(pair)}"
+                "in the header's entry 'own', each tensor must have a name that no other tensor "
+                f"has, and one of the axes {SIDES}, got {shown(pair)}"
             )
         tensors[name] = axis
     if len(tensors) > MOST_NAMES:
-        raise ValueError(f"own: there must be at most {MOST_NAMES} tensors, got {len(tensors)}")
+        raise ValueError(
+            f"in the header's entry 'own', there must be at most {MOST_NAMES} tensors, got "
+            f"{len(tensors)}"
+        )
     sizes = entry["compulsory"], entry["workspace"]
     if not all(0 <= nbytes < 1 << 62 for nbytes in sizes):
         raise ValueError(
-            "own: 'compulsory' and 'workspace', the numbers of bytes of the algorithm's "
-            f"tensors, must be from 0 to 2**62 - 1, got {sizes[0]} and {sizes[1]}"
+            "in the header's entry 'own', the numbers of bytes 'compulsory' and 'workspace' must "
+            f"be from 0 to 2**62 - 1, got {sizes[0]} and {sizes[1]}"
         )
     return Own(tensors, *sizes)
 
@@ -167,16 +176,16 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
     """Return the problem in the header, after checking that int32 tables can index its lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
-            f"problem: {', '.join(sorted(own_masks))} must be in the header itself, not in its "
-            "entry 'problem'"
+            "the header itself, and not its entry 'problem', must contain "
+            f"{', '.join(sorted(own_masks))}"
         )
     checked = Problem(**fields, **masks)
     sizes = {n: getattr(checked, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
     for name, size in {**sizes, "batch * heads": checked.batch * checked.heads}.items():
         if size and size >= INDEX:
             raise ValueError(
-                f"problem: {name} must be less than 2**31, because tables store indices as int32, "
-                f"got {size}"
+                f"in the header's entry 'problem', {name} must be less than 2**31, because tables "
+                f"store indices as int32, got {size}"
             )
     return checked
 
@@ -225,7 +234,7 @@ def stage(
         for key in ("outer", "dense", "per"):
             if entry[key] != getattr(plan, key):
                 raise ValueError(
-                    f"stage {name!r}: {key!r} must be {getattr(plan, key)!r}, got "
+                    f"in stage {name!r}, {key!r} must be {getattr(plan, key)!r}, got "
                     f"{shown(entry[key])}"
                 )
         _check_buffers(entry["buffers"])
@@ -233,8 +242,8 @@ def stage(
     if (entry["repeat"], entry["stride"]) != heads:
         got = entry["repeat"], entry["stride"]
         raise ValueError(
-            f"stage {name!r}: repeat and stride must be {heads}, as the problem's heads require, "
-            f"got {got}"
+            f"in stage {name!r}, repeat and stride must be {heads}, as the problem's heads "
+            f"require, got {got}"
         )
     return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), *heads
 
@@ -430,7 +439,7 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
         within("timeline: visit", own["visit"], -1, pairs)
     within("timeline: start", spans["start_ns"], 0, 1 << 62)
     if (spans["end_ns"] < spans["start_ns"]).any():
-        raise ValueError("timeline: a span's end_ns is less than its start_ns")
+        raise ValueError("in the timeline, a span's end_ns is less than its start_ns")
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:

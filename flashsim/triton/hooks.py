@@ -64,7 +64,7 @@ def _junk(element: Any, kind: np.dtype) -> Any:
 
 def _rmw(m: Interpreter, plain: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
     if floats.is_narrow(val.dtype):
-        raise floats.refuse("an atomic operation")
+        raise floats.refuse(what="an atomic operation")
     reached = m.reach(ATOMIC, ptr, mask)
     at = m.at.interpreter
     shape = reached.addresses.shape
@@ -188,7 +188,7 @@ def checking(plain: Any) -> Any:
         plain(ops, given)
         for one in given:
             if floats.is_narrow(one.dtype):
-                raise floats.refuse("a reduction or a scan")
+                raise floats.refuse(what="a reduction or a scan")
 
     return check
 

@@ -104,8 +104,8 @@ class Memory:
             names = ", ".join(t.name for t in self._recorder.tensors)
             raise MemoryModelError(
                 f"{int(strange.sum())} of {strange.size} pointers point to no tensor that was "
-                f"passed ({names}). A pointer must be computed from an argument of the kernel. "
-                "Check whether a load or store lacks its mask, or uses a number as a pointer",
+                f"passed ({names}); compute each pointer from an argument of the kernel, and "
+                "check whether a load or store lacks its mask, or uses a number as a pointer",
                 "outside",
             )
         return addresses

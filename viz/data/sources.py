@@ -58,7 +58,7 @@ def made_by(how: str, data: Any, has: str) -> Any:
     this module may not import.
     """
     if not hasattr(data, has):
-        raise DTypeError(f"expected the result of {how}, got {shown(data)}")
+        raise DTypeError(f"the data to draw must be the result of {how}, got {shown(data)}")
     return data
 
 
@@ -95,7 +95,7 @@ def writable(what: str, text: Any) -> str:
     text = str(text)
     if len(text) > MOST_CHARACTERS:
         raise OptionError(
-            f"the {what} {shown(text)} has {len(text):,} characters, but a {what} may have at "
+            f"the {what} {shown(text)} has {len(text):,} characters, which is too long; use at "
             f"most {MOST_CHARACTERS}"
         )
     if any("\ud800" <= char <= "\udfff" for char in text):

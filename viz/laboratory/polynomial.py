@@ -91,5 +91,5 @@ def _without(term: Term, divisor: Term) -> Term:
 
 def _whole(n: int, divisor: int) -> int:
     if n % divisor:
-        raise ValueError(f"{divisor} does not divide {n}")
+        raise ValueError(f"the divisor {divisor} must divide {n} without a remainder")
     return n // divisor

@@ -41,7 +41,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     stage = stages[0] if stage is None else stage
     blocks = [b for b in data.found if b.stage == stage]
     if not blocks:
-        raise OptionError(f"there is no stage {shown(stage)}; possible: {', '.join(stages)}")
+        raise OptionError(f"there is no stage {shown(stage)}; choose from {', '.join(stages)}")
     series: dict[str, tuple[list[float], Any]] = {
         "visits": ([b.visits for b in blocks], lambda x: f"{x:,}"),
         "requested bytes": ([b.bytes for b in blocks], human),

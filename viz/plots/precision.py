@@ -43,7 +43,10 @@ def precision(
     n = max(finding.n for finding in data.findings) if n is None else n
     findings = [finding for finding in data.findings if finding.kind == kind and finding.n == n]
     if not findings:
-        raise OptionError(f"there are no results for {shown(kind)} inputs of length {shown(n)}")
+        raise OptionError(
+            f"there are no results for {shown(kind)} inputs of length {shown(n)}; pass a kind and "
+            "a length that were measured"
+        )
     errors = np.array([[finding.errors[name] for name in _RESULTS] for finding in findings])
     finite = errors[np.isfinite(errors) & (errors > 0)]
     low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4

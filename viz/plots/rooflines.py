@@ -195,7 +195,8 @@ def _given(
     for name, value in values.items():
         if name not in known:
             raise OptionError(
-                f"{what} has a value for {name!r}, which is not drawn; {choices(name, known)}"
+                f"{what} has a value for {name!r}, which is not drawn; choose from "
+                f"{choices(name, known)}"
             )
         checks.number(f"{what} of {name!r}", value, least)
     return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]

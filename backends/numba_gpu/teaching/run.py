@@ -59,9 +59,9 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
             if shared_bytes(problem, t, direction) <= SHARED_BYTES
         ]
         raise TilingError(
-            f"{direction} at head_dim={problem.head_dim}: a {tiling} tile needs {need:,} B of "
-            f"shared memory (the teaching kernels allow {SHARED_BYTES:,} B and 1,024 rows); "
-            f"possible tiles: {', '.join(str(t) for t in possible) or 'none'}"
+            f"a {tiling} tile of the {direction} at head_dim={problem.head_dim} needs {need:,} B "
+            f"of shared memory, but the teaching kernels allow {SHARED_BYTES:,} B and 1,024 rows; "
+            f"choose from {', '.join(str(t) for t in possible) or 'none'}"
         )
     largest = 16 if simulated() else 32  # the simulator starts one OS thread per row
     sides = [x for x in _SIDES if x <= largest]

@@ -83,9 +83,9 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
     best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
-            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, and Numba "
-            "must be allowed to use these instructions (see NUMBA_CPU_NAME and "
-            "NUMBA_CPU_FEATURES); use micro_kernel='plain', which runs on any CPU"
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, which Numba "
+            "may use (see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES); use micro_kernel='plain', "
+            "which runs on any CPU"
         )
     return best
 
@@ -96,9 +96,9 @@ def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:
         raise BackendUnavailable(
-            f"{type(cpu).__name__} decodes {SIDE} heads at a time, but panels of {panel.width} "
-            f"lanes ({type(panel).__name__}) are too narrow; its entry in registers.NARROW must "
-            f"have a multiple of {SIDE} lanes"
+            f"a panel of {panel.width} lanes ({type(panel).__name__}) is too narrow for "
+            f"{type(cpu).__name__}, which decodes {SIDE} heads at a time; set its entry in "
+            f"registers.NARROW to a multiple of {SIDE} lanes"
         )
     return panel
 

@@ -26,8 +26,8 @@ def stage_trace(
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
         raise MemoryModelError(
-            f"stage {stage.name!r}: two heads did not visit the same tiles; this is a bug in "
-            "flashsim's CPU engine"
+            f"in stage {stage.name!r}, two heads did not visit the same tiles; this is a bug in "
+            "flashsim's CPU engine, so please report it"
         )
     size, note = steps[0], visits[0]
     if stage.whole_rows:

@@ -61,7 +61,9 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(np.ndarray, name):
             self._refuse()
-        raise AttributeError(f"a tensor in HBM has no {name!r}; it has name, shape, dtype, width")
+        raise AttributeError(
+            f"a tensor in HBM has no attribute {name!r}; choose from name, shape, dtype, width"
+        )
 
 
 class OpenHbm:
@@ -90,7 +92,9 @@ class OpenHbm:
         remotes = self.__dict__.get("_remotes", {})
         if name in remotes:
             return remotes[name]
-        raise MemoryModelError(f"HBM holds no tensor {name!r}; {choices(name, remotes)}")
+        raise MemoryModelError(
+            f"HBM holds no tensor {name!r}; choose from {choices(name, remotes)}"
+        )
 
     def _taped(self) -> dict[str, int]:
         return {"space": 0}
@@ -130,8 +134,8 @@ class OpenHbm:
         nbytes = math.prod((p.batch, heads, *sides)) * numpy_dtype(kind).itemsize
         if self._most is not None and nbytes > self._most:
             raise OptionError(
-                f"workspace {name!r} of {nbytes:,} B is too large: the grader allows "
-                f"{self._most:,} B more"
+                f"workspace {name!r} of {nbytes:,} B is too large, because the grader allows only "
+                f"{self._most:,} B more; use a smaller workspace"
             )
         self._most = None if self._most is None else self._most - nbytes
         try:
@@ -140,7 +144,7 @@ class OpenHbm:
         except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
             raise OptionError(
                 f"this computer has too little memory for a workspace {name!r} of "
-                f"{(p.batch, heads, *sides)} elements"
+                f"{(p.batch, heads, *sides)} elements; use a smaller workspace"
             ) from None
         self._code(name, SIDES[along])
         return self._put(name, array, kind, written=False)
@@ -204,8 +208,8 @@ class OpenHbm:
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
-                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so it holds no "
-                "numbers to read or to add to; store it first, or clear it by "
+                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
+                "numbers to read or to add to; store these rows first, or clear them by "
                 f"sram.store(hbm.{tensor.name}, rows, 0.0)",
                 "unstored",
             )

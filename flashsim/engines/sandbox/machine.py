@@ -109,7 +109,8 @@ class OpenMachine:
             )
         if len(self._stages) >= MOST_STAGES:
             raise MemoryModelError(
-                f"more than {MOST_STAGES} stages; move the loop inside a single stage instead"
+                f"an algorithm may have at most {MOST_STAGES} stages; move the loop inside a "
+                "single stage instead"
             )
         plan = plans.Stage(name, outer, per=per)
         schedule = Schedule(self._problem, tiling or self._tiling, outer)

@@ -106,7 +106,7 @@ def replay(
         if player.open:
             raise ProgramError(
                 "the recorded program ends inside a step, a visit or another scope that was not "
-                "closed"
+                "closed; open each scope in a `with` statement"
             )
     except ProgramError:
         raise
@@ -115,7 +115,10 @@ def replay(
         text = source[line - 1] if 0 < line <= len(source) else ""
         raise located(error, name, line, text) from None
     except Exception as error:  # any other error means that no tape wrote the text
-        raise ProgramError(f"the recorded program is malformed ({type(error).__name__})") from None
+        raise ProgramError(
+            "flashsim cannot replay the recorded program, because it is malformed "
+            f"({type(error).__name__}); let only flashsim's machine write it"
+        ) from None
     finally:
         REPLAYED.reset(before)
 
@@ -133,7 +136,10 @@ class _Player:
     def perform(self, text: str | bytes) -> None:
         """Perform one instruction."""
         if len(text) > MOST_LINE:
-            raise ProgramError(f"an instruction has more than {MOST_LINE:,} characters")
+            raise ProgramError(
+                f"an instruction of the recorded program has more than {MOST_LINE:,} characters; "
+                "let only flashsim's machine write it"
+            )
         line, name, arguments, named = json.loads(text)
         REPLAYED.set(int(line))
         if name == "drop":
@@ -179,7 +185,10 @@ def _mask(encoded: Any) -> np.ndarray:
 def _type(name: str) -> np.dtype:
     kind = numpy_dtype(name) if name in ("bfloat16", "float16") else np.dtype(name)
     if kind.kind not in "biuf" and name != "bfloat16":
-        raise ProgramError(f"tiles cannot have type {name}")
+        raise ProgramError(
+            f"the recorded program has a tile of type {name}, which no tile can have; let only "
+            "flashsim's machine write it"
+        )
     return kind
 
 

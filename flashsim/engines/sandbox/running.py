@@ -48,8 +48,8 @@ def one_argument(algorithm: Callable[..., None], name: str) -> None:
         inspect.signature(algorithm).bind("machine")
     except TypeError as error:
         raise DTypeError(
-            f"{name} must accept a call with one argument, the machine, but: {error}; pass its "
-            "other arguments with functools.partial or as defaults"
+            f"{name} must accept a call with one argument, the machine ({error}); pass its other "
+            "arguments with functools.partial or as defaults"
         ) from None
     except ValueError:  # a function written in C without a signature
         pass
@@ -84,7 +84,7 @@ def require_stored(name: str, machine: OpenMachine, asked: Iterable[str]) -> Non
     """Raise `MemoryModelError` unless the algorithm stored all of its results."""
     if not machine.stages:
         raise MemoryModelError(
-            f"{name} ran no stage; open one by `with machine.stage(name) as sram:`", "unstored"
+            f"{name} ran no stage; open a stage by `with machine.stage(name) as sram:`", "unstored"
         )
     for output in asked:
         state = machine.hbm._stored(output)

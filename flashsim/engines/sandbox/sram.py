@@ -291,7 +291,7 @@ class OpenSram(Scopes):
             if tile.shape != shape[2:]:
                 raise ShapeError(
                     f"rows {rows.start}:{rows.stop} of {tensor.name} have shape {shape[2:]}, but "
-                    f"the tile has {tile.shape}"
+                    f"the tile has shape {tile.shape}; store a tile of the same shape as the rows"
                 )
             return rows, cols, tile._view
         if isinstance(tile, (int, float, np.integer, np.floating)):
@@ -308,8 +308,8 @@ class OpenSram(Scopes):
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} works for all query heads of a KV head at once; name "
-                f"the query head whose {tensor.name} you mean with member=g, for g in "
+                f"stage {self._stage.name!r} works for all query heads of a KV head at once; "
+                f"choose the query head whose {tensor.name} you mean by member=g, for g in "
                 "range(machine.problem.group)"
             )
         if member is not None and not 0 <= member < group:

@@ -63,7 +63,7 @@ class Tape:
         self._length += len(text)
         if self._length > MOST:
             raise MemoryModelError(
-                f"the program takes more than {MOST:,} characters; use larger tiles"
+                f"the recorded program has more than {MOST:,} characters; use larger tiles"
             )
         self.instructions.append(text)
 

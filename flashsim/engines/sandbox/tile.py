@@ -106,7 +106,8 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
             except (ValueError, IndexError) as error:
                 shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
                 raise ShapeError(
-                    f"tile[...] = value: the shapes {shapes} do not broadcast ({error})"
+                    f"in tile[...] = value, the shapes {shapes} do not broadcast ({error}); "
+                    "assign a number, or a tile of the same shape"
                 ) from None
         self._rounded()
         read = value.nbytes if isinstance(value, SramTile) else 0
@@ -209,7 +210,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name in _LEAKS:
             self._refuse()
-        raise AttributeError(f"a tile has no {name!r}; it has {', '.join(_PUBLIC)}")
+        raise AttributeError(f"a tile has no attribute {name!r}; choose from {', '.join(_PUBLIC)}")
 
 
 #: The methods by which an array copies its numbers out.

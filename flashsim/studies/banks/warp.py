@@ -163,8 +163,8 @@ def access(
     rows, at = _where(pattern, item)
     if at.max() + width > row_bytes:
         raise OptionError(
-            f"{pattern} reads {at.max() + width} bytes of a row, but a row of {columns} {dtype} "
-            f"elements has only {row_bytes} bytes; use more columns"
+            f"the access pattern {pattern} reads {at.max() + width} bytes of a row, but a row of "
+            f"{columns} elements of type {dtype} has only {row_bytes} bytes; use more columns"
         )
     if pitch % min(width, PIECE):
         raise OptionError(

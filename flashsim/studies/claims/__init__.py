@@ -31,7 +31,7 @@ def judge(name: str) -> Finding:
         If no claim has that name; the message lists all names.
     """
     if not isinstance(name, str) or name not in CLAIMS:
-        raise OptionError(f"there is no claim {shown(name)}; {choices(name, CLAIMS)}")
+        raise OptionError(f"there is no claim {shown(name)}; choose from {choices(name, CLAIMS)}")
     return CLAIMS[name].check()
 
 

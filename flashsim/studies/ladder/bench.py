@@ -80,8 +80,7 @@ class Bench:
 
         n, device = self.problem.n_kv, self.device
         raise SramOverflow(
-            f"{what} keeps {height} whole rows of {n:,} scores on chip: {need:,} B, but a thread "
-            f"block of {device.name} has {device.sram_bytes:,} B; the longest row that fits is "
-            f"{longest(height):,} at block_q={height} and {longest(1):,} at block_q=1; for longer "
-            "rows use an online softmax, whose on-chip memory does not grow with the row"
+            f"{what} keeps {height} whole rows of {n:,} scores on chip ({need:,} B), but a thread "
+            f"block of {device.name} has {device.sram_bytes:,} B; use rows of at most "
+            f"{longest(height):,} scores (with block_q=1, {longest(1):,}), or an online softmax"
         )

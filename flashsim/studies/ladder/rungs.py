@@ -233,7 +233,8 @@ def climb(
     """
     if rungs is not None and (not isinstance(rungs, (tuple, list)) or not rungs):
         raise OptionError(
-            f"rungs= must be a non-empty list of names, got {shown(rungs)}; {choices(rungs, RUNGS)}"
+            f"rungs= must be a non-empty list of names, got {shown(rungs)}; choose from "
+            f"{choices(rungs, RUNGS)}"
         )
     names = tuple(RUNGS) if rungs is None else tuple(rungs)
     for name in names:

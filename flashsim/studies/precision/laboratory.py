@@ -78,7 +78,8 @@ class Laboratory(report.Tabled):
                 return f
         known = dict.fromkeys(f.point for f in self.findings)
         raise OptionError(
-            f"there are no results for the rounding point {point!r}; {choices(point, known)}"
+            f"there are no results for the rounding point {point!r}; choose from "
+            f"{choices(point, known)}"
         )
 
     @property

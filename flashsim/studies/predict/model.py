@@ -138,9 +138,9 @@ def predict(
         )
     if problem.score_mod is not None:
         raise UnsupportedError(
-            "the time of a score function cannot be predicted, because the time of its operations "
-            "and of its array accesses was not calibrated; use flashsim.count for bytes and "
-            "FLOPs, or leave score_mod out to get the time without it"
+            "the time of a score function cannot be predicted, because its operations and array "
+            "accesses were not calibrated; use flashsim.count for bytes and FLOPs, or leave out "
+            "score_mod to get the time without it"
         )
     check_splits(splits)
     if decode is not None:
@@ -151,9 +151,8 @@ def predict(
         for name, value in own.items():
             if value is not None:
                 raise OptionError(
-                    f"{name}= applies only to FlashAttention, because the time of standard "
-                    f"attention is that of a library's kernels; leave out {name}=, got "
-                    f"{name}={shown(value)}"
+                    f"{name}={shown(value)} applies only to FlashAttention, because the time of "
+                    f"standard attention is that of a library's kernels; leave out {name}="
                 )
         return predict_standard(problem, direction, device)
     if algorithm == decode_time.ALGORITHM:
@@ -259,9 +258,9 @@ def _form(
     )
     if ordered:
         raise UnsupportedError(
-            "for this problem, the kernels run the fused backward pass that adds to dQ in a "
-            "fixed order, whose time cannot be predicted; for the time of the three passes, use "
-            "algorithm='flash2' and leave out deterministic="
+            "for this problem, the kernels run a fused backward pass in a fixed order, whose "
+            "time cannot be predicted; leave out deterministic= and use algorithm='flash2' to "
+            "get the time of the three passes"
         )
     return form
 

@@ -74,7 +74,8 @@ def tables(name: str) -> list[Table]:
     """
     if not isinstance(name, str) or name not in NAMES:
         raise OptionError(
-            f"no set of published numbers has the name {shown(name)}; {choices(name, NAMES)}"
+            f"no set of published numbers has the name {shown(name)}; choose from "
+            f"{choices(name, NAMES)}"
         )
     return NAMES[name][1]()
 

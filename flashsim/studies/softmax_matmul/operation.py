@@ -200,8 +200,8 @@ def _shape(x: Any, v: Any) -> tuple[int, int, int, int]:
     (batch, d1, d2), (also, rows, d3) = (tuple(map(int, a.shape)) for a in (x, v))
     if (batch, d2) != (also, rows):
         raise ShapeError(
-            f"v must be (batch, d2, d3) for x (batch, d1, d2) = {(batch, d1, d2)}, got "
-            f"{(also, rows, d3)}"
+            "v must have shape (batch, d2, d3), where x has shape (batch, d1, d2) = "
+            f"{(batch, d1, d2)}, got {(also, rows, d3)}"
         )
     return batch, d1, d2, d3
 

@@ -62,7 +62,10 @@ class Verification(report.Tabled):
         ratios = [row.ratio for row in self.rows if row.quantity == quantity]
         known = [abs(ratio - 1) for ratio in ratios if ratio is not None]
         if not known:
-            raise TraceError(f"no kernel has both a predicted and a measured value of {quantity!r}")
+            raise TraceError(
+                f"no kernel has both a predicted and a measured value of {quantity!r}; choose "
+                "another quantity"
+            )
         return max(known)
 
     def table(self) -> Table:

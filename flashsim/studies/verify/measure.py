@@ -190,8 +190,8 @@ def _pass(
         wanted = "dkdv" if stage.name == "fused" else stage.name
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
-                f"the table has {'no launch' if launch is None else launch.kernel} where stage "
-                f"{stage.name!r} of {case} is expected; pass the table that was measured with "
+                f"the table has {('no launch' if launch is None else launch.kernel)}, but stage "
+                f"{stage.name!r} of {case} must come next; pass the table that was measured with "
                 "these cases"
             )
         taken[stage.name] = [launch]

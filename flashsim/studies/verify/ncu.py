@@ -253,6 +253,6 @@ def output_of(words: Sequence[str]) -> str:
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
         raise BackendUnavailable(
-            f"{Path(words[0]).name} ended with exit code {done.returncode}: {last}"
+            f"the command {Path(words[0]).name} ended with exit code {done.returncode}: {last}"
         )
     return done.stdout

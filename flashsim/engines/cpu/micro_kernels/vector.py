@@ -72,7 +72,7 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
         widths = {a.dtype.bitwidth for a in arrays if isinstance(a, types.Array)}
         if len(widths - {16}) != 1 or not all(isinstance(a, types.Array) for a in arrays):
             raise TypingError(
-                f"expected arrays whose elements all have the same number of bytes, got {arrays}"
+                f"all arrays must have elements with the same number of bytes, got {arrays}"
             )
         kinds = [a if slot == "a" else types.int64 for a, slot in zip(args, slots, strict=True)]
         block, itemsize = BLOCKING[cpu.instance_class], arrays[0].dtype.bitwidth // 8
