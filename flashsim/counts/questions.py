@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -120,11 +121,11 @@ def by_operation(
     transfers: Transfers, stages: Container[str] | None = None
 ) -> dict[tuple[str, str], int]:
     """Return ``{(op, tensor): bytes}``, summed over all stages or over the stages named."""
-    total: dict[tuple[str, str], int] = {}
+    total: Counter[tuple[str, str]] = Counter()
     for (stage, op, tensor), nbytes in transfers.items():
         if stages is None or stage in stages:
-            total[op, tensor] = total.get((op, tensor), 0) + nbytes
-    return total
+            total[op, tensor] += nbytes
+    return dict(total)
 
 
 def in_words(p: Problem) -> str:

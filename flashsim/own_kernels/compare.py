@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def expected_of(g: Geometry, device: Device) -> Expected | None:
         split = Split(max(1, g.record.tensors[code].size // whole))
     elif "O" not in every:
         return None
-    total: dict[tuple[str, str], int] = {}
+    total: Counter[tuple[str, str]] = Counter()
     tiles: list[str] = []
     for launch, names in enumerate(stored):
         tiling = Tiling(*g.heights[launch])
@@ -107,14 +108,13 @@ def expected_of(g: Geometry, device: Device) -> Expected | None:
             stages = {"split"} if names & {"O_part"} else {"combine"}
         if "dkdv" in stages and "dq" in stages:
             return None  # dK, dV and dQ in one pass: not FlashAttention-2's three-pass backward
-        for moved, nbytes in by_operation(counted.transfers, stages).items():
-            total[moved] = total.get(moved, 0) + nbytes
+        total.update(by_operation(counted.transfers, stages))
         if stages - {"delta", "combine"}:
             tiles.append(str(tiling))
     title = algorithm + (" backward" if direction == "backward" else "")
     if algorithm == "flash-decode":
         title += f", {split.splits} splits"
-    return Expected(title, ", ".join(dict.fromkeys(tiles)), total) if total else None
+    return Expected(title, ", ".join(dict.fromkeys(tiles)), dict(total)) if total else None
 
 
 def _stored_in(g: Geometry, launch: int) -> set[str]:

@@ -540,7 +540,7 @@ def test_sram_timeline_draws_the_limit_when_it_is_near():
     assert ax.lines[0].get_ydata()[0] == 4096
     with pytest.raises(OptionError, match=r"steps= must be a range \(first, last\) within"):
         viz.sram_timeline(run, steps=(9, 9))
-    with pytest.raises(OptionError, match="no stage 'dq'"):
+    with pytest.raises(OptionError, match="unknown stage 'dq'"):
         viz.sram_timeline(run, stage="dq")
 
 
