@@ -53,7 +53,7 @@ def install() -> tuple[str, ...]:
             f"torch {torch.__version__} has no register_flash_attention_impl; upgrade torch, or "
             "call flashsim.torch.attention"
         ) from None
-    register_flash_attention_impl(NAME, register_fn=_activate)
+    register_flash_attention_impl(NAME, register_fn=_Activated)
     if importlib.util.find_spec("transformers") is None:
         return ("torch",)
     from flashsim.torch import hugging_face
@@ -77,10 +77,6 @@ class _Activated:
     def remove(self) -> None:
         """Restore torch's own attention."""
         self.libraries.clear()
-
-
-def _activate() -> _Activated:
-    return _Activated()
 
 
 def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
