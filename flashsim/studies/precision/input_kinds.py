@@ -1,6 +1,6 @@
 """Random inputs of several kinds for the precision laboratory.
 
-With normally distributed scores alone, the running maximum would rarely change.
+One kind would not suffice: with normally distributed scores, the running maximum rarely changes.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def fa2_backward(
 ) -> int:
     """Return the shared memory in bytes for the tiles of FlashAttention-2's backward pass.
 
-    The tiles are those of Q (two buffers, unless `one_q`), dO, K, V, P and dS.
+    Shared memory holds tiles of dO, K, V, P and dS, and one (`one_q`) or two tiles of Q.
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
