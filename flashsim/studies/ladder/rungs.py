@@ -142,7 +142,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return how often the rung loads and stores each score, on average; naive: 2 and 1."""
+        """Return how often the rung loads and stores each score on average (naive: 2 and 1)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 

@@ -75,7 +75,7 @@ def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traff
 def stages(
     made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Return the predicted times of the decode kernel's loop over keys, and of any merge."""
+    """Return the predicted times: the decode kernel's loop over keys, and the merge of splits."""
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block

@@ -459,7 +459,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return a launch's time constants: those of its first name that has constants."""
+    """Return a launch's time constants: the entry under the first of its names in `constants`."""
     names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:

@@ -196,8 +196,8 @@ def predict(
 ) -> Traffic:
     """Return the predicted bytes and FLOPs of a pass by GPU kernels.
 
-    Unlike `flashsim.count`, the function accepts a tiling that exceeds the device's shared memory,
-    because GPU kernels keep tiles in registers too.
+    Unlike `flashsim.count`, the function accepts tiles that exceed shared memory, because GPU
+    kernels also keep tiles in registers.
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)
