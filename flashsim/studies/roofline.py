@@ -76,7 +76,7 @@ class Point:
 
     @property
     def ridge(self) -> float | None:
-        """The FLOPs per byte above which arithmetic limits the pass; None without a bandwidth."""
+        """The FLOPs per byte above which arithmetic limits the pass; None if `bandwidth` is 0."""
         return self.device.peak(self.dtype) / self.bandwidth if self.bandwidth else None
 
     @property

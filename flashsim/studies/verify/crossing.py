@@ -62,8 +62,8 @@ def shares(
     """Return how the thread blocks of a Hopper kernel share key tiles, one entry per launch.
 
     The result is empty for a Q-outer stage. A kernel may compute the dQ of a visit (inner-loop
-    iteration) in the next visit. Then a block computes one additional dQ product per work tile, the
-    first, and discards it. In the C++ kernels, a block without visits also computes one dQ product.
+    iteration) in the next visit. Then a block computes one dQ product too many per work tile, and
+    discards the first. In the C++ kernels, a block without visits also computes one dQ product.
     `in_turns` is true if the kernel adds to dQ in a fixed order, and `python` for the kernels
     written in Python.
     """

@@ -25,8 +25,8 @@ _STATISTICS = 8  # rows of LSE per store instruction: the rows of an accumulator
 def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
     """Return the bytes of the sectors that the store instructions of a stage touch, over all heads.
 
-    A sector counts once for each instruction. The result is None for cases that are not
-    implemented: float32 (whose kernels store other pieces), packed sequences, a bias, and other
+    A sector counts once for each instruction that touches it. The result is None for cases that are
+    not implemented: float32 (whose kernels store other pieces), packed sequences, a bias, and other
     algorithms' stages.
     """
     p, total = traffic.problem, 0
