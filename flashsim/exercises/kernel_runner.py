@@ -1,9 +1,9 @@
 """Run a file of kernels in a separate process, and return a record of all kernel accesses.
 
-The grader starts ``python -m flashsim.exercises.kernel_runner``. The user's file imports torch,
-Triton or JAX, so the process has limits on time and memory, but no sandbox: docs/guides/grader.md
-describes the consequences. The process gets the inputs, but no reference solution, right results or
-points.
+The grader starts ``python -m flashsim.exercises.kernel_runner``. The process has limits on time and
+memory, but no sandbox, because the user's file imports torch, Triton or JAX. The page
+docs/guides/grader.md describes the consequences. The process gets the inputs. It gets no reference
+solution, no right results and no points.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FREE = re.compile(
 class KernelOrder(NamedTuple):
     """The file that a separate process runs, and the calls to make.
 
-    `calls` holds, for each graded call, its arrays and whether attention is causal (None: no such
-    argument). `names` are the names of the function's arguments, and `outputs` the names of its
-    results. If `tests` is true, pytest runs the folder `path` instead.
+    For each graded call, `calls` has the arrays, and the argument `causal` (None if the function
+    has no such argument). `names` are the names of the function's arguments, and `outputs` the
+    names of its results. If `tests` is true, pytest runs the folder `path` instead.
     """
 
     path: str
@@ -185,7 +185,7 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """Note torch computations outside of kernels, with their source lines, in `outside`."""
+    """Append to `outside` the torch computations outside of kernels, with their source lines."""
     if library != "torch":
         yield
         return
@@ -217,7 +217,7 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
 
 
 def told(error: BaseException, path: str) -> str:
-    """Return an error's text, with the line of the user's file that raised it."""
+    """Return an error's text, with the number of the line in the user's file that raised it."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text
@@ -232,7 +232,7 @@ def told(error: BaseException, path: str) -> str:
 
 
 def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
-    """Run the tests in a folder on the CPU; return each test's name, outcome and last line."""
+    """Run a folder's tests on the CPU; return each test's name, outcome and last line of output."""
     import pytest
 
     from flashsim.triton import watch

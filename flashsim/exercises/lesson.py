@@ -1,4 +1,4 @@
-"""Graded questions in a notebook: readers predict a figure, then run code that computes it.
+"""Graded questions in a notebook: readers predict a number, then run code that computes it.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")

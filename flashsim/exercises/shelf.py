@@ -41,7 +41,7 @@ def kernel_names() -> list[str]:
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
-    A student's file may name only bundled exercises, because the code at a path would be run.
+    A student's file may name only bundled exercises: grading would run the code at a path.
     """
     if name not in _bundled():
         raise OptionError(

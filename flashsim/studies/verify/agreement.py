@@ -47,7 +47,7 @@ class Difference:
 
 
 def read(text: str) -> list[Difference]:
-    """Return the rows that have a prediction, from the table that `benchmarks/verify.py` wrote."""
+    """Return the rows with a prediction of a `benchmarks/verify.py` table; raise `TraceError`s."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:

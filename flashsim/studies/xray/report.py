@@ -122,7 +122,7 @@ def _extent(p: Problem, name: str) -> int:
 
 
 def _any(sides: Sequence[int], extent: int) -> bool:
-    """Return whether nearly every tile size that was tried fits, so that the size stays unknown."""
+    """Return whether nearly every tile size fits: then the counters do not determine the size."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
 
@@ -258,7 +258,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the ten plausible tiles whose bytes are closest to those measured."""
+        """Return a table of the ten candidate tiles with bytes closest to the measured bytes."""
         seen, p = kernel.launch.seen, kernel.problem
         table = report.Table(
             f"{kernel.name}: {seen.read:,.0f} B read",
@@ -293,7 +293,7 @@ class XRay(report.Tabled):
         return viz.tile_evidence(self.evidence(), **options)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """Return each kernel's curve and measurement, the data for `flashsim.viz.tile_evidence`.
+        """Return the data of `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
 
         The curve is over query tiles, or over key tiles if the kernel's outer loop runs over keys.
         """
