@@ -1,6 +1,6 @@
 """The `flashsim` command: prints tables for people, and JSON or CSV for programs.
 
-A command's module is imported only when the command is called, so `flashsim --help` takes its texts
+A command's module is imported only when the command is called. So `flashsim --help` takes its texts
 from the list `COMMANDS`.
 """
 

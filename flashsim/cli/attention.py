@@ -144,7 +144,7 @@ def compare(
 def _passes(
     whole: Problem, how: opt.Simulated, algorithms: Sequence[tuple[str, opt.Decoding]]
 ) -> list[Traffic]:
-    """Count the requested passes of each algorithm, with its options of decoding, by formula."""
+    """Count each algorithm's forward pass and, if requested, backward pass, by formula."""
     tiles = values.tilings(how, whole, [name for name, _ in algorithms])
     return [
         counting.count(

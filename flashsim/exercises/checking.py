@@ -23,7 +23,7 @@ KERNEL_ROUNDS = 3
 
 
 def check(one: Exercise | KernelExercise) -> Table:
-    """Return a table with one row per check of an exercise; column `right`: did the check pass."""
+    """Return a table with one row per check of an exercise; `right` says whether it passed."""
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
@@ -63,7 +63,7 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Grade the reference several times; return the fewest points (None: it fails) and why."""
+    """Grade the reference `rounds` times; return the fewest points (None: it fails), and why."""
     try:
         every = [graded(one.solution_source, one) for _ in range(rounds)]
         if isinstance(one, Exercise):

@@ -95,7 +95,7 @@ class Task:
 
     @property
     def setting(self) -> Setting:
-        """The problem, tiling, device and tensors for recording and replaying a solution."""
+        """The problem, tiling, device and tensors that recording and replaying a solution need."""
         return Setting(self.problem, self.tiling, self.device, self.inputs, self.outputs)
 
     def run(

@@ -97,7 +97,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return two texts: the source of a function's file or cell, and the function's source."""
+    """Return the source of a function's file or cell, and the function's source; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):

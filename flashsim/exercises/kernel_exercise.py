@@ -32,7 +32,7 @@ class KernelCase(NamedTuple):
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """Return the bytes that FlashAttention-2 moves with the task's tiles, from `flashsim.count`."""
+    """Count the bytes that FlashAttention-2 moves with a task's tiles, by operation and tensor."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     return by_operation(counted.transfers)
@@ -105,7 +105,7 @@ class KernelExercise:
 
     @property
     def cases(self) -> list[KernelCase]:
-        """The graded calls: every task with normal inputs, and the first also with rising scores.
+        """The graded calls: all tasks with normal inputs, and the first one with rising scores too.
 
         Rising scores test the running maximum, which a backward pass does not have.
         """

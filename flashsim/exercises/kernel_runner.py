@@ -155,7 +155,7 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Return a function that runs the graded pass of an autograd.Function, and its inputs."""
+    """Return a function that runs an autograd.Function's graded pass, and the pass's inputs."""
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -260,7 +260,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Carry out a `KernelOrder`; return the description of any failure, and the record as bytes."""
+    """Carry out a `KernelOrder`; return a dict with any failure, and the record as bytes."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:
@@ -277,7 +277,7 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Read a `KernelOrder` from stdin, and write one line of JSON and the record's bytes to stdout.
+    """Carry out the `KernelOrder` on stdin; write one line of JSON, then the record, to stdout.
 
     Text that the user's file prints goes to stderr.
     """

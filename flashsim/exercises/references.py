@@ -38,7 +38,7 @@ def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
 
 
 def stage_bytes(stage: str) -> Callable[[Task], int]:
-    """Return a function for a task's byte budget: a stage of FlashAttention-2's backward pass."""
+    """Return a function that computes a task's byte budget from a stage of FlashAttention-2."""
 
     def budget(task: Task) -> int:
         counted = count(task.problem, direction="backward", tiling=task.tiling)
@@ -169,7 +169,7 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Return a function that computes gradients with a wrong scale or with `delta` times delta."""
+    """Return a function that computes wrong gradients: with another scale, or delta * `delta`."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))

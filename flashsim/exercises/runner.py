@@ -44,7 +44,7 @@ class Ended(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last line that the process printed, shortened, or otherwise its exit status."""
+        """The last line that the process printed, shortened; or its exit status, if none."""
         lines = self.printed.strip().splitlines() or [f"exit status {self.status}"]
         return plain(lines[-1], 300)
 

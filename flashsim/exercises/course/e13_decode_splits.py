@@ -56,7 +56,8 @@ def reference(machine):
 
 
 def budget(task):
-    """Return the bytes for full marks: Q once per part, partial results twice, others once."""
+    """Return the bytes for full marks: Q once per part, partial results twice, the rest
+    once."""
     p = task.problem
     once = sum(whole_bytes(p, name) for name in ("K", "V", "O", "L"))
     partial = whole_bytes(p, "O") + whole_bytes(p, "L")
