@@ -125,8 +125,8 @@ def pair(
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
     """Return the command for Typer, in which one parameter per field replaces each bundle.
 
-    If a bundle's field and a parameter of the command have the same name, the parameter counts. The
-    returned function prints the command's result in the requested `Format`.
+    A parameter of the command replaces a bundle's field of the same name. The returned function
+    prints the command's result in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters

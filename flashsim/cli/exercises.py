@@ -374,7 +374,7 @@ def _homework(
     form: opt.Format,
     gradescope: Path | None,
 ) -> None:
-    """Print a row for each homework folder's files and exercises, and a row for its total."""
+    """Print one row per file and exercise of each homework folder, and the folder's total."""
     short, full = Table(f"{len(graded)} homework folders", _COLUMNS), Table("", _ALL_COLUMNS)
     whole = 0
     for root, found in graded:

@@ -366,7 +366,7 @@ def _axes(called: Any) -> tuple[str, ...]:
 
 
 def _heads_third(axes: tuple[str, ...]) -> bool:
-    """Return whether the third of four axes is heads by its name: ``batch, seqlen, nheads, d``."""
+    """Return whether the third of four names stands for heads: ``batch, seqlen, nheads, d``."""
     head = [bool(re.fullmatch(r"(n|num)?_?(q_?)?h(eads?)?(_?q)?", x, re.I)) for x in axes]
     return len(head) == 4 and head[2] and not head[1]
 

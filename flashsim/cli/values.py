@@ -130,7 +130,7 @@ def _in_pages(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
     """Return Q, K and V, and options of `run`; K and V are cut into pages of `page_size` keys.
 
-    If the batch entries share a prefix, it is in pages of the first entry.
+    A prefix that all batch entries share is stored in the first entry's pages.
     """
     q, k, v = arrays[:3]
     if how.page_size is None:
@@ -226,8 +226,7 @@ def counted(
 def decoding_of(names: Sequence[str], decoding: opt.Decoding) -> list[tuple[str, opt.Decoding]]:
     """Return a list of pairs: an algorithm, and its decoding options.
 
-    If some algorithms split keys, the options `decoding` are only for these; otherwise they are for
-    all.
+    If some algorithms split keys, `decoding` applies only to these, otherwise to all.
     """
     splitting = any(map(plans.splits_keys, map(plans.check_algorithm, names)))
     plain = opt.Decoding()

@@ -31,7 +31,7 @@ Arrays = Mapping[str, np.ndarray]
 @own_errors
 @dataclass(frozen=True)
 class Task:
-    """The inputs of a solution, the outputs that it must store, and its simulated machine's sizes.
+    """A solution's inputs, the outputs that it must store, and the sizes of the simulated machine.
 
     Attributes
     ----------

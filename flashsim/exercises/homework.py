@@ -32,7 +32,8 @@ def homework_in(
 
     A homework folder contains a file of a bundled exercise or of one of `exercises`. If at least
     one subfolder is a homework folder, all subfolders are returned, so that students with misplaced
-    files still get marks. If `single` is true, only the homework folders among them are returned.
+    files still get marks. If `single` is true, only subfolders that are homework folders are
+    returned.
     """
     paths = {one.path for one in (*_bundled(), *exercises) if one.path}
     below = students_in(folder)
@@ -105,7 +106,7 @@ def _missing(root: Path, one: KernelExercise) -> str:
 
 
 def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
-    """Run a homework folder's own tests. They give no points: students can write any tests."""
+    """Run a homework folder's own tests, which give no points: students can write any tests."""
     began = time.perf_counter()
     tests, top = str((root / "tests").resolve()), str(root.resolve())
     seconds, size = LIMIT if limit is None else limit, MEMORY if memory is None else memory

@@ -70,8 +70,7 @@ def grade_kernels(
 ) -> tuple[Marks, Trace | None]:
     """Grade a file of kernels; return its marks, and the trace of its last graded call.
 
-    The file may import modules from its own folder and from the folder `root`. The default
-    `runner`, `handed`, runs the file in a separate process.
+    The file may import modules from its own folder and from the folder `root`.
     """
     began = time.perf_counter()
     cases = exercise.cases
@@ -164,7 +163,7 @@ def _judged(
 
 
 def _spread(case: KernelCase) -> Any:
-    """Return the problem with batch 1 and batch * heads heads, like the arrays' axes."""
+    """Return the problem with the batch entries as additional heads, as in the arrays."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 

@@ -2,7 +2,7 @@
 
 The grader starts ``python -m flashsim.exercises.kernel_runner``. The process has limits on time and
 memory, but no sandbox, because the user's file imports torch, Triton or JAX. The page
-docs/guides/grader.md describes the consequences. The process gets the inputs. It gets no reference
+docs/guides/grader.md describes the consequences. The process gets inputs, but no reference
 solution, no right results and no points.
 """
 

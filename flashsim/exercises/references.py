@@ -24,8 +24,8 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
     """Return a function that computes a task's byte budget.
 
-    The budget has the bytes of each tensor in `once`. For each tensor in `per_row_tile` (a text of
-    one-letter names), it has the tensor's bytes once per row tile. A tensor that is named twice
+    The budget has the bytes of each tensor in `once`. For `per_row_tile` (a text of one-letter
+    names), the budget has each tensor's bytes once per row tile. A tensor that is named twice
     counts twice.
     """
 
@@ -160,7 +160,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
 
 
 def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
-    """Return a function whose result is a wrong L: `of` (each row's maximum, the right L)."""
+    """Return a function that computes a wrong L: the result of `of(row maximum, right L)`."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}

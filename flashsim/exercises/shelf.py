@@ -67,7 +67,7 @@ def get(name: str) -> Exercise:
 
 
 def find(name: str) -> AnyExercise:
-    """Return the exercise with that name or in the file at that path; raises errors as `get`."""
+    """Return any exercise with that name or in the file at that path; errors are as in `get`."""
     if name in _bundled():
         return _bundled()[name]
     if not name.endswith(".py"):

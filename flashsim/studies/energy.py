@@ -2,7 +2,7 @@
 
 The energy constants were measured with NVML's energy counter, if possible for one unit at a time
 (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores and sums are
-fitted to some of the attention passes in that file. The other passes test them
+fitted to some of the attention passes in that file, and tested on its other passes
 (docs/reference/predictions.md).
 
 If a busy chip reaches its power limit, the chip lowers its clock and its voltage. So the energy of
@@ -49,7 +49,7 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """The time, energy and clock (a fraction of the highest) of one of many repeated calls."""
+    """The time, energy and relative clock of one call in a long series of equal calls."""
 
     seconds: float
     joules: float
@@ -89,7 +89,7 @@ class Energy:
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Return the time and energy of one round of repeated kernels at the board's power limit.
+        """Return the time and energy of a round of endlessly repeated kernels, at the power limit.
 
         The argument `seconds` is the kernels' time at the highest clock. At a fraction x of the
         highest clock, the kernels take 1 / x times as long, the SMs use x times the energy, and HBM

@@ -99,8 +99,8 @@ class Point:
         """A lower bound on the joules of the pass; None if the device's energy was never measured.
 
         The bound follows Choi and others, "A roofline model of energy", IPDPS 2013. The bound
-        includes the matrix products, the point's bytes, and the board's idle power during the pass.
-        It leaves out exponentials.
+        includes the matrix products, the point's bytes, and the board's idle power during the pass,
+        but no exponentials.
         """
         energy = energy_of(self.device)
         if energy is None or not self.attainable:
@@ -227,8 +227,8 @@ def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward")
 
     In the forward pass, the tensors are q, k, v and out. The backward pass also has their
     gradients, but LSE, delta and accumulators are not counted. Standard attention also has one N x
-    N matrix. In reality, it moves four such matrices: it writes S and P, and reads both again. In
-    reality, FlashAttention reads K and V once per row tile.
+    N matrix. In reality, standard attention writes S and P and reads both again: four N x N
+    matrices. In reality, FlashAttention reads K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem

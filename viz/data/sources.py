@@ -54,8 +54,8 @@ def one_trace(data: Any) -> Trace:
 def made_by(how: str, data: Any, has: str) -> Any:
     """Return `data` unchanged; raise an error unless the function named `how` returned it.
 
-    The result is recognised by its attribute `has`, because this module may not import the result's
-    class, which belongs to a higher layer.
+    The attribute `has` identifies the result, because this module may not import the result's
+    class.
     """
     if not hasattr(data, has):
         raise DTypeError(f"expected the result of {how}, got {shown(data)}")
@@ -90,8 +90,8 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 def writable(what: str, text: Any) -> str:
     """Return a label or title as a string, after checking that it can be written to a file.
 
-    A text with more than `MOST_CHARACTERS` characters raises an `OptionError`. So does half of a
-    surrogate pair, because no encoding can represent it.
+    A text with more than `MOST_CHARACTERS` characters raises an `OptionError`. Half of a surrogate
+    pair raises one too, because no encoding can represent it.
     """
     text = str(text)
     if len(text) > MOST_CHARACTERS:
@@ -228,7 +228,7 @@ def window(sides: tuple[int, int]) -> str:
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """Return the phrases of `about` that all sources share, after the algorithm if `name`."""
+    """Return the phrases of `about` that all sources share; with `name`, the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]

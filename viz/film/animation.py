@@ -266,9 +266,8 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 def _colors(film: Film) -> np.ndarray:
     """Return the colours of a film's palette, with shades for the edges of text, uint8 (n, 3).
 
-    The palette is not taken from a few sample frames, which would miss the colour of a tensor that
-    moves only once. A GIF has 256 colours. The palette has at most 255, because one means
-    "unchanged".
+    Sample frames alone would miss the colour of a tensor that moves only once. The palette has at
+    most 255 colours: a GIF has 256, and one of these means "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]

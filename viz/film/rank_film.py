@@ -74,8 +74,8 @@ def animate_ranks(
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
     """Return, as booleans, which tiles of a block of scores a rank computes at one ring step.
 
-    The block has the rank's query rows, and the keys that the rank holds at this step. It is cut
-    into `cells` x `cells` tiles.
+    The block has the rank's query rows, and the keys that the rank holds at this step. The block is
+    cut into `cells` x `cells` tiles.
     """
     if block is None:
         return np.zeros((cells, cells), bool)

@@ -38,7 +38,7 @@ class Mosaic:
     """A grid of `rows` x `cols` tiles in a box of an Axes, written as pixels; each has one colour.
 
     Copying pixels into the canvas takes a hundredth of the time that Matplotlib takes to resample
-    an image. This matters because an animation has hundreds of frames.
+    an image.
     """
 
     def __init__(

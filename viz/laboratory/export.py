@@ -98,7 +98,7 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule of all stages, which has names as sums over visits (tile pairs)."""
+        """Return the schedule of all stages; its sums over visits (tile pairs) are named sizes."""
         walk: Schedule = self.walk
         return walk
 

@@ -21,8 +21,8 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     """Draw visits, bytes and predicted time of one stage, each divided by its smallest value.
 
     A visit is the work on one pair of a query tile and a key tile. The bytes are requested bytes,
-    before any cache. A line joins tile sizes with the same number of rows. Labels on the line state
-    the number of columns. A hollow mark shows a tile size that does not fit on chip.
+    before any cache. A line joins tile sizes with the same number of rows. Labels state the number
+    of columns. A hollow mark shows a tile size that does not fit on chip.
 
     Parameters
     ----------

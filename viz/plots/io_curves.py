@@ -34,8 +34,8 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     compulsory bytes (each input read once, each output written once) are exact. The bound of
     FlashAttention's theorem, N² d² / M, is multiplied by a constant that is fitted to all points.
     The lower bound of Saha and Ye has an unknown constant factor, drawn as 1, so only its slope has
-    a meaning. With a sliding window, work is proportional to N, so the other two bounds do not
-    hold, and only the compulsory bytes are drawn.
+    a meaning. With a sliding window, only the compulsory bytes are drawn, because the other two
+    bounds do not hold.
 
     Parameters
     ----------

@@ -21,7 +21,7 @@ def precision(
 ) -> None:
     """Draw the errors of out, dq, dk and dv if one rounding point at a time is less precise.
 
-    The rounding points are on the x axis. At its first position, all points are float32. Infinite
+    The rounding points are on the x axis; at the first position, all points are float32. Infinite
     errors are drawn at the upper edge of the logarithmic y axis.
 
     Parameters

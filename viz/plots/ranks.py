@@ -22,8 +22,8 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
     """Draw when each rank of a group computes and when it waits, with one diagram per scheme.
 
     The rank with the most work determines how long a step lasts. A bar's length is the number of
-    FLOPs in matrix products. It is proportional to time if all GPUs are equal and transfers take no
-    time.
+    FLOPs in matrix products. This length is proportional to time if all GPUs are equal and
+    transfers take no time.
 
     Parameters
     ----------

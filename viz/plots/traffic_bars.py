@@ -288,8 +288,8 @@ def sram_timeline(
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
     The dashed line is the shared memory that one block can use. If the tiles use only a small part
-    of it, the capacity is written at the top instead. A GPU kernel may keep more bytes on chip than
-    this, because a block also has registers.
+    of this memory, its size is written at the top instead. A GPU kernel may keep more bytes on chip
+    than this, because a block also has registers.
 
     Parameters
     ----------

@@ -1,7 +1,7 @@
 """Softmax of large scores.
 
 As in the last exercise, compute P = softmax(S). But now scores reach 200, and exp(200) is
-infinity in float32. So subtract each row's largest score before exp. This does not change P.
+infinity in float32. So subtract each row's largest score before exp; this does not change P.
 Complete rows fit on chip, so again load S once and store P once.
 """
 

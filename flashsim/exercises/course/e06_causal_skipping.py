@@ -2,9 +2,9 @@
 
 Query i sees keys 0 … i. So about half of the tiles of scores have no visible score. Do not load
 the keys of these empty tiles. `machine.keep(rows, cols)` returns a boolean array for a tile:
-True for each score that the mask keeps. It returns None if the mask keeps the whole tile.
-Compute O = softmax(S) V as in the last exercise. But S is not an input now: compute S = scale ·
-Q Kᵀ on chip. Store O.
+True for each score that the mask keeps. The method returns None if the mask keeps the whole
+tile. Compute O = softmax(S) V as in the last exercise. But S is not an input now: compute S =
+scale · Q Kᵀ on chip. Store O.
 """
 
 import numpy as np

@@ -68,7 +68,7 @@ class Bench:
         """Raise `SramOverflow`, which states the longest possible row, if a row tile does not fit.
 
         On chip, each score takes `score` bytes, each row takes another `per_row` bytes, and the
-        whole tile another `per_tile` bytes. `what` names the rung in the message.
+        whole tile another `per_tile` bytes. The message calls the rung `what`.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile

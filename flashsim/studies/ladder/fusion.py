@@ -52,8 +52,8 @@ def softmax_product(bench: Bench) -> None:
 def without_softmax(bench: Bench) -> None:
     """Compute O = (scale Q K^T) V in one kernel, with FlashAttention's loops but no rescaling.
 
-    Without a softmax, Q (K^T V) has the same result at a cost linear in the length. In attention,
-    K^T V cannot be computed first, because a softmax is between the two products.
+    Without a softmax, Q (K^T V) has the same result at a cost proportional to the length. In
+    attention, K^T V cannot be computed first, because a softmax is between the two products.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:

@@ -270,7 +270,7 @@ def climb(
 
 
 class _Inputs:
-    """The inputs Q, K and V of a rung. Methods compute the scores and the error of a result."""
+    """The inputs Q, K and V of a rung."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v

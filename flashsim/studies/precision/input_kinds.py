@@ -1,6 +1,6 @@
 """Random inputs of several kinds for the precision laboratory.
 
-One kind would not suffice: with normally distributed scores, the running maximum rarely changes.
+Several kinds are needed: with normally distributed scores, the running maximum rarely changes.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """Return the time at which the last thread block on an SM ends.
 
     The end times in `blocks` assume that `share` blocks always share the SM. Near the end of the
-    launch, fewer blocks share it, and so run faster: the function corrects for this.
+    launch, fewer blocks share the SM, and so run faster; the function corrects for this.
     """
     if not blocks:
         return 0.0

@@ -1,8 +1,7 @@
 """Describes a GPU for the time model, from measured rates of the GPU's units.
 
 The constants in `calibration` are shares of the rates in an H200's data sheet. Another chip's rate
-is the H200's rate times the ratio of the two chips' measured rates. So if a chip's measured
-bandwidth is half of the H200's, the model assumes half of the H200's bandwidth.
+is the H200's rate times the ratio of the two chips' measured rates.
 """
 
 from __future__ import annotations

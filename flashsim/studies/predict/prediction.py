@@ -70,7 +70,7 @@ class Prediction(report.Tabled):
 
     @property
     def sustained(self) -> Sustained | None:
-        """The time, energy and clock of one call among many repeated calls, under the power limit.
+        """The time, energy and clock of one call in a long series of calls, at the power limit.
 
         The value is None if the device's energy was never measured.
         """

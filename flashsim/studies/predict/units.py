@@ -209,7 +209,7 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 
     Only fused kernels with grouped heads read bytes again, if a head group loops over more data (Q,
     dO and dQ) than L2 holds. Only the data that exceeds L2's capacity is read again. The slower L2
-    model (`flashsim.l2`) gives results within a seventh of these in the cases tried.
+    model (`flashsim.l2`) differed by at most a seventh in the cases tried.
 
     If all blocks of a head group run at once and none waits for another, the long and the short
     blocks of a head soon work on different query heads. Then each request for data that does not
@@ -243,8 +243,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     """Return the number of waves of thread blocks that visit a row tile, averaged over row tiles.
 
-    Per head, a wave has as many consecutive outer tiles as there are SMs per head. It visits all
-    row tiles between its first and its last one.
+    Per head, a wave has as many consecutive outer tiles as there are SMs per head. A wave visits
+    all row tiles from its first to its last.
     """
     tables = one.tables
     visited = tables.order[tables.visits[tables.order] > 0]

@@ -1,8 +1,6 @@
 """Recomputes the roofline, intensities, times and on-chip bytes of a write-up of Pallas attention.
 
-In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
-per score for the softmax. In the backward pass, the write-up counts each kernel's own products. The
-write-up counts one HBM transfer per tensor.
+The write-up counts one HBM transfer per tensor.
 """
 
 from __future__ import annotations
@@ -63,8 +61,8 @@ _ROOMY = Device.get("H100")
 class Textbook:
     """The FLOPs and bytes of one pass of one head, counted as in the write-up.
 
-    `n` is the number of queries and of keys. Each element counts as 4 bytes, the only size with
-    which the printed figures result.
+    `n` is the number of queries and of keys. Each element counts as 4 bytes, because only this size
+    gives the printed figures.
     """
 
     direction: str

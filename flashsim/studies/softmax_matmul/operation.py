@@ -91,8 +91,8 @@ def run(
 ) -> SoftmaxProduct:
     """Compute softmax(X) V in one pass over X, without storing P in HBM.
 
-    The function uses an online softmax along d2, as FlashAttention-2 does. If a tile raises a row's
-    maximum, the row's sums are rescaled. A row of X that has only -inf has the result NaN.
+    The function uses an online softmax along d2, as FlashAttention-2 does. A row of X that has only
+    -inf has the result NaN.
 
     Parameters
     ----------

@@ -67,10 +67,7 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets.
-
-    The argument `text` is the CSV that `benchmarks/verify.py` wrote.
-    """
+    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets."""
     rows = read(text)
     kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}
     for row in rows:

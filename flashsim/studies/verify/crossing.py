@@ -62,10 +62,10 @@ def shares(
     """Return how the thread blocks of a Hopper kernel share key tiles, one entry per launch.
 
     The result is empty for a Q-outer stage. A kernel may compute the dQ of a visit (inner-loop
-    iteration) in the next visit. Then a block computes one dQ product too many per work tile, and
-    discards the first. In the C++ kernels, a block without visits also computes one dQ product.
-    `in_turns` is true if the kernel adds to dQ in a fixed order, and `python` for the kernels
-    written in Python.
+    iteration) in the next visit. A block of such a kernel computes one dQ product too many per work
+    tile, and discards the first. In the C++ kernels, a block without visits also computes one dQ
+    product. `in_turns` is true if the kernel adds to dQ in a fixed order, and `python` for the
+    kernels written in Python.
     """
     if stage.outer != "keys":
         return ()
@@ -92,8 +92,8 @@ def crossing(
 ) -> int:
     """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
 
-    Hopper kernels load through TMA. `launches` is the result of `shares`; by default, each outer
-    tile has one block. If `with_l1` is true, sectors that the SM reads from L1 count too.
+    `launches` is the result of `shares`; by default, each outer tile has one block. If `with_l1` is
+    true, sectors that the SM reads from L1 count too.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -168,7 +168,7 @@ def _statistics(
     eight, most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values
     of 32 rows at a time. If two such reads touch the same sector, the second one hits in L1, so
     only `with_l1` counts it. Hopper's dQ kernel reads the values of eight rows at a time and
-    bypasses L1. If its tiles have 64 rows, each of the two warpgroups reads all values.
+    bypasses L1. If the tiles have 64 rows, each of the kernel's two warpgroups reads all values.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"

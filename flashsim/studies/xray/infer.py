@@ -304,8 +304,8 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
     """Return whether a kernel with this tile would execute the measured number of FLOPs.
 
-    The function pads head_dim as kernels do. For the form "dkdv and dq", it accepts a range of
-    FLOPs, because the two passes visit different tiles.
+    The function pads head_dim as kernels do. For the form "dkdv and dq", a range of FLOPs is
+    accepted, because the two passes visit different tiles.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim

@@ -64,7 +64,7 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one program. They can be evaluated on any machine.
+    """The measurements of one program. Any machine can evaluate these measurements.
 
     Attributes
     ----------
