@@ -30,8 +30,8 @@ def homework_in(
 ) -> list[Path]:
     """Return the homework folders: `folder` if it is one, otherwise its subfolders.
 
-    A homework folder contains a file of a bundled exercise or of one of `exercises`. If at least
-    one subfolder is a homework folder, all subfolders are returned, so that students with misplaced
+    A homework folder contains a file of a bundled exercise or of one of `exercises`. If any
+    subfolder is a homework folder, all subfolders are returned, so that students with misplaced
     files still get marks. If `single` is true, only subfolders that are homework folders are
     returned.
     """

@@ -1,7 +1,7 @@
 """Run a command in a separate process, with limits, and return its output.
 
-Whatever the process does, the function `run` respects the limits: it kills the process and all its
-children, and keeps no more output than allowed.
+To enforce the limits, the function `run` kills the process and all its children, and keeps no more
+output than allowed.
 """
 
 from __future__ import annotations

@@ -2,8 +2,7 @@
 
 The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
-roofline point states how its bytes were counted (`COUNTS`), because the ways of counting are often
-confused.
+roofline point states how its bytes were counted (`COUNTS`), because these ways are often confused.
 """
 
 from __future__ import annotations

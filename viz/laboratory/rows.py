@@ -41,8 +41,8 @@ class Cells(NamedTuple):
     """A block-sparse mask of square cells with `cell` scores per side.
 
     The mask keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns
-    of cells. `shift` is the number of cell columns minus the number of cell rows: the diagonal is
-    shifted by this number, so that it ends in the lower right corner.
+    of cells. The diagonal is shifted by `shift`, the number of cell columns minus that of cell
+    rows, so that it ends in the lower right corner.
     """
 
     rows: int

@@ -33,8 +33,8 @@ ALGORITHM = decode_plan.ALGORITHM
 def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
     """Return how the decode kernel is launched for a problem.
 
-    Three cases have no prediction, and raise a `FlashSimError`: shared prefixes, latent attention,
-    and sequences with different numbers of queries.
+    Shared prefixes, latent attention, and different numbers of queries per sequence raise a
+    `FlashSimError`.
     """
     if splits == "fa3":
         raise OptionError(

@@ -104,7 +104,7 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
     The table shows requested bytes, and times of a training step. The status is "OOM" if the
     forward pass's tensors do not fit in the device's memory, and "OOM(backward)" if the backward
     pass's tensors do not. If the version was not written for the GPU, the status is "needs Ampere"
-    or "needs Hopper". A version that cannot run has no bytes and no times.
+    or "needs Hopper".
     """
     device, p = Device.get(device), problem
     table = Table(

@@ -133,8 +133,8 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
     """Return the bytes that a portable kernel's warps read from shared memory per visit.
 
     The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps. For
-    each matrix product, every warp reads the visited tile, because it owns a part of the outer
-    tile's rows. In KV-outer kernels, several warps may share the columns of a product (`FS_PARTS`).
+    each matrix product, every warp reads the visited tile for its own rows of the outer tile. In
+    KV-outer kernels, several warps may share the columns of a product (`FS_PARTS`).
     """
     if one.kernel.boxes:  # the tensor cores read operands from shared memory without warps' loads
         return 0
@@ -154,9 +154,9 @@ def _uneven_pieces(
 ) -> int:
     """Return the number of 16-byte pieces per visit whose addresses are computed separately.
 
-    Only portable kernels have such pieces (`load_async` in mma.cuh), in two cases: if a block's
-    threads do not load a multiple of eight whole rows at a time, or if padded rows contain pieces
-    that do not exist in memory.
+    Only portable kernels have such pieces (`load_async` in mma.cuh), in two cases. Either a block's
+    threads do not load a multiple of eight whole rows at a time, or padded rows contain pieces that
+    do not exist in memory.
     """
     if one.kernel.boxes:
         return 0

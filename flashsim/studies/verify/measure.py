@@ -160,8 +160,8 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
-    Successive launches belong to one pass (`KernelPass.before`), because other kernels run between
-    two passes.
+    Successive launches belong to one pass (`KernelPass.before`), as other kernels run between
+    passes.
     """
     found: list[MeasuredLaunch] = []
     for one in launches:

@@ -194,8 +194,8 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
     At most `launches` kernels are measured. If `ranges` is true, only kernels in NVTX ranges whose
     names begin with "flashsim.watch" are measured. If `kernel` is set, only kernels whose names
-    match this regular expression are measured. If ``ncu`` is missing or the program fails, the
-    function raises `BackendUnavailable`; the message ends with the program's last output.
+    match this regular expression are measured. A missing ``ncu`` or a failed program raises
+    `BackendUnavailable`; the message ends with the last output.
     """
     chosen = ["--launch-count", str(launches)]
     chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []

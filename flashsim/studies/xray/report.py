@@ -212,8 +212,7 @@ class XRay(report.Tabled):
           it. Tiles that fit equally well are joined by "or".
         - compulsory: the bytes of all inputs and outputs of the pass, each counted once.
         - of roof: the shortest possible time divided by the measured time. The shortest possible
-          time is that of the DRAM bytes or of the tensor FLOPs at the device's peak, whichever is
-          longer.
+          time is what the DRAM bytes or the tensor FLOPs need at the device's peak.
         """
         table = report.Table(
             f"X-ray of {self.record.program} on {self.record.device}",
