@@ -308,8 +308,8 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
 def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
     """Return saved traces, traces of runs (--execute, or the user's tensors), or else counts.
 
-    `typed` names the options that the user typed. If `events` is true, algorithms that split keys
-    are simulated, because their closed form gives only totals.
+    If `events` is true, algorithms that split keys are simulated, because their closed form gives
+    only totals.
     """
     mask, how = source.mask, source.how
     if source.trace:

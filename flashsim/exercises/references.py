@@ -25,8 +25,7 @@ def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
     """Return a function that computes a task's byte budget.
 
     The budget has the bytes of each tensor in `once`. For `per_row_tile` (a text of one-letter
-    names), the budget has each tensor's bytes once per row tile. A tensor that is named twice
-    counts twice.
+    names), the budget has each tensor's bytes once per row tile.
     """
 
     def budget(task: Task) -> int:

@@ -46,7 +46,7 @@ def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
     """Return a `Device` with measured rates, relative to an H200's rates, for `predict`.
 
     The returned device has the name, the number of SMs and the capacities of `gpu`. `units` has the
-    measured rates, in the form that the function `rates` takes.
+    measured rates, as `rates` takes them.
     """
     sheet, found = Device.get("H200"), rates(units)
     share = {name: value / H200[name] for name, value in found.items()}

@@ -39,8 +39,7 @@ MOST_CASES = 10_000
 def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
     """Return cases with random lengths, head dims, heads, groups and masks.
 
-    Each case has a forward, a three-pass backward and a fused backward pass. The same seed gives
-    the same cases.
+    Each case has a forward, a three-pass backward and a fused backward pass.
 
     Parameters
     ----------

@@ -385,8 +385,8 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 def _up_to(n: int) -> Sequence[int]:
     """Return the tile sides to try for n rows or n keys.
 
-    Sides below n or up to 128 are tried, and also the next larger side, because kernels pad the
-    tiles of short sequences.
+    Sides below n or up to 128 are tried, and the next larger side, because kernels pad short
+    sequences.
     """
     beyond = [side for side in SIDES if side >= n]
     return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
