@@ -4,10 +4,10 @@ A GPU call returns arrays of the inputs' library, or CuPy arrays if that library
 or torch. The inputs' library can import a CuPy array through DLPack without a copy.
 
 Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
-read it. The last axis of such an array is not contiguous, its rows or its first byte are not
-16-byte aligned, or its head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and
-their results back to the CPU. For torch arrays, kernels run on torch's current CUDA stream, and for
-all others on CuPy's.
+read it. In such an array, the last axis is not contiguous, a row is not 16-byte aligned, or
+head_dim is not a multiple of 8. CuPy copies NumPy inputs to the GPU, and the results back to the
+CPU. For torch arrays, kernels run on torch's current CUDA stream. For all other arrays, kernels run
+on CuPy's.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Place = tuple[int, int, int, int]
 
 
 class View(NamedTuple):
-    """A (batch, heads, n, d) array in HBM as kernels read it: address and strides."""
+    """The address and strides of a (batch, heads, n, d) array in HBM, as kernels read it."""
 
     place: Place  # address; strides of the first three axes, in elements
     array: Any  # keeps the memory alive
@@ -61,7 +61,7 @@ class Space:
         return cupy.cuda.Device(self.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
-        """Return a new CuPy array of zeros, to which a kernel writes its reports."""
+        """Return a new CuPy array of zeros, to which a kernel writes counts or time stamps."""
         return cupy.zeros(shape, dtype)
 
     def counters(self, shape: tuple[int, ...]) -> Any:
@@ -70,7 +70,7 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, in the library of the inputs."""
+        """Return the first `keep` columns of a `width`-column array, in the inputs' library."""
         return array if keep == width else _copy(array[..., :keep])
 
 
@@ -150,7 +150,7 @@ class NumpySpace(CupySpace):
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, copied to a NumPy array."""
+        """Return the first `keep` columns of a `width`-column array, as a NumPy array."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
@@ -231,7 +231,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return a tensor's address and strides, and the tensor (or a copy) that owns this memory."""
+    """Return the address and strides of a tensor or of its copy, and the owner of this memory."""
     batch, head, row, last = x.stride()
     at = x.data_ptr()
     if (
@@ -248,7 +248,7 @@ def place(space: Space, x: Any) -> tuple[Place, Any]:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """Return a new uninitialised CuPy array, also of an FP8 type, which CuPy does not allocate."""
+    """Return a new uninitialised CuPy array; the type may be FP8, which `cupy.empty` lacks."""
     if dtype.itemsize == 1:
         return cupy.empty(shape, np.uint8).view(dtype)
     return cupy.empty(shape, dtype)
@@ -311,7 +311,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` has the forward pass's library and is on its device."""
+    """Raise `DTypeError` unless `array` has the library and the device of the forward pass."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
@@ -346,7 +346,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return the same object for equal arguments, so that `is` can compare spaces."""
+    """Return one and the same space for equal arguments, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -413,12 +413,12 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Return whether a kernel can read an array in place with 16-byte accesses.
+    """Return whether a kernel can read an array with 16-byte accesses, without a copy.
 
     The rows of a readable array are contiguous, 16-byte aligned, and a multiple of 16 bytes long.
-    `steps` is the bitwise OR of the address and all strides in bytes, so it is a multiple of 16 if
-    and only if the address and each stride are. `last` and `width` are the stride and the length of
-    the array's last axis, in elements.
+    `steps` is the bitwise OR of the address and all strides in bytes. It is a multiple of 16 if and
+    only if the address and each stride are multiples of 16. `last` and `width` are the stride and
+    the length of the array's last axis, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -83,7 +83,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the most bytes of shared memory of a kernel, or None if one cannot be built."""
+        """Return the most shared memory of any kernel in bytes, or None if one cannot be built."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

@@ -3,7 +3,7 @@
 numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. For kernels with
 Hopper's own instructions, the driver compiles the PTX as a whole program instead. The code that
 nvJitLink compiles may be linked to more code. In linkable code, the compiler ignores `setmaxnreg`
-and waits for every `wgmma` at once (ptxas reports this as C7504 and C7509).
+and waits for each `wgmma` immediately (ptxas reports this as C7504 and C7509).
 """
 
 from __future__ import annotations

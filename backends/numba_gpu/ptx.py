@@ -1,4 +1,4 @@
-"""Functions that each emit one PTX instruction with an LLVM builder, and return its registers.
+"""Functions that each emit one PTX instruction with an LLVM builder, and return its results.
 
 NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/parallel-thread-execution) defines semantics and operand
 layouts. A name in quotation marks in a docstring is a section of the *PTX ISA*. All instructions
@@ -179,7 +179,7 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
 def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
     """Wait until the previous launch in the stream is complete and its writes are visible.
 
-    The compiler does not move reads of the previous launch's data to a place before this wait.
+    The compiler does not move reads of the previous launch's data before this wait.
     """
     asm(b, "griddepcontrol.wait;", "", [], effects=True)
 

@@ -1,4 +1,4 @@
-"""Define the warps of the KV-outer backward that load tiles and send dQ (as in kv_outer.cuh)."""
+"""Define the KV-outer backward's warps that load tiles and send dQ (as in kv_outer.cuh)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def share_of(c: SimpleNamespace) -> Any:
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
     of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
-    block takes a range of `left` consecutive visits, which begins at visit n of the group's head
-    `member`.
+    block takes `left` consecutive visits, which begin at visit n of head number `member` in the
+    group.
     """
     blocks = c.cluster
 
@@ -54,10 +54,10 @@ def roles(
 ) -> Any:
     """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
-    One warpgroup produces, and the others run ``consume(a, shared, group)``, where `group` is the
-    number of the consumer warpgroup. `piece_barriers` are the two named barriers that signal a free
-    and a full piece of dQ. With `sends`, two warps send dQ from shared memory to HBM. The function
-    `statistics` explains `start`.
+    One warpgroup is the producer. The others run ``consume(a, shared, group)``, where `group` is
+    the number of the consumer warpgroup. `piece_barriers` are two named barriers, which signal that
+    the staging area for dQ is free, and that it is full. With `sends`, two warps send dQ from
+    shared memory to HBM. The function `statistics` explains `start`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -232,9 +232,10 @@ def statistics(
 ) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
-    For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators start at
-    0, and the warp loads -lse in base 2 instead of the scores' initial values.
+    For each visit, the warp loads the initial values of the scores and of dP. It arrives at the
+    barriers that also wait for the tiles of Q and dO. If `start` is true, the scores' initial
+    values include the log-sum-exp. Otherwise, they are 0, and the warp loads the negative
+    log-sum-exp in base 2 instead.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
@@ -309,7 +310,7 @@ def sender(
 
     As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
     accumulator in HBM. `barriers` holds two named barriers of the first warpgroup, which signal
-    that the warpgroup's piece is free, and that it is full.
+    that its staging area is free, and that it is full.
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

@@ -48,7 +48,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dkdv_kernel(kernel: Kernel, *, wide: bool) -> Any:
-    """Return the kernel as a Python function; `wide` additions of 16 bytes to HBM need sm_90."""
+    """Return the kernel as a Python function; `wide` (sm_90) allows 16-byte additions to HBM."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

@@ -145,11 +145,11 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and these functions:
 
     - ``mask(a, b, h, s, ...) -> s`` sets masked scores to -inf.
-    - ``keep(a, b, h, p, ...) -> p`` sets masked elements to 0.
+    - ``keep(a, b, h, p, ...) -> p`` sets masked elements of p to 0.
     - ``score(a, b, h, s, ...) -> s`` applies the score function.
-    - ``alive(t, p) -> p`` sets elements to 0 where a score is -inf.
-    - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient before the score function, and adds
-      up gradients of captured arrays. ``slope_alone`` adds no gradients of captured arrays.
+    - ``alive(t, p) -> p`` sets elements of p to 0 where the score in t is -inf.
+    - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient of the score function's input s, and
+      adds up gradients of captured arrays. ``slope_alone`` adds no gradients of captured arrays.
     """
     of = kernel.functions
     mask, score = (None, None) if of is None else of.graphs

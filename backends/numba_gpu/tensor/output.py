@@ -13,7 +13,7 @@ from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """Return ``stage(address, row, col, c)``, which rounds accumulators c into a 16-bit tile."""
+    """Return ``stage(address, row, col, c)``, which rounds and stores accumulators in a tile."""
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
     def stage_(b: ir.IRBuilder, address: ir.Value, row: ir.Value, col: ir.Value, c: Values) -> None:
