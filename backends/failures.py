@@ -1,7 +1,7 @@
 """Translate errors of the GPU, its driver or its compilers into `BackendUnavailable` errors.
 
-Errors of CuPy, torch, numba-cuda and cuda.core are recognised by their classes' names. So this
-module need not import these libraries.
+The module recognises errors of CuPy, torch, numba-cuda and cuda.core by the names of their classes,
+without importing these libraries.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byt
 read it. In such an array, the last axis is not contiguous, a row is not 16-byte aligned, or
 head_dim is not a multiple of 8. CuPy copies NumPy inputs to the GPU, and the results back to the
 CPU. For torch arrays, kernels run on torch's current CUDA stream. For all other arrays, kernels run
-on CuPy's.
+on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Space:
 
 
 class CupySpace(Space):
-    """A space of CuPy arrays on the current stream."""
+    """The `Space` (library, device, stream) of CuPy arrays on CuPy's current stream."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -126,7 +126,7 @@ class CupySpace(Space):
 
 
 class NumpySpace(CupySpace):
-    """A space of NumPy arrays: inputs are copied to the GPU, and results back to the CPU."""
+    """The `Space` of NumPy arrays: inputs are copied to the GPU, and results back to the CPU."""
 
     def __init__(self, device: int, dtype: str) -> None:
         super().__init__(device)
@@ -156,7 +156,7 @@ class NumpySpace(CupySpace):
 
 
 class TorchSpace(Space):
-    """A space of torch CUDA tensors on torch's current stream."""
+    """The `Space` (library, device, stream) of CUDA tensors on torch's current stream."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -255,7 +255,7 @@ def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
 
 
 class ForeignStream:
-    """A context manager that makes another library's stream and device CuPy's current ones."""
+    """A context manager that makes a stream and device of another library current in CuPy."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._pointer = cupy.cuda.Device(device), stream
@@ -416,9 +416,9 @@ def _readable(steps: int, last: int, width: int) -> bool:
     """Return whether a kernel can read an array with 16-byte accesses, without a copy.
 
     The rows of a readable array are contiguous, 16-byte aligned, and a multiple of 16 bytes long.
-    `steps` is the bitwise OR of the address and all strides in bytes. It is a multiple of 16 if and
-    only if the address and each stride are multiples of 16. `last` and `width` are the stride and
-    the length of the array's last axis, in elements.
+    `steps` is the bitwise OR of the address and all strides in bytes. `steps` is a multiple of 16
+    if and only if the address and all strides are. `last` and `width` are the stride and the length
+    of the array's last axis, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -47,7 +47,7 @@ _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
-    """The tables of a schedule's loop in GPU memory."""
+    """A schedule's tables, copied to GPU memory."""
 
     def __init__(self, tables: Lowered) -> None:
         self.arrays = {

@@ -19,8 +19,8 @@ from flashsim.problem.problem import numpy_dtype
 class ReadByFunctions(NamedTuple):
     """One call's captured arrays and attention sinks, which kernels read besides q, k and v.
 
-    `plain` and `summing` are the bytes of ``struct FlashCaptured``. Kernels that compute gradients
-    of captured arrays take `summing`, and all others take `plain`. `sinks` is the address of one
+    `plain` and `summing` are the bytes of ``struct FlashCaptured``. Kernels take `summing` if they
+    compute gradients of captured arrays, and otherwise `plain`. `sinks` is the address of one
     float32 per query head, or 0 without sinks. `tile` is the address of the array that TMA loads
     tile by tile, or 0 without such an array. `gradients` maps "d:<name>" to a float32 array of
     zeros, to which the kernel adds. `keeps` holds the owners of the arrays' memory.

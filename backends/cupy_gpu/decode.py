@@ -370,9 +370,9 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     """Return the number of keys of each sequence, and of the prefix that all sequences share.
 
     The function does not check a block table in GPU memory, since it would have to wait for the
-    GPU. Instead, the kernel skips page numbers that the pool lacks, and the output of such a
-    sequence is NaN. If the caller says that sequences share a prefix, the function does not check
-    this either.
+    GPU. The kernel skips page numbers that the page pool lacks, and the output of a sequence with
+    such a number is NaN. The function also trusts the caller's number of keys that all sequences
+    share.
     """
     p, options = job.problem, job.options
     lengths = live_keys.live_lengths(

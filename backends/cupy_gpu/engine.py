@@ -95,9 +95,9 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
     """Return a checked job's passes as functions of torch tensors, or None.
 
     The returned functions do not check their arguments. The result is None if the job's arrays are
-    not torch tensors. The result is also None if the launches need more than the tensors' addresses
-    and strides. ``backward_job(recalled, with_lse)`` returns the backward's job. Its arguments are
-    the result of `recall`, and whether the LSE has a gradient.
+    not torch tensors, or if launches need more than the tensors' addresses and strides.
+    ``backward_job(recalled, with_lse)`` returns the backward's job. `recalled` is the result of
+    `recall`, and `with_lse` says whether the LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -119,7 +119,7 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
-    With `few`, the function runs the decode kernels. The arrays at these addresses must be
+    With `few`, the returned function runs the decode kernels. The arrays at the addresses must be
     contiguous. The result is None if the kernels cannot read contiguous arrays in place, for
     example because a head_dim is not a multiple of 8.
     """

@@ -67,9 +67,9 @@ def launch(
 ) -> None:
     """Launch the given kernels of kernels/hopper/quantize.cu in order, on the space's stream.
 
-    `inputs` and `others` are dicts from names to arrays. `inputs` holds those of q, k and v that
-    the kernels read, and `others` the other arrays of ``struct Args``. `q` and `k` are the shapes
-    of Q (or None) and of K.
+    `inputs` maps the names of the inputs (among q, k and v) to arrays. `others` maps the names of
+    all other arrays of ``struct Args`` to arrays. `q` and `k` are the shapes of Q (or None) and of
+    K.
     """
     record = np.zeros((), family.ARGS)
     for name, view in inputs.items():

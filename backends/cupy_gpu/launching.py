@@ -1,8 +1,8 @@
 """Launch kernels through the CUDA driver, and hold the memory of their arguments.
 
 Thread-block clusters and programmatic dependent launch (a kernel may begin before the previous one
-ends) need launch attributes, which CuPy cannot set. Therefore this module calls the CUDA driver's
-library directly.
+ends) need launch attributes, which CuPy cannot set. This module sets them by calls to the CUDA
+driver's library.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Launcher:
 
     `grid` is the number of thread blocks along x and y. `cluster` is the number of blocks per
     cluster, along x, unless the kernel itself declares its cluster size. With `overlap`, the kernel
-    may begin before the previous kernel in the stream has ended. Such a kernel must wait
+    may begin before the previous kernel in the stream has ended. A kernel with `overlap` must wait
     (griddepcontrol.wait) before it accesses memory that the previous kernel may access.
     """
 
@@ -154,8 +154,8 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
-    A plan's uploads and compilations run in the separate stream. Therefore a call that prepares a
-    plan does not wait for the caller's other GPU work, and may run while a CUDA graph is captured.
+    A plan's uploads and compilations run in the separate stream. A call that prepares a plan thus
+    does not wait for the caller's other GPU work, and may run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode

@@ -114,7 +114,7 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
     """Return each outer tile's range of inner tiles under a mask function, or None.
 
     The result is None if an outer tile exists whose visits, or whose FULL visits, do not have
-    consecutive inner tiles. Kernels then read a list of visits from memory.
+    consecutive inner tiles. If the result is None, kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -141,8 +141,8 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order in which blocks take the outer tiles. It also computes each
-    visit's position in the fixed order of additions to dQ.
+    `schedule.turns` computes the order in which blocks take the outer tiles. `schedule.turns` also
+    computes each visit's position in the fixed order of additions to dQ.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
@@ -165,8 +165,8 @@ def refuse(problem: Problem) -> None:
 def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    `kernels` is the name of the kernels in the error text, and `instead` the advice. A bias raises
-    the error, too, because callers turn a bias into a score function first.
+    In the error text, `kernels` is the name of the kernels, and `instead` is the advice. A bias
+    also raises the error, since callers have turned the bias into a score function.
     """
     for name, text in (
         ("mask_mod", "mask_mod"),

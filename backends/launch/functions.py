@@ -165,8 +165,8 @@ def _known_slope(graph: Graph) -> bool:
 def tile_of(problem: Problem) -> BiasTile | None:
     """Return the largest captured array that is read at [.., q, k] and that TMA can load, or None.
 
-    TMA needs rows whose length is a multiple of 16 bytes. The result is also None for packed
-    sequences, because a token's position among the packed tokens is not its index in the array.
+    TMA needs rows whose length is a multiple of 16 bytes. For packed sequences the result is None,
+    because a token's position among the packed tokens is not its index in the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile

@@ -47,8 +47,8 @@ ARGS = np.dtype(
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
     """Return `ARGS` with the fields that mask functions, score functions and sinks add.
 
-    The field ``captured`` holds captured arrays and numbers. The fields ``starts`` (for packed
-    sequences) and ``sinks`` are addresses.
+    The field ``captured`` holds the arrays and numbers that functions capture. The fields
+    ``starts`` (for packed sequences) and ``sinks`` are addresses.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -78,8 +78,8 @@ class Gpu:
     `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
     of a cluster size (in blocks) and the number of such clusters that run at once, with one block
-    per SM. This number must be measured on each chip, because two chips of one model group their
-    SMs differently.
+    per SM. The number of clusters must be measured on each chip, because two chips of one model
+    group their SMs differently.
     """
 
     name: str
@@ -110,18 +110,17 @@ class Variant:
     """A kernel's compile-time choices besides the tile: tables, reports and arithmetic.
 
     With `tf32`, float32 operands are rounded to tf32, so that tensor cores can multiply them.
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. In the backward pass of such a kernel,
-    warps exchange no scores, and row sums always stay in registers. `cluster` is the number of
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. In the backward pass of a Python
+    kernel, warps exchange no scores, and row sums stay in registers. `cluster` is the number of
     thread blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the
     next kernel start before it has ended. A kernel with `overlap` also waits for the previous
     kernel before it reads that kernel's results.
 
-    With `in_step`, the Hopper backward sets the order in which work tiles loop over the row tiles,
-    so that those which run together read the same tiles (kernels/hopper/kv_outer.cuh). With
-    `deferred`, the Hopper backward computes the dQ of a visit during the next visit
-    (kernels/hopper/backward.cu). With `once`, each row tile visits a single key tile. With `fused`,
-    kernels compute dQ in one pass with dK and dV. With both `fused` and `ordered`, the kernels add
-    to dQ in a fixed order.
+    With `in_step`, the Hopper backward orders its loops so that concurrent work tiles read the same
+    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes the dQ of
+    a visit during the next visit (kernels/hopper/backward.cu). With `once`, each row tile visits a
+    single key tile. With `fused`, kernels compute dQ in one pass with dK and dV. With both `fused`
+    and `ordered`, the kernels add to dQ in a fixed order.
 
     `after` and `more` are for a pass of several launches. With `after`, a launch starts as soon as
     the previous launch of the pass has begun. With `more`, a launch lets the next launch of the
@@ -204,7 +203,7 @@ def padded(head_dim: int, other: int = 0) -> int:
     """Return head_dim rounded up to a multiple of 16, or to a multiple of 32 if it exceeds 128.
 
     Tensor cores take 16 columns at a time. Rows that are split between warps need a multiple of 32
-    columns. `other` is the problem's other head dimension, such as head_dim_v. If either one
+    columns. `other` is the problem's other head dimension, such as head_dim_v. If one of the two
     exceeds 128, the rows of both are split.
     """
     step = 16 if max(head_dim, other) <= 128 else 32

@@ -1,9 +1,9 @@
 """Predict how long a kernel launch takes, in order to find the fastest tile size.
 
 A work tile is one outer tile of one head, such as a row tile in the forward pass. A visit is one
-tile pair: one iteration of a work tile's inner loop. A work tile takes a fixed time, plus a time
-per visit. Both times are measured. The model computes how many work tiles and visits there are, and
-when each SM finishes its last work tile.
+tile pair: one iteration of a work tile's inner loop. A work tile takes a measured fixed time, plus
+a measured time per visit. The model computes how many work tiles and visits there are, and when
+each SM finishes its last work tile.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
 
     "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
     "flash2-once" includes `WITHOUT_DELTA`. The model lets a kernel begin on an SM as soon as the
-    previous kernel has left that SM. So the kernel for dQ overlaps with the kernel for dK and dV.
-    The kernel that converts dQ starts when all SMs are done.
+    previous kernel has left that SM. In this model, the kernel for dQ overlaps with the kernel for
+    dK and dV. The kernel that converts dQ starts when all SMs are done.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -221,10 +221,11 @@ def remainder(
 
     Each extra launch is a pair (blocks per cluster, number of work tiles). There are `items` work
     tiles, each with `steps` visits. Without extra launches, most SMs would be idle during that
-    wave. The extra launches run first. In these launches, a cluster of blocks shares each work
-    tile, which costs `adding_up` additional µs. There is either one extra launch, or two: the
-    second launch then fills the GPU with clusters of two blocks, and the first has larger clusters.
-    The result is empty unless extra launches save more than `_LAUNCHED` µs per launch.
+    wave. The extra launches run before the main launch. In these launches, a cluster of blocks
+    shares each work tile, which costs `adding_up` additional µs. There are one or two extra
+    launches. Of two launches, the second fills the GPU with clusters of two blocks, and the first
+    has larger clusters. The result is empty unless extra launches save more than `_LAUNCHED` µs per
+    launch.
     """
 
     def takes(cluster: int) -> float:
@@ -333,10 +334,9 @@ def fastest_first(
 ) -> tuple[Tiling, ...]:
     """Return the tilings of `times`, sorted from the fastest to the slowest predicted launch.
 
-    `launch` is the function that predicts a launch's time. In a long launch, another tiling
-    precedes the first tiling of `times` only if its gain exceeds the uncertainty of the prediction.
-    The first tiling of `times` reads the least shared memory per FLOP, which helps when a hot GPU
-    lowers its clock.
+    `launch` is the function that predicts a launch's time. In a long launch, the first tiling of
+    `times` gets a small bonus, the uncertainty of the prediction. The first tiling of `times` reads
+    the least shared memory per FLOP, which helps when a hot GPU lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

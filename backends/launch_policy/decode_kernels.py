@@ -138,7 +138,7 @@ def on_chip(
 
     The shared memory is ``sizeof(OnChip)`` of the kernel. The last number is the largest number of
     splits that a block can merge. The splits' weights must fit into the memory of the pipeline
-    stages. Up to `ring` bytes are in flight per SM.
+    stages. Up to `ring` bytes of K and V are in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):

@@ -78,11 +78,11 @@ class Decode:
     together.
 
     `splits` holds the number of splits per sequence, which follows from the rule `split`. `rows` is
-    the number of packed rows per KV head: queries times query heads per KV head. These rows fill
-    `row_tiles` row tiles. `n_visits` is the number of key tiles of the longest sequence. The kernel
-    `merge` merges the splits after `kernel`. If `merge` is None, `kernel` itself merges the splits.
-    All sequences share `prefix` keys, which are divided into `prefix_splits` parts and read only
-    once.
+    the number of packed rows per KV head: queries times query heads per KV head. The packed rows
+    fill `row_tiles` row tiles. `n_visits` is the number of key tiles of the longest sequence. The
+    kernel `merge` runs after `kernel` and merges the splits. If `merge` is None, `kernel` itself
+    merges the splits. All sequences share `prefix` keys, which are divided into `prefix_splits`
+    parts and read only once.
     """
 
     problem: Problem
@@ -237,10 +237,10 @@ def plan(
 ) -> Decode:
     """Return the decode launch's plan for a batch whose sequences have `lengths` keys.
 
-    If `splits` is None, the sequences get as many splits as needed to fill all SMs once. Otherwise
-    each sequence gets `splits` splits, or one per key tile if it has fewer key tiles. With a
-    `prefix`, the prefix and each sequence's own keys are divided into parts. The one with the most
-    key tiles gets `splits` parts. The others get parts in proportion to their key tiles.
+    If `splits` is None, the sequences get as many splits as needed to fill all SMs once. If
+    `splits` is a number, each sequence gets `splits` splits, or one per key tile if it has fewer
+    key tiles. With a `prefix`, the prefix and each sequence's own keys are divided into parts in
+    proportion to their key tiles. The largest number of parts is `splits`.
 
     `problem.n_kv` is the capacity of the cache per sequence. `page` is the number of rows per page,
     or 0 if the cache is contiguous. With `counts`, the kernel reports the bytes that it moves, and
@@ -265,10 +265,10 @@ def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0
 
     The number of splits is that of sequences which fill the cache. A shorter sequence has as many
     splits, and each of them has fewer key tiles or none. In an entry of `Decode.items`, field 1 is
-    the number of the split and field 2 is 0. The kernel computes the split's key tiles. So the same
-    launch works for every length up to `problem.n_kv`. The function raises the errors of `plan`. It
-    also raises `UnsupportedError` for latent attention, whose kernel does not read lengths at run
-    time.
+    the number of the split and field 2 is 0. At run time, the kernel computes which key tiles the
+    split has. One launch thus works for every length up to `problem.n_kv`. The function raises the
+    errors of `plan`, and `UnsupportedError` for latent attention, whose kernel cannot read lengths
+    at run time.
     """
     if problem.latent:
         raise UnsupportedError(
@@ -303,22 +303,23 @@ def _plain(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for ordinary attention without a shared prefix.
 
     If the unsplit sequences have no more blocks than the GPU has SMs, blocks have 8 warps and each
-    SM runs one block. Otherwise blocks have 4 warps and each SM runs two blocks.
+    SM runs one block. If there are more blocks than SMs, blocks have 4 warps and each SM runs two
+    blocks.
 
-    On GPUs with clusters, short sequences of equal length get 8 splits, which a cluster merges. A
-    sequence with fewer than 8 key tiles gets 4 or 2 splits instead. Contiguous sequences of about
-    equal length are not split if their blocks already fill a large enough fraction of the SMs. This
-    fraction is `_ENOUGH`, or `_MOST` on GPUs with slower HBM. A split would then cost a merge and
-    gain nothing. This rule holds if a key and a value together have up to 128 columns. With more
-    columns, the rule holds only before Hopper, or from `_LONG` key tiles on. (Measured on an H200
-    and, with memory no faster than `_FAST_MEMORY`, on an H100; docs/notebooks/decoding.md and
-    benchmarks/decode.py have the sweeps.)
+    On GPUs with clusters, short sequences of equal length get 8 splits, which a cluster merges.
+    Sequences with fewer than 8 key tiles get 4 or 2 splits. Contiguous sequences of about equal
+    length are not split if their blocks already fill a large enough fraction of the SMs. The large
+    enough fraction is `_ENOUGH`, or `_MOST` on GPUs with slower HBM. Splits of such sequences would
+    cost a merge and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have
+    up to 128 columns. With more columns, the rule about `_ENOUGH` holds only before Hopper, or from
+    `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an
+    H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
 
     The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
     otherwise the last clusters would run alone. The number of clusters that run at once depends on
     the chip. If there are too many clusters, each sequence gets fewer splits, which form a smaller
-    cluster. With up to 128 columns, each sequence instead keeps its number of splits, which merge
-    through HBM.
+    cluster. If a key and a value together have up to 128 columns, the number of splits stays, and
+    they merge through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)

@@ -96,8 +96,8 @@ class Family(ABC):
     `name` is the family's name in traces. The compiler ``load(kernel, device)`` returns the
     compiled function, ready to launch on CuPy's current device. `like` holds the compile-time
     choices that do not depend on schedule tables or reports. `takes_functions` says whether the
-    kernels take `mask_mod`, `score_mod` and `sinks`. `elsewhere` is the advice in error texts if
-    they do not.
+    kernels take `mask_mod`, `score_mod` and `sinks`. If they do not, error texts end with the
+    advice `elsewhere`.
     """
 
     name: str
@@ -161,7 +161,8 @@ class Family(ABC):
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Return whether "flash2-once" can run and is the fastest backward on this GPU.
 
-        With `ordered`, the other candidate is the fused backward that adds to dQ in a fixed order.
+        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
+        order.
         """
         return False
 
@@ -231,8 +232,8 @@ class Family(ABC):
         """Return a tuple that holds the single launch of the forward pass.
 
         If `tiling` is None, the method `choose` chooses the tiling. With the `report` "counts", the
-        kernels record the bytes that they move. With "timeline", they also record time stamps. The
-        method raises `TilingError` or `UnsupportedError`.
+        kernels record the bytes that they move. With the `report` "timeline", the kernels also
+        record time stamps. The method raises `TilingError` or `UnsupportedError`.
         """
         return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
 
@@ -248,9 +249,9 @@ class Family(ABC):
     ) -> tuple[KernelPass, ...]:
         """Return the launches of the backward pass, in order.
 
-        With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`). This needs
-        "flash2-fused", and `orders_dq` must be true for the problem. For the other parameters and
-        the errors, see `forward_passes`.
+        With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`). The option
+        `ordered` needs the algorithm "flash2-fused" and a true `orders_dq`. For the other
+        parameters and the errors, see `forward_passes`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

@@ -168,9 +168,10 @@ class Hopper(Family):
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
         """Return whether the fused backward is predicted to be faster than three passes.
 
-        The three passes compute more matrix products, but do not clear and convert a float32 dQ.
-        Their kernel for dQ may run at the same time as their kernel for dK and dV. The fused kernel
-        does not exist above a head_dim of 192, where no shared memory is left to stage dQ.
+        The three passes compute more matrix products, but do not clear and convert a float32 dQ. Of
+        the three passes, the kernel for dQ may run at the same time as the kernel for dK and dV.
+        The fused kernel does not exist above a head_dim of 192, where no shared memory is left to
+        stage dQ.
         """
         if widest(problem) > 192:
             return False
@@ -190,9 +191,9 @@ class Hopper(Family):
 
         The number exceeds 1 if a KV-outer backward has too few work tiles to fill the SMs. The
         number is 1 for `hopper_kernels.roles_kernel`, which does not support clusters. With a
-        head_dim above 128, the number is limited so that all blocks run at once. Clusters that do
-        not run at once are slower: on an H100, 128 work tiles took 92 µs in clusters of two, and 72
-        µs without clusters.
+        head_dim above 128, the number is limited so that all blocks run at the same time. More
+        clusters than can run at the same time are slower: on an H100, 128 work tiles took 92 µs in
+        clusters of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.outer != "keys" or tables.schedule.tiling == ROLES:
@@ -220,8 +221,8 @@ class Hopper(Family):
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ during the next visit.
 
-        Deferral costs extra time once, at the end of a block's loop. So only blocks with long loops
-        defer dQ.
+        Only blocks with long loops defer dQ, since deferral costs extra time at the end of each
+        loop.
         """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
@@ -232,16 +233,15 @@ class Hopper(Family):
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
         group, which share K and V. With small groups, more blocks read the same tiles at the same
-        time. This rule does not apply to blocks that add to dQ in a fixed order. It does not apply
-        either to heads that share a large bias, because blocks of several heads should then read
-        the same rows of the bias at the same time.
+        time. The rule for equally long work tiles excludes blocks that add to dQ in a fixed order.
+        The rule also excludes heads that share a large bias, because blocks of several heads should
+        read the same rows of the bias at the same time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and
         load its K and V, which the short work tiles then find in L2. A forward pass over many short
-        sequences is limited by DRAM. The head groups of such a pass are small, so that at any time
-        some blocks are at the beginning of a group and others at the end of another group. If there
-        are only a few waves, all heads may form one group, so that the long work tiles of all heads
-        come first.
+        sequences is limited by DRAM. The head groups of such a pass are small, so that some blocks
+        begin a group while other blocks finish one. If there are only a few waves, all heads may
+        form one group, so that the long work tiles of all heads come first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         shared = functions.heads_share(p, gpu.l2_bytes // 8)
@@ -266,8 +266,8 @@ class Hopper(Family):
         A KV-outer pass alternates if the tensors that a head group loops over, and the group's dQ,
         together exceed the size of L2. No pass alternates under a left window, because its work
         tiles begin at different row tiles. If there are more work tiles than SMs, the threshold is
-        twice the L2 size. Work tiles that run at the same time are then about equally long, and
-        drift apart slowly.
+        twice the L2 size. The reason: work tiles that run at the same time are then about equally
+        long, and drift apart slowly.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
@@ -331,9 +331,9 @@ def _drifts(walk: Walked) -> bool:
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
     """Return how many heads (1 to 4) together fill about a whole number of waves, or 0.
 
-    The result is 0 if no number of heads does. If head groups fill whole waves, the work tiles of a
-    wave loop over the row tiles in the same direction. If two head groups shared a wave, their work
-    tiles would loop in different directions.
+    The result is 0 if no number of heads does so. If head groups fill whole waves, the work tiles
+    of a wave loop over the row tiles in the same direction. If two head groups shared a wave, their
+    work tiles would loop in different directions.
     """
     most = gpu.multiprocessors
 

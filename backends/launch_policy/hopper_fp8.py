@@ -27,7 +27,7 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 
 @dataclass(frozen=True)
 class HopperFp8(Family):
-    """The kernel family of FlashAttention-3's FP8 forward. FP8 has no backward."""
+    """The kernel family of FlashAttention-3's FP8 forward, which has no backward kernels."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why these kernels cannot run this pass, or None if they can."""
@@ -77,8 +77,8 @@ class HopperFp8(Family):
     def clump(self, walk: Walked) -> int:
         """Return the number of heads in a head group, which run together.
 
-        The 16-bit kernels' number is one candidate. The other is the next smaller number that
-        divides the number of heads evenly. The result is the faster of the two.
+        The result is the number of the 16-bit kernels or, if that is faster, the next smaller
+        number that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:

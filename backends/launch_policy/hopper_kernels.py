@@ -70,7 +70,7 @@ _LARGEST_BOUND = 50
 def _bounded(problem: Problem) -> dict[str, int]:
     """Return ``{"BOUNDED": 1}`` if the forward kernel can omit the running maximum, or {}.
 
-    It can if the type is bfloat16 and the scores have a small upper bound (BoundedSoftmax in the
+    A bfloat16 kernel can omit it if the scores have a small upper bound (BoundedSoftmax in the
     kernels).
     """
     bound = functions.score_bound(problem)
@@ -197,11 +197,11 @@ def product_columns(
     """Return the columns per product of the backward, and the extra columns of all products.
 
     The number of columns per product is head_dim, rounded up to a multiple of 16. If a cluster
-    shares a work tile and head_dim is at most 128, head_dim is rounded up to a multiple of 32. Some
-    products compute all columns of a tile in shared memory, which has padding: these are extra
-    columns. One such product is dQ^T, because its rows are the tile's columns. If the tile has at
-    most 32 columns, the kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, two others
-    are dK and dV, because their columns are divided between warpgroups. If one warpgroup computes
+    shares a work tile and head_dim is at most 128, head_dim is rounded up to a multiple of 32.
+    Extra columns are padding: some products compute all columns of a padded tile in shared memory.
+    The product dQ^T has extra columns, because its rows are the tile's columns. If the tile has at
+    most 32 columns, the kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, the products
+    dK and dV also have extra columns, because two warpgroups divide them. If one warpgroup computes
     all of dQ^T, the rows of dQ^T are only padded to a multiple of 32.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)

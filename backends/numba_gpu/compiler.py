@@ -1,4 +1,5 @@
-"""Compile the Python tensor-core kernels, and cache them on disk. Only `load` needs a GPU.
+"""Compile the Python tensor-core kernels, and cache them on disk. In this module, only the function
+`load` needs a GPU.
 
 numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. For kernels with
 Hopper's own instructions, the driver compiles the PTX as a whole program instead. The code that

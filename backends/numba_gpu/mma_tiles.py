@@ -7,7 +7,7 @@ in block i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 
 lane holds elements of two rows, called its *halves*.
 
 The accumulators of a score tile already have the layout of the next product's left operand, and
-only need to be rounded to 16 bits. So P and dS stay in registers.
+only need to be rounded to 16 bits. P and dS therefore stay in registers.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ def pieces(tile: Tile, *, transposed: bool) -> Any:
     """Return ``pieces(address)``, the address of a lane's row in a tile's first 16 x 16 piece.
 
     The lane passes this address to `ldmatrix`. If `transposed` is true, `ldmatrix` then loads the
-    fragments of a swapped tile (`Operand`). If it is false, `ldmatrix` loads an A fragment, or two
-    B fragments, of a tile that is not swapped.
+    fragments of a swapped tile (`Operand`). If `transposed` is false, `ldmatrix` loads an A
+    fragment, or two B fragments, of a tile that is not swapped.
     """
 
     @emitted(types.int32, types.int32)
@@ -209,7 +209,7 @@ def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, righ
     """Return ``multiply(c, a..., b...)``, which computes c + A B, a fragment of (16 `blocks`, n).
 
     The matrix A (16 `blocks`, depth) is an `Operand` in shared memory, or a fragment of
-    `load_fragments` ("registers"). It may also be an earlier product's accumulators
+    `load_fragments` ("registers"). A may also be an earlier product's accumulators
     ("accumulators"), which this function rounds to 16 bits. `right` is the matrix B (depth, n).
     """
     count = blocks * n // 2

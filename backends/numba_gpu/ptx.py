@@ -35,11 +35,11 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
 def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.Value) -> Values:
     """Compute C + A B for a 16 x 16 matrix A and a 16 x 8 matrix B, with sums in float32.
 
-    The layout is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x = 2 (lane %
-    4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x + 8), each
-    with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each with the
-    neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and (r + 8, x
-    + 1).
+    The layout of A, B and C is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x
+    = 2 (lane % 4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x +
+    8), each with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each
+    with the neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and
+    (r + 8, x + 1).
     """
     kind = "bf16" if bf16 else "f16"
     text = (

@@ -2,10 +2,9 @@
 
 A kernel reports into two uint32 arrays. The array for iterations of the outer loop is ``(walks,
 tiles, SLOTS)``, and the array for visits (tile pairs) is ``(batch * heads, n_visits, SLOTS)``. Slot
-n holds the bytes of the n-th transfer in the stage's description (`plans.Stage`). The description
-lists the transfers of a visit, and those of an outer iteration before and after its visits. Kernels
-do not report the events that stay on chip (alloc, free, compute), so these events are taken from
-the stage's description.
+n holds the bytes of transfer n. The stage's description (`plans.Stage`) lists the transfers per
+visit, and per outer iteration before and after its visits. Kernels do not report the events that
+stay on chip (alloc, free, compute), so these events are taken from the stage's description.
 """
 
 from __future__ import annotations

@@ -40,8 +40,8 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     """Return the schedule of a decode launch, whose packed sequences contain only live keys.
 
     The function raises `UnsupportedError` in three cases: no sequence has a key; the sequences
-    share a prefix; or a mask lets the row tiles of a sequence see different key tiles. In the third
-    case, the kernel visits for every row tile all key tiles that any of them sees.
+    share a prefix; or a mask lets the row tiles of a sequence see different key tiles. Under a
+    mask, the kernel visits, for every row tile, all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(

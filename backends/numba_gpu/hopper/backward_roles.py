@@ -2,7 +2,7 @@
 
 The kernel is structured like kernels/hopper/backward_roles.cu. The kernel is KV-outer, but each
 warpgroup computes different products. One consumer warpgroup computes the scores, P and dS of a
-whole tile (64 queries by 96 keys). It also computes dQ. A second warpgroup accumulates dV^T, and a
+whole tile (64 queries by 96 keys), and after them dQ. A second warpgroup accumulates dV^T, and a
 third one dK^T, for all keys and columns of the tile. P and dS are transposed and pass through
 shared memory. Each row of the scores belongs to one query.
 """

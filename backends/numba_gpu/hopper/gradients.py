@@ -1,8 +1,8 @@
 """Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
 The kernel computes transposed scores: the rows of a fragment are keys, and the columns are queries.
-So each column of a fragment has a log-sum-exp and a delta. The module `row_gradients` has the same
-operations for the Q-outer dQ kernel.
+Each column of a fragment therefore has a log-sum-exp and a delta. The module `row_gradients` has
+the same operations for the Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``, an accumulator with a constant in each column."""
+    """Return ``start_columns(values) -> s``, an accumulator with one initial value per column."""
 
     @emitted(floats(n // 2), floats(n // 4))
     def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
@@ -133,15 +133,15 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
     The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The tile has `n`
     queries, and dO has `d` columns. The queries are divided into `slices` slices. A slice's product
-    is queued as soon as its part of P is ready. So the exponentials overlap with the products of
+    is queued as soon as its part of P is ready. The exponentials thus overlap with the products of
     earlier slices, and with the matrix product dP. The function waits for the end of the product
     dP.
 
-    If n = 128, the function waits for dP after half of the slices. During the other half, it
-    computes part of dS = P dP. If there is a softcap, p is P times the softcap's derivative, 1 -
+    If n = 128, the function waits for dP after half of the slices, and computes part of dS = P dP
+    during the second half. If there is a softcap, p is P times the softcap's derivative, 1 -
     tanh^2. If `start` is true, the scores' initial values include the log-sum-exp, and `lse` is not
-    used. Otherwise, `lse` is the shared-memory address of each column's negative log-sum-exp in
-    base 2.
+    used. If `start` is false, `lse` is the shared-memory address of each column's negative
+    log-sum-exp in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)

@@ -21,9 +21,9 @@ def share_of(c: SimpleNamespace) -> Any:
     """Return ``share(group, count) -> member, n, left``, which selects a block's visits.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
-    of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
-    block takes `left` consecutive visits, which begin at visit n of head number `member` in the
-    group.
+    of its GQA group, one head after another. The blocks of a cluster divide the visits of a work
+    tile. Each block takes `left` consecutive visits, which begin at visit n of head number `member`
+    in the group.
     """
     blocks = c.cluster
 
@@ -54,10 +54,10 @@ def roles(
 ) -> Any:
     """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
-    One warpgroup is the producer. The others run ``consume(a, shared, group)``, where `group` is
-    the number of the consumer warpgroup. `piece_barriers` are two named barriers, which signal that
-    the staging area for dQ is free, and that it is full. With `sends`, two warps send dQ from
-    shared memory to HBM. The function `statistics` explains `start`.
+    One warpgroup produces. Every consumer warpgroup runs ``consume(a, shared, group)``, where
+    `group` is its number. `piece_barriers` are two named barriers, which signal that the staging
+    area for dQ is free, and that it is full. With `sends`, two warps send dQ from shared memory to
+    HBM. For `start`, see the function `statistics`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -232,10 +232,10 @@ def statistics(
 ) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
-    For each visit, the warp loads the initial values of the scores and of dP. It arrives at the
-    barriers that also wait for the tiles of Q and dO. If `start` is true, the scores' initial
-    values include the log-sum-exp. Otherwise, they are 0, and the warp loads the negative
-    log-sum-exp in base 2 instead.
+    For each visit, the warp loads the initial values of the scores and of dP. The warp arrives at
+    the same barriers as the copies of Q and dO. If `start` is true, the scores' initial values
+    include the log-sum-exp. If `start` is false, the scores' initial values are 0, and the warp
+    loads the negative log-sum-exp in base 2.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before

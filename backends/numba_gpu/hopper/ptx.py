@@ -150,7 +150,7 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Group the reductions since the thread's last group ("cp.async.bulk.commit_group")."""
+    """Group this thread's reductions since its last group ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
@@ -299,7 +299,7 @@ def wgmma(
     the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) + 1, as in `ptx.mma`.
     The returned registers hold the sums only after `wgmma_wait`.
 
-    The operand `left` is A (64 x 16 per step). It is either a `descriptor` of a tile, or a list of
+    The operand `left` is A (64 x 16 per step). A may be a `descriptor` of a tile, or a list of
     registers in the layout of `ptx.mma`, four per step. The operand `right` is the descriptor of B
     (16 x n per step). `left_at` (unused for registers) and `right_at` hold each step's offset from
     the operand's descriptor, in units of 16 bytes. With `left_down` or `right_down`, the operand's

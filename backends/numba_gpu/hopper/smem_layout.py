@@ -44,9 +44,9 @@ class SmemLayout(ABC):
     def arrivals(self) -> dict[str, tuple[int, int]]:
         """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
-        The kinds are in layout order. A "full" barrier waits for the producer's arrival and for the
-        bytes of its copies. A "free" barrier waits for one arrival from each warp that reads the
-        stage.
+        The kinds of mbarriers are in layout order. A "full" barrier waits for the producer's
+        arrival and for the bytes of its copies. A "free" barrier waits for one arrival from each
+        warp that reads the stage.
         """
 
     @property
@@ -136,7 +136,7 @@ class OnChip(SmemLayout):
 
 
 class ByKeys(SmemLayout):
-    """A shared-memory layout of a KV-outer backward kernel."""
+    """The base class of the shared-memory layouts of KV-outer backward kernels."""
 
     @property
     def key_bytes(self) -> int:
@@ -179,7 +179,7 @@ class ByKeys(SmemLayout):
 
 @dataclass(frozen=True)
 class KeysOutside(ByKeys):
-    """The shared-memory layout of the KV-outer backward kernel.
+    """The shared-memory layout of the KV-outer backward for head dims up to 128.
 
     K and V stay in shared memory for one work tile. Q, dO and their row statistics are in ring
     buffers of two stages, and each visit (tile pair) uses one stage. The statistics are the initial
@@ -209,7 +209,7 @@ class KeysOutside(ByKeys):
 
     @property
     def split_columns(self) -> bool:
-        """Whether each warpgroup computes some columns of dQ, rather than some rows."""
+        """Whether each warpgroup computes some columns of dQ; otherwise it computes some rows."""
         return self.d == 128
 
     @property

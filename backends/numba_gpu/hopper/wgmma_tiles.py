@@ -286,8 +286,8 @@ def queue_scores(
     """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
 
     The caller must wait for the result S. The tiles of Q and K have `depth` columns. `rows` is the
-    number of rows of the whole Q tile, of which 64 are used. `of` is the number of rows of the
-    whole K tile, of which n are used, or 0 if the K tile has n rows. With `more`, the function is
+    number of rows of the whole Q tile, of which 64 are used. The whole K tile has `of` rows, of
+    which n are used. If `of` is 0, the K tile has n rows. With `more`, the function is
     ``queue_scores(s, q, k) -> s + Q K^T``.
     """
     steps = range(depth // 16)
@@ -313,8 +313,8 @@ def queue_scores(
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
     """Return ``queue_output(o, p, v) -> o``, which queues o + P V, where P is from `round_operand`.
 
-    The caller must wait for the product. V has `n` columns and `depth` rows. `of` is the number of
-    rows of the whole tile of V, or 0 if this number is `depth`.
+    The caller must wait for the product. V has `n` columns and `depth` rows. The whole tile of V
+    has `of` rows or, if `of` is 0, `depth` rows.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
@@ -347,10 +347,10 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
 
-    The function rounds and stores rows of output. It skips rows from `stop` on, and columns past
-    the row width `row_of`. `row` is the warp's first row, and `address` is the address of row 0.
-    The four lanes of a quad exchange pairs of columns, so that each lane stores 16 bytes of a row.
-    With `later`, the function has another parameter: the column at which o begins.
+    The function rounds and stores rows of output, except rows from `stop` on and columns past the
+    row width `row_of`. `row` is the warp's first row, and `address` is the address of row 0. The
+    four lanes of a quad exchange pairs of columns, so that each lane stores 16 bytes of a row. With
+    `later`, the function has another parameter: the column at which o begins.
     """
 
     @emitted(int32, int64, int32, floats(n // 2), floats(2), *[int32] * (3 if later else 2))

@@ -76,7 +76,7 @@ def column_probabilities(n: int, softcap: bool) -> Any:
 def column_gradients(bf16: bool, n: int) -> Any:
     """Return ``column_gradients(p, dp, delta) -> ds``, which computes dS = P (dP + delta), rounded.
 
-    `delta` holds -delta of each of the lane's columns.
+    `delta` holds the negative delta of each of the lane's columns.
     """
     kind = floats(n // 2)
 
@@ -262,7 +262,7 @@ def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
 def store_gradients(bf16: bool, n: int) -> Any:
     """Return ``store_gradients(place, p, dp, delta)``, which stores dS = P (dP + delta), rounded.
 
-    `delta` holds -delta of the thread's rows.
+    `delta` holds the negative delta of each of the thread's rows.
     """
     kind = floats(n // 2)
 

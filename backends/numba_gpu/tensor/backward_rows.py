@@ -1,9 +1,9 @@
 """The row-wise kernels of the backward pass: `flash_delta` runs first, `flash_convert` last.
 
-`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one. It also
-clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's accumulator to 16
-bits. Block (i, head) handles row tile i. The kernels use no shared memory, and every access to a
-row in HBM is 16 bytes wide.
+`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
+`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
+accumulator to 16 bits. Block (i, head) handles row tile i. The kernels use no shared memory, and
+every access to a row in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ DEEP = 4
 def _dots(bf16: bool, apart: int) -> Any:
     """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which computes dot products.
 
-    Per row, the function computes the dot product of two pieces of 8 elements. It reads up to
-    `DEEP` rows, which begin at `x` and `y` and are `apart` rows apart. Only the first `left` rows
-    exist. `rows` is how many of the `DEEP` rows exist.
+    Per row, the function computes the dot product of two pieces of 8 elements. The function reads
+    up to `DEEP` rows, the first at `x` and `y`, and each next row `apart` rows further. Only the
+    first `left` rows exist. `rows` is the number of rows that exist.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -96,8 +96,8 @@ def _write_rows(apart: int) -> Any:
 def _less_rows(apart: int) -> Any:
     """Return ``less_rows(sums, source, left) -> sums``, which subtracts one float32 per row.
 
-    The float32 values come from HBM. Successive rows are `apart` rows apart. Only the first `left`
-    rows exist.
+    The function reads the float32 of every `apart`-th row from HBM. Only the first `left` rows
+    exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
