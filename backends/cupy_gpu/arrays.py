@@ -3,11 +3,10 @@
 A GPU call returns arrays of the inputs' library, or CuPy arrays if that library is not NumPy, CuPy
 or torch. The inputs' library can import a CuPy array through DLPack without a copy.
 
-Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
-read it. In such an array, the last axis is not contiguous, a row is not 16-byte aligned, or
-head_dim is not a multiple of 8. CuPy copies NumPy inputs to the GPU, and the results back to the
-CPU. For torch arrays, kernels run on torch's current CUDA stream. For all other arrays, kernels run
-on CuPy's current stream.
+A GPU array is copied only if the kernels' 16-byte accesses cannot read it. In such an array, the
+last axis is not contiguous, a row is not 16-byte aligned, or head_dim is not a multiple of 8. CuPy
+copies NumPy inputs to the GPU, and the results back to the CPU. For torch arrays, kernels run on
+torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ class CupySpace(Space):
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
@@ -141,7 +140,7 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
@@ -189,7 +188,7 @@ class TorchSpace(Space):
         return made(*shape) if shape else made(())
 
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
-        """Return a function whose calls return new uninitialised tensors of this shape and type."""
+        """Return a function that returns a new uninitialised tensor of this shape and type."""
         kind = getattr(self.torch, dtype)
         try:
             # torch's allocation for compiled code takes half the time, but it is private.
@@ -206,7 +205,7 @@ class TorchSpace(Space):
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
@@ -214,7 +213,7 @@ class TorchSpace(Space):
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """Return an array of 32-bit zeros from torch, which may allocate during a graph capture."""
+        """Return 32-bit zeros, allocated by torch because torch can allocate in a graph capture."""
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:

@@ -38,7 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """Return a score function that adds a bias, its last captured array, and applies `score`."""
+    """Return a score function that adds its last captured array, the bias, and applies `score`."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [

@@ -194,7 +194,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """Return a launch on this call's stream and arrays, which can be repeated."""
+        """Return a repeatable launch on this call's stream and arrays."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer

@@ -77,9 +77,9 @@ class Gpu:
 
     `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
-    of a cluster size (in blocks) and the number of such clusters that run at once, with one block
-    per SM. The number of clusters must be measured on each chip, because two chips of one model
-    group their SMs differently.
+    of a cluster size (in blocks) and the number of such clusters that run at the same time, with
+    one block per SM. The number of clusters must be measured on each chip, because two chips of one
+    model group their SMs differently.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Variant:
     `python` marks a kernel of `flashsim.backends.numba_gpu`. In the backward pass of a Python
     kernel, warps exchange no scores, and row sums stay in registers. `cluster` is the number of
     thread blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the
-    next kernel start before it has ended. A kernel with `overlap` also waits for the previous
+    next kernel start early, before its own end. A kernel with `overlap` waits for the previous
     kernel before it reads that kernel's results.
 
     With `in_step`, the Hopper backward orders its loops so that concurrent work tiles read the same
@@ -122,9 +122,8 @@ class Variant:
     single key tile. With `fused`, kernels compute dQ in one pass with dK and dV. With both `fused`
     and `ordered`, the kernels add to dQ in a fixed order.
 
-    `after` and `more` are for a pass of several launches. With `after`, a launch starts as soon as
-    the previous launch of the pass has begun. With `more`, a launch lets the next launch of the
-    pass begin.
+    With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
+    a launch lets the next launch of the pass begin.
     """
 
     spans: bool

@@ -70,7 +70,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of three Hopper backward kernels: for dK and dV, for dQ, and for all three."""
+    """Times of three Hopper backward kernels: for dK and dV, for dQ, and for all gradients."""
 
     dkdv: Times
     dq: Times
@@ -187,7 +187,7 @@ def shared_out(
 ) -> list[float]:
     """Return the predicted times in µs, unordered, at which SMs finish their last work tile.
 
-    Each of `walks` heads has the work tiles whose visits (tile pairs) `steps` lists. `cluster`
+    For each of the `walks` heads, `steps` lists the visits (tile pairs) per work tile. `cluster`
     blocks share each work tile. If `cluster` exceeds 1, this costs `adding_up` additional µs per
     work tile. Only part of the SMs can form clusters (`CLUSTERS`). For each SM, `free` holds the
     time in µs at which the SM becomes free.
@@ -220,12 +220,11 @@ def remainder(
     """Return extra launches for the work tiles of the last, partial wave.
 
     Each extra launch is a pair (blocks per cluster, number of work tiles). There are `items` work
-    tiles, each with `steps` visits. Without extra launches, most SMs would be idle during that
-    wave. The extra launches run before the main launch. In these launches, a cluster of blocks
-    shares each work tile, which costs `adding_up` additional µs. There are one or two extra
-    launches. Of two launches, the second fills the GPU with clusters of two blocks, and the first
-    has larger clusters. The result is empty unless extra launches save more than `_LAUNCHED` µs per
-    launch.
+    tiles, each with `steps` visits. The extra launches run before the main launch. In these
+    launches, a cluster of blocks shares each work tile, which costs `adding_up` additional µs.
+    There are one or two extra launches. Of two launches, the second fills the GPU with clusters of
+    two blocks, and the first has larger clusters. The result is empty unless extra launches save
+    more than `_LAUNCHED` µs per launch.
     """
 
     def takes(cluster: int) -> float:

@@ -309,17 +309,14 @@ def _plain(asked: _DecodeRequest) -> Decode:
     On GPUs with clusters, short sequences of equal length get 8 splits, which a cluster merges.
     Sequences with fewer than 8 key tiles get 4 or 2 splits. Contiguous sequences of about equal
     length are not split if their blocks already fill a large enough fraction of the SMs. The large
-    enough fraction is `_ENOUGH`, or `_MOST` on GPUs with slower HBM. Splits of such sequences would
-    cost a merge and gain nothing. The rule about `_ENOUGH` holds if a key and a value together have
-    up to 128 columns. With more columns, the rule about `_ENOUGH` holds only before Hopper, or from
-    `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an
-    H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    enough fraction is `_ENOUGH`, or `_MOST` on GPUs with slower HBM. The rule about `_ENOUGH` holds
+    before Hopper, for a key and a value with up to 128 columns together, and from `_LONG` key tiles
+    on. The notebook docs/notebooks/decoding.md has the measurements, on an H200 and an H100.
 
-    The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
-    otherwise the last clusters would run alone. The number of clusters that run at once depends on
-    the chip. If there are too many clusters, each sequence gets fewer splits, which form a smaller
-    cluster. If a key and a value together have up to 128 columns, the number of splits stays, and
-    they merge through HBM.
+    The splits of a sequence form a cluster only if the GPU can run all clusters at the same time.
+    If there are too many clusters, each sequence gets fewer splits, which form a smaller cluster.
+    If a key and a value together have up to 128 columns, the number of splits stays, and they merge
+    through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)

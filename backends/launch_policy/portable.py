@@ -52,7 +52,7 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the fastest tiling on this GPU (docs/notebooks/speed_gpu.md), or None."""
+        """Return this GPU's fastest tiling (docs/notebooks/speed_gpu.md), or None if unknown."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)

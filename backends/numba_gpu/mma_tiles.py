@@ -96,7 +96,7 @@ class RowWidth:
         return self.exist < self.width
 
     def counted(self, b: ir.IRBuilder, column: ir.Value, n: int, itemsize: int) -> ir.Value:
-        """Emit how many bytes exist of the `n` elements that begin at a column below `width`."""
+        """Emit how many bytes of the `n` elements from a column on are data, not padding."""
         if not self.padded:
             return i32(n * itemsize)
         left = b.sub(i32(self.exist), column)
@@ -105,7 +105,7 @@ class RowWidth:
         return b.mul(there, i32(itemsize))
 
     def piece_bytes(self, b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
-        """Emit how many bytes exist of a 16-byte piece of 16-bit elements."""
+        """Emit how many bytes of a 16-byte piece of 16-bit elements are data."""
         return self.counted(b, b.shl(piece, i32(3)), 8, 2)
 
 
@@ -154,9 +154,9 @@ def scale_all(count: int) -> Any:
 class Operand:
     """An operand of a matrix product, stored in shared memory.
 
-    The field `swapped` says that the tile is stored transposed. Tiles A [m][k] and B [k][n] are not
-    swapped. Tiles A [k][m] and B [n][k] (such as K in Q K^T) are swapped. If `extra` is true, the
-    operand begins at a column that is known only at run time.
+    The field `swapped` says that the tile is stored transposed. Tiles A [k][m] and B [n][k] (such
+    as K in Q K^T) are swapped. If `extra` is true, the operand begins at a column that is known
+    only at run time.
     """
 
     tile: Tile

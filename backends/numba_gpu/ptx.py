@@ -196,7 +196,7 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Return the value of lane number (this lane XOR `mask`), by the instruction "shfl.sync"."""
+    """Return the value of the lane whose number is this lane's XOR `mask` ("shfl.sync")."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 

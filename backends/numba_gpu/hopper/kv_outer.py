@@ -163,10 +163,10 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
         """Load a work tile's V, and then its K, because the buffer of V becomes free first.
 
         A block of a cluster has only one work tile, so its producer need not wait for a previous
-        work tile to free the buffers. In a cluster, a wait for free buffers would even be wrong. A
+        work tile to free the buffers. In a cluster, the producer must not wait for free buffers. A
         cluster's blocks load each other's tiles, so a block without visits may be done with K and V
-        before its producer reaches the wait. The producer would then mistake this phase of the
-        barrier for the previous phase, and wait forever.
+        before its producer reaches the wait. A producer that waits late mistakes the barrier's
+        current phase for the previous phase, and waits forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)

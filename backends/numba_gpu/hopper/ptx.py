@@ -174,7 +174,7 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 
 
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """Wait until a 32-bit integer in HBM has a value ("ld.acquire").
+    """Wait until a 32-bit integer in HBM has this value ("ld.acquire").
 
     After the wait, writes that another block released together with this value are visible.
     """
@@ -308,8 +308,8 @@ def wgmma(
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
     them. Nothing, not even a register move, may come between the fence and a product. Each step
-    adds its own offset to a 64-bit matrix descriptor. If each step combined the two 32-bit halves
-    of a descriptor instead, ptxas would move both halves every time.
+    adds its offset to a 64-bit matrix descriptor, because ptxas would otherwise move both 32-bit
+    halves of the descriptor at every step.
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))

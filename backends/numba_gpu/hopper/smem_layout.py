@@ -44,9 +44,8 @@ class SmemLayout(ABC):
     def arrivals(self) -> dict[str, tuple[int, int]]:
         """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
-        The kinds of mbarriers are in layout order. A "full" barrier waits for the producer's
-        arrival and for the bytes of its copies. A "free" barrier waits for one arrival from each
-        warp that reads the stage.
+        A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
+        barrier waits for one arrival from each warp that reads the stage.
         """
 
     @property
@@ -140,12 +139,12 @@ class ByKeys(SmemLayout):
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes in a tile of K, which is that of a tile of V, too."""
+        """The number of bytes per tile of K, and per tile of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of Q, which is that of dO, too."""
+        """The number of bytes per pipeline stage of Q, and per stage of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
@@ -272,8 +271,7 @@ class ColumnsDivided(ByKeys):
     def wide(self) -> int:
         """How many of a warpgroup's columns are in chunks that it does not share.
 
-        A chunk has 64 columns. The chunks of warpgroup 1 begin 128 columns after those of warpgroup
-        0.
+        The chunks of warpgroup 1 begin 128 columns after those of warpgroup 0.
         """
         return 128 if self.d == 256 else 64
 
@@ -284,7 +282,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of P^T, which is that of dS^T, too."""
+        """The number of bytes per pipeline stage of P^T, and per stage of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
@@ -328,7 +326,7 @@ class Roles(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The number of bytes of P^T in shared memory, which is that of dS^T, too."""
+        """The number of bytes of P^T in shared memory, and of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
@@ -382,12 +380,12 @@ class DqAlone(SmemLayout):
 
     @property
     def own_bytes(self) -> int:
-        """The number of bytes in 64 rows of Q, which is that of 64 rows of dO, too."""
+        """The number of bytes per 64 rows of Q, and per 64 rows of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of K, which is that of V, too."""
+        """The number of bytes per pipeline stage of K, and per stage of V."""
         return self.block_k * 128 * self.chunks
 
     @property

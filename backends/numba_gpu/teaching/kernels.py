@@ -160,7 +160,7 @@ def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
     Thread r computes row r of the block's row tile. If the LSE has a gradient dL, the kernel
-    subtracts dL from delta. Without a gradient of the LSE, the kernel does not read dL.
+    subtracts dL from delta.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2

@@ -128,7 +128,7 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
 
 
 def _tuple(values: list[str]) -> str:
-    """Return statements that assign `values` to variables, as Numba needs, and return a tuple."""
+    """Return Python text that assigns `values` to variables and returns these as a tuple."""
     names = [f"x{n}" for n in range(len(values))]
     lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
     return "".join(lines) + f"    return ({', '.join(names)},)\n"
@@ -195,8 +195,8 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 def first_rows_of(word: int) -> Any:
     """Return ``first_rows(a, outer)``, the first query and key of an outer tile's packed sequence.
 
-    The 64-bit number `word` after `launch.ARGS` in the kernel's arguments is the address of these
-    pairs for all tiles.
+    The 64-bit number `word` after `launch.ARGS` in the kernel's arguments is the address of a table
+    of these pairs for all tiles.
     """
     text = f"def made(a, outer):\n    at = a.word_{word}\n"
     text += "    return read(at, I32(2 * outer)), read(at, I32(2 * outer + 1))\n"

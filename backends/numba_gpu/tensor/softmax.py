@@ -163,7 +163,7 @@ def exponentials(blocks: int, n: int) -> Any:
     """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``, which computes P and row sums.
 
     P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums P only
-    over its own columns. The four lanes of a quad add their sums once, at the end.
+    over its own columns. The four lanes of a quad add up their sums after the last visit.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
