@@ -23,8 +23,8 @@ class DecodeOptions:
 
     Pass the object to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be
     passed to these functions as a keyword of the same name. Arrays are kept by reference, so a
-    server can change the lengths in place between calls. Two `DecodeOptions` are equal only if they
-    are the same object.
+    server can change the cache's lengths in place between calls. Two `DecodeOptions` are equal only
+    if they are the same object.
 
     Attributes
     ----------

@@ -89,7 +89,7 @@ class Quantized:
         return q, k, v
 
     def unrotated(self, x: Any) -> Any:
-        """Undo the rotation of q or k, or of their gradients; out and dv are never rotated."""
+        """Undo the rotation of q, k, dq or dk; out and dv are never rotated."""
         if self.signs is None:
             return x
         host, (here,) = array_libraries.take_anywhere(x=x)

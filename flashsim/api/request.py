@@ -59,10 +59,10 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """Return the checked job with other arrays of the same shapes and types.
+        """Return a copy of an already checked job, with other arrays of the same shapes and types.
 
-        The new job shares the old job's memo (its cached values) only if no bias, mask or option
-        that was not checked can change these values.
+        The new job shares the old job's memo (cached values) only if no bias, mask or unchecked
+        option can change these values.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)

@@ -14,8 +14,7 @@ from flashsim.schedule.schedule import Schedule
 class Forms:
     """Computes the requested bytes of each stage of a problem.
 
-    `e`, `r` and `a` are bytes per element in HBM: of q, k and v, of a result, and of an
-    accumulator.
+    Bytes per element in HBM are `e` for q, k and v, `r` for a result, and `a` for an accumulator.
     """
 
     def __init__(self, p: Problem) -> None:

@@ -210,7 +210,7 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return an array of zeros, (ranks, steps), in which a quantity can be counted."""
+    """Return an array of zeros, (ranks, steps), to count bytes, FLOPs or the like."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 

@@ -46,7 +46,7 @@ class Spread:
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
-        """Compute the gradients for `dout`, like `out`, with the same distribution over ranks.
+        """Compute the gradients for `dout`, distributed over ranks as in the forward pass.
 
         Raises
         ------

@@ -65,10 +65,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return an object whose type selects the micro-kernel for which Numba compiles a pass.
+    """Return the kernels' argument `cpu`, whose type selects the micro-kernel that Numba compiles.
 
     With `one_query` per head, a bfloat16 micro-kernel is the default only if many heads share keys.
-    Otherwise memory bandwidth limits the decode kernel, and a bfloat16 micro-kernel is not faster.
+    If few heads share keys, memory bandwidth limits the decode kernel, and a bfloat16 micro-kernel
+    is not faster.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)

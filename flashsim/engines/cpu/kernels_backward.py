@@ -231,8 +231,8 @@ def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
     The terms of each score are added in the same order as in the forward pass (`decode`). Another
-    order would change the last bits of scores, and rows of P would not sum to exactly 1. Then, in
-    dQ, a component that all keys have in common would not cancel.
+    order of the terms would change the last bits of scores, and rows of P would not sum to exactly
+    1. If rows of P do not sum to 1, a component that all keys share does not cancel in dQ.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(

@@ -1,8 +1,8 @@
 """Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The lanes of a panel are either queries or keys. A score's index in the bias, its index in the
-mask's bits and its distance from the diagonal are linear in the score's row and lane, so each
-position is described by a start and two strides.
+The lanes of a panel are either queries or keys. Three numbers are linear in a score's row and lane:
+its index in the bias, its index in the mask's bits, and its distance from the diagonal. So each is
+described by a start and two strides.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from flashsim.schedule.tables import MASKED
 class Rules(NamedTuple):
     """The scale, softcap, mask and bias that a problem applies to its scores.
 
-    A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. Unless the mask is
-    only a band (`banded`), MASKED tiles have mask bits of shape (rows of a panel, keep_slots,
-    lanes), in which (batch, head) has slot ``batch * keep_batch + head * keep_head``. The flat
-    `bias` of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. If the
-    problem has none, `bias` and `sinks` (heads,) are empty, and `softcap` (1,) is 0. `rounding` is
-    the type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`, or None for other inputs. `calls`
-    contains the addresses of the score function and its derivatives (see `functions`), or 0.
-    `captured` contains the addresses of the arrays that these functions read or add to.
+    A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. If the mask is only a
+    band, `banded` is true. Otherwise, MASKED tiles have mask bits of shape (rows of a panel,
+    keep_slots, lanes). The slot of (batch, head) is ``batch * keep_batch + head * keep_head``. The
+    flat `bias` of (batch, head) starts at element ``batch * bias_batch + head * bias_head``.
+    Without a bias or sinks, `bias` or `sinks` (heads,) is empty; without a softcap, `softcap` (1,)
+    is 0. `rounding` is the type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`, or None for
+    other inputs. `calls` contains the addresses of the score function and its derivatives (see
+    `functions`), or zeros if there is none. `captured` contains the addresses of the arrays that
+    these functions read or add to.
     """
 
     scale: float
@@ -49,13 +50,13 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The positions of row 0, lane 0 of a panel, and the positions' strides per row and per lane.
+    """The positions of a panel's row 0, lane 0, and their strides per row and per lane.
 
     `rel` is k - (q + offset), the distance from the diagonal. `bias` is an index into the bias, and
     `keep` an index into the mask's bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k`
-    are a score function's arguments; if lanes are queries, q increases by 1 per lane and k per row,
-    otherwise q per row and k per lane. `edge` is an index into `Tiles.edges`. Mask bits that are 0
-    occur only in rows `hide_first` to `hide_last` - 1.
+    are a score function's arguments. If lanes are queries, q increases by 1 per lane, and k by 1
+    per row; if lanes are keys, it is the reverse. `edge` is an index into `Tiles.edges`. Mask bits
+    that are 0 occur only in rows `hide_first` to `hide_last` - 1.
     """
 
     rel: int
@@ -127,7 +128,7 @@ def only_if_hiding(rules, position, masked, first, last):
 
 @part
 def hides(rules, rel, rows, lanes):
-    """Return whether the band hides a score of a panel of query lanes, with `rel` at its start."""
+    """Return whether the band hides a score of a panel of queries; `rel` is as in `Place`."""
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 

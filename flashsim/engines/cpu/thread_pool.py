@@ -21,7 +21,7 @@ HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at once; threads that wake after its end do not make it."""
+    """A call that several threads make at once; a thread that wakes too late skips the call."""
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -42,7 +42,7 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Let no more threads begin the call, and wait for all but `ended` of those that have."""
+        """Let no more threads begin the call; wait for all but `ended` of those that began it."""
         with self.lock:
             self.over = True
         for _ in range(self.begun - ended):

@@ -27,9 +27,10 @@ def tiles(
 ) -> Iterator[Tiles]:
     """Yield a stage's tables: its tiles, and their division among threads.
 
-    With a mask function, several `Tiles` are yielded, each with its own mask bits. They are not
-    cached between calls, because the results of the mask function may change. `lanes` is the width
-    of a panel. With `one_query` per head, all query heads that share a key head form one work tile.
+    With a mask function, several `Tiles` are yielded, each with its own mask bits. Tables with mask
+    bits are not cached between calls, because the mask function's results may change. `lanes` is
+    the width of a panel. With `one_query` per head, all query heads that share a key head form one
+    work tile.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -89,7 +90,7 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return how many outer tiles form a run for one thread, which does not change any result."""
+    """Return how many outer tiles form a run for one thread; the number changes no result."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
@@ -123,9 +124,9 @@ def runs(
 ) -> np.ndarray:
     """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    Runs with the most visits come first; in a fused backward pass, runs are in the order in which
-    their tiles add to dQ. With `spread`, each tile of the last run becomes a run of its own, so
-    that threads finish at about the same time.
+    Runs with the most visits come first, except in a fused backward pass: there, runs are in the
+    order in which their tiles add to dQ. With `spread`, each tile of the last run becomes a run of
+    its own, so that threads finish at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -196,7 +197,7 @@ def _masks(
 def _bits(
     schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the number, mask bits and `Tiles.edges` of those visits `at` that hide a score.
+    """For each visit in `at` that hides a score, yield its number, mask bits and `Tiles.edges`.
 
     The bits have shape (columns, slots, rows) or, in a KV-outer loop, (rows, slots, columns), so
     the bits of the lanes of one panel row are adjacent in memory.

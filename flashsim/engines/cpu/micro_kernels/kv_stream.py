@@ -40,7 +40,7 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load the vector at number `at`; lanes outside the mask `some` are 0, and not read."""
+        """Load a vector from number `at` on; lanes outside the mask `some` become 0 unread."""
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
         address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())
