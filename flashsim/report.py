@@ -54,9 +54,9 @@ class Table:
     def rich(self, width: int) -> Any:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
-        If a table does not fit, its constant columns move into the title. If that is not enough,
-        bytes and FLOPs get larger units. A table that is still too wide is transposed, with one
-        column per row, in as many pieces as necessary.
+        If a table does not fit, its constant columns move into the title. If the table still does
+        not fit, bytes and FLOPs get larger units. A table that is still too wide is transposed,
+        with one column per row, in as many pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text

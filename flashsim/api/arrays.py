@@ -102,7 +102,7 @@ def check_like(name: str, array: Any, like: Any, what: str) -> Any:
 
 
 def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless `array`, a result of an earlier `run`, still has its shape and dtype."""
+    """Raise unless `array` has the shape and dtype that an earlier `run` returned."""
     got = tuple(shape_of(name, array)), dtype_name(array)
     if got[0] != shape:
         raise ShapeError(f"{name} must have the shape that run returned, {shape}, got {got[0]}")

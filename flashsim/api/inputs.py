@@ -62,7 +62,7 @@ class Request(NamedTuple):
 class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
-    If the batch, the queries or the keys have size 0, `empty` is True. The problem then has size 1
+    If the batch, the queries or the keys have size 0, `empty` is True. An empty problem has size 1
     instead of 0, and no offsets, block mask or functions. `captured` holds the arrays that the
     score function captures, as the user passed them.
     """

@@ -60,7 +60,7 @@ def live_problem(
 ) -> tuple[Problem, dict[str, Any]]:
     """Return the `Problem` of a cache's live keys, and `options` with checked lengths and pages.
 
-    `whole` is the problem if every key of the cache were live. `options` may contain
+    `whole` is the problem in which every key of the cache is live. `options` may contain
     `cache_seqlens`, `block_table` and `shared_prefix`, as in `DecodeOptions`. `pool` is the shape
     of k if there is a `block_table`.
     """

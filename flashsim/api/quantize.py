@@ -191,7 +191,7 @@ def quantize(
 def _on_gpu(
     prepared: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
-    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`; the number of axes is kept."""
+    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`, and keep the number of axes."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = prepared.problem

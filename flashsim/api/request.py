@@ -38,7 +38,6 @@ class Checked:
     """A call that passed every check: its job, its engine, and the library of its arrays.
 
     If the batch, the queries or the keys have size 0, `empty` is True and the engine is `Nothing`.
-    `captured` holds the arrays that the score function captures, as the user passed them.
     """
 
     engine: Engine
@@ -284,7 +283,7 @@ def _check(
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first option that only other installed backends take."""
+    """Raise `UnknownArgumentError` if an option is valid only for other installed backends."""
     for name in unknown:
         having = []
         for other in dispatch.BACKENDS:

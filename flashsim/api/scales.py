@@ -19,7 +19,7 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return a call's three scales, numbers among them as float32 arrays; None if "unscaled"."""
+    """Return a call's three scales, with numbers as float32 arrays; None for "unscaled"."""
     if isinstance(scales, str) and scales == UNSCALED:
         return None
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
@@ -59,7 +59,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the part of a tensor per FP8 scale: "tensor", "head" or (rows of q, rows of k)."""
+    """Return the unit with one FP8 scale: "tensor", "head" or a block, (rows of q, rows of k)."""
     if scales is None:
         if block is not None:
             raise OptionError(

@@ -161,9 +161,9 @@ def sweep(
 ) -> Sweep:
     """Count every combination of sizes, tiles, algorithms and machines.
 
-    Each parameter from `n_q` to `key_order` is one value or a list (a range, an array). The
-    `status` of an impossible combination, such as tiles that do not fit on chip, is the error;
-    other combinations are still counted.
+    Each parameter from `n_q` to `key_order` is one value or a list (a range, an array). If a
+    combination is impossible, for example because its tiles do not fit on chip, its `status` is the
+    error, and counting goes on.
 
     Parameters
     ----------

@@ -1,8 +1,7 @@
 """The closed forms: requested bytes of each stage of each algorithm.
 
 Every term of a closed form is a statement about an algorithm, such as "in a Q-outer loop, K is read
-once per visit": ``load K: heads * row_cols * d * e``. This module shares no code with the
-simulator.
+once per visit": ``load K: heads * row_cols * d * e``.
 """
 
 from __future__ import annotations
@@ -162,8 +161,8 @@ class Forms:
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
         """Return the bytes of a stage of FlashDecoding, as ``{(op, tensor): bytes}``.
 
-        Each part of a row tile's keys loads Q again. With several parts, the first stage stores a
-        partial O and L per part in HBM, and the combining stage loads them.
+        Q is loaded once for each part of a row tile's keys. With several parts, the first stage
+        stores a partial O and L per part in HBM, and the combining stage loads them.
         """
         e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows

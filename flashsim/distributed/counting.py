@@ -92,8 +92,8 @@ class MemberSizes:
     """The bytes of `n` rows of a ring member's tensors, for the heads that one rank computes.
 
     `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
-    accumulators have the input type, because two blocks' results are merged only once, directly
-    into the final result.
+    accumulators have the input type, because results are merged only once, directly into the
+    output.
     """
 
     def __init__(self, group: Group) -> None:
@@ -238,7 +238,7 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Return the bytes that move if `nbytes` are loaded and their elements stored in float32."""
+    """Return the bytes that move when `nbytes` are loaded, and stored again in float32."""
     return nbytes + nbytes // size.e * size.a
 
 

@@ -268,9 +268,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Return the rows to which the first block after a member's own contributes gradients.
+        """Return the rows whose gradients get terms from a member's first block after its own.
 
-        For dQ, this block is the member's at step 1; for dK and dV, the previous member's.
+        For dQ, the block is the member's at step 1; for dK and dV, it is the previous member's.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)

@@ -125,11 +125,11 @@ class Outcome(NamedTuple):
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    An engine may also have four optional functions. `orders_dq(job, saved)` returns whether the
-    engine can add to dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether
-    the fused backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)`
-    returns whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts
-    an array that supports only DLPack to a type that the engine supports.
+    Four more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
+    dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
+    backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)` returns
+    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
+    that supports only DLPack to a type that the engine supports.
     """
 
     OPTIONS: frozenset[str]

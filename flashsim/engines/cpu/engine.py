@@ -6,8 +6,7 @@ fixed order, so results do not depend on the number of threads.
 
 The option ``micro_kernel`` of `flashsim.run` is "vector" or "plain" (see `micro_kernels`) or, for
 bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). The default for bfloat16 is "amx" or
-"avx512_bf16" if that kernel is faster on this CPU than "vector". With one query per head, "amx" and
-"avx512_bf16" are faster only if many query heads share keys.
+"avx512_bf16" if that kernel is faster on this CPU than "vector".
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
 def backward(
     job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
 ) -> Outcome:
-    """Run the backward pass: in three passes ("flash2"), or fused, with dQ summed in memory."""
+    """Run the backward pass in three passes ("flash2"), or fused, which sums dQ in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
@@ -271,7 +270,7 @@ class _CpuPass:
         """Return Q and the factor of scores in the layout of the decode kernel (`kernels_decode`).
 
         With the returned Q, the backward pass sums each score in the same order as the decode
-        kernel did. The returned Q is empty if the decode kernel did not run the forward pass. It is
+        kernel did. The returned Q is empty if the decode kernel did not run the forward pass. Q is
         also empty if kernels multiply bfloat16 pairs: rounding dS to bfloat16 costs far more
         precision than another order of summation.
         """
@@ -393,8 +392,8 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers; return other arrays unchanged.
 
-    If the number of elements is odd, the last one lies past the end of the view. Kernels can still
-    read it, because they do not check bounds.
+    If the array has an odd number of elements, the last one lies past the end of the view, but
+    kernels, which do not check bounds, can read it.
     """
     if flat.dtype.itemsize != 2:
         return flat

@@ -1,4 +1,4 @@
-"""Score functions on the CPU engine, which Numba compiles separately from the kernels.
+"""Score functions on the CPU engine: Numba compiles them separately from the kernels.
 
 A kernel calls the score function through a pointer, so a new function needs no new kernel.
 """

@@ -48,8 +48,8 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
     """Run FlashAttention-2's Algorithm 1 for one query per head, and write flat out and lse.
 
     Before flattening, out has shape (heads, dv), and lse has shape (heads,). `parts` contains four
-    flat arrays. Three are O, (parts, heads, dv), m and l, (parts, heads), of each part of the keys.
-    The last counts the finished parts per key head, (loops,), from 0 on.
+    flat arrays: O of each part of the keys, (parts, heads, dv); m and l of each part, (parts,
+    heads) each; and the number of finished parts per key head, (loops,), initially 0.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w

@@ -153,8 +153,7 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
     """Process the given visits of a query tile, one panel of queries at a time.
 
     For each key tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O +
-    P V. `near` contains the number of the key tile that each slot of K and V holds. `h` is the
-    query head's number, counted over the whole batch.
+    P V. For each slot of K and V, `near` contains the number of the key tile in the slot.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)

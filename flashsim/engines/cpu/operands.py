@@ -122,7 +122,7 @@ def chunk_of(cpu, keys):
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, np.uint32))
 def operand_room(cpu, n, dtype):
-    """Allocate memory for n terms of right operands."""
+    """Allocate memory for right operands that have n terms in total."""
     return panel_array(n, dtype)
 
 
@@ -170,7 +170,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a left operand; `left` is a left operand of the rows of X."""
+    """Return the columns of X as a left operand; `left` already contains the rows of X."""
     return Left(left.array, left.start, left.step, left.row)
 
 
@@ -246,8 +246,8 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
     The rows of V for the panel's keys start at row `key`. For pairs, P stays in memory until
     `weigh` multiplies it by V. `waiting` is the range (first, last + 1) of the key pairs whose P is
-    kept. The function returns the new range. If a lane's maximum has changed, or keys in between
-    were skipped, the kept P is multiplied by V first.
+    kept, and the function returns the new range. If a lane's maximum has changed, or keys in
+    between were skipped, the kept P is multiplied by V first.
     """
     O, m, l, alpha = sums
     w = cpu.width

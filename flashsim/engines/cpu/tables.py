@@ -31,15 +31,15 @@ class Tiles(NamedTuple):
     """A schedule's tables, and the division of the schedule's tiles among threads.
 
     The five columns of `own` (outer tiles) and `other` (inner tiles) are: start, stop, offset, stop
-    on the other axis, and start of the sequence. `ptr`, `inner` and `kind` list the inner tiles of
-    each outer tile, and the kinds of these visits (tile pairs), in CSR form. `keep` contains the
-    mask bits of each visit, (rows, slots, columns). The bits of a visit start at index `keep_at`,
-    which is -1 if the visit has none. There is one slot if all batch entries and heads have the
-    same mask; otherwise, there is a slot for each different mask. For each panel and slot of a
-    visit with mask bits, `edges` contains four numbers, from index `edges_at` on. They are two
-    ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in which it
-    hides one. `turn` fixes the order in which a row tile's visits add to dQ: it is minus the number
-    of these visits that are left, including the visit itself.
+    on the other axis, and start of the sequence. In CSR form, `ptr` and `inner` list the inner
+    tiles of each outer tile, and `kind` lists the kinds of these visits (tile pairs). `keep`
+    contains the mask bits of each visit, (rows, slots, columns). The bits of a visit start at index
+    `keep_at`, which is -1 if the visit has none. There is one slot if all batch entries and heads
+    have the same mask; otherwise, one for each different mask. For each panel and slot of a visit
+    with mask bits, `edges` contains four numbers, from index `edges_at` on. The four numbers are
+    two ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in which
+    it hides one. `turn` fixes the order in which a row tile's visits add to dQ (see
+    `work_tiles.turns`).
 
     `runs` are neighbouring outer tiles, (first, last + 1), in the order in which threads take them;
     the longest run has `longest` tiles. `set_ptr` and `sets` list the heads of each set, in CSR

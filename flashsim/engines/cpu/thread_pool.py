@@ -88,8 +88,9 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads at the same time.
 
-        The caller's thread is one of these threads unless `wait` is true. With `wait`, an interrupt
-        (Ctrl-C) can end the caller's wait, while the threads continue until their call ends.
+        If `wait` is true, only workers make the call; otherwise, the caller's thread makes it too.
+        With `wait`, an interrupt (Ctrl-C) can end the caller's wait, while the threads continue
+        until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -116,7 +117,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Restrict sleeping workers to this thread's CPUs, except the CPU on which it runs now."""
+    """Restrict sleeping workers to the caller's CPUs, except the CPU that the caller runs on."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:

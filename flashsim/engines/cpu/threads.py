@@ -99,9 +99,9 @@ def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = F
     """Run one kernel on `threads` threads; compile the kernel first if necessary.
 
     Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread of
-    a `long` kernel only waits for the threads that compute. If it is interrupted, it stops them
-    through the argument `counter` (`kernels_forward.stopped`). When no work tiles are left, the
-    calling thread does not wait for threads that have not begun.
+    a `long` kernel only waits for the threads that compute. When interrupted, the calling thread
+    stops the others through the argument `counter` (`kernels_forward.stopped`). When no work tiles
+    are left, the calling thread does not wait for threads that have not begun.
     """
     call = partial(_call, _KERNELS[name])
     if threads == 1 and not long:

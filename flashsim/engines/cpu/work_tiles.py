@@ -105,7 +105,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return sets of heads that add to the same bias gradient, each for one thread, in CSR form."""
+    """Return, in CSR form, sets of heads that add to the same bias gradient (a set per thread)."""
     p = problem
     heads = p.heads if by_row else p.kv_heads
     numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
@@ -124,9 +124,9 @@ def runs(
 ) -> np.ndarray:
     """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    Runs with the most visits come first, except in a fused backward pass: there, runs are in the
-    order in which their tiles add to dQ. With `spread`, each tile of the last run becomes a run of
-    its own, so that threads finish at about the same time.
+    In a fused backward pass, runs are in the order in which their tiles add to dQ; otherwise, runs
+    with the most visits come first. With `spread`, each tile of the last run becomes a run of its
+    own, so that threads finish at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)

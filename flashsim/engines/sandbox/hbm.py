@@ -146,7 +146,7 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add a tensor (batch, heads, n[, width]) to HBM; unless `written`, a store comes first."""
+        """Add a tensor (batch, heads, n[, width]) to HBM; unless `written`, it has no values."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)

@@ -89,9 +89,9 @@ def replay(
 ) -> None:
     """Perform a recorded program on a machine, until a deadline of `time.monotonic`.
 
-    Error messages quote the algorithm's `name` and its file's lines, `source`. If the machine
-    refuses an instruction, `FlashSimError` is raised. If the text is no program or the deadline has
-    passed, `ProgramError` is raised.
+    Error messages quote the algorithm's `name` and its file's lines, `source`. A refused
+    instruction raises `FlashSimError`; a text that is no program, or a passed deadline, raises
+    `ProgramError`.
     """
     player, before = _Player(machine), REPLAYED.set(0)
     try:

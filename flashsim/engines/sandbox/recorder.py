@@ -31,8 +31,7 @@ class Handed:
 
     If the solution cannot be graded, `kind` and `words` say why. `program` contains the
     instructions for `program.replay`. If the file has a dict ANSWERS, `answers` is that dict, with
-    text instead of values that are not integers. Otherwise, `answers` is None. `name` is the name
-    of the student's function.
+    text instead of values that are not integers. Without ANSWERS, `answers` is None.
     """
 
     program: Iterable[str | bytes] = ()

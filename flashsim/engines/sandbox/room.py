@@ -14,9 +14,8 @@ class Room:
     """The SRAM bytes in which one tile and all its views lie.
 
     `gone` is "" while the memory is allocated; after that, it says where the memory was freed.
-    `narrow` is the type of the narrower tensor from which a tile was loaded. A tile that was loaded
-    from a narrower type takes only the bytes of that type, so numbers written to it are rounded to
-    it.
+    `narrow` is the type of the narrower tensor from which the tile was loaded, if any: the tile
+    takes only that type's bytes, and numbers written to it are rounded to that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")

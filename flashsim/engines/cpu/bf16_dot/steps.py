@@ -22,8 +22,8 @@ def scaled(cpu, S, rows, plain, scales):
     """Return an array with the factor by which the softmax must multiply the scores S.
 
     `plain` says that no softcap, bias, function or mask comes before the softmax. If `plain` is
-    true and the scale is at least 0, the factor is the scale. Otherwise, S is multiplied by the
-    scale here, and the factor is 1.
+    true and the scale is at least 0, the factor is the scale; otherwise, the function multiplies S
+    by the scale, and the factor is 1.
     """
     if plain and scales[0] >= 0:
         return scales

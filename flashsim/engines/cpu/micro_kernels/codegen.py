@@ -1,7 +1,7 @@
 """Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-As plain loops that Numba vectorises, the operations reach a quarter of a CPU's peak throughput.
-With one BLAS call per tile, they reach half. So this module itself decides which values stay in
+As plain loops that Numba vectorises, the operations reach a quarter of a CPU's peak throughput;
+with one BLAS call per tile, they reach half. So this module itself decides which values stay in
 registers. Each `build_*` function writes one LLVM function for an element type and a `Blocking`,
 without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM
 functions.

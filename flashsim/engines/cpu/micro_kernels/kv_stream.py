@@ -40,7 +40,7 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load a vector from number `at` on; lanes outside the mask `some` become 0 unread."""
+        """Load a vector from number `at` on; read only lanes in the mask `some`, others are 0."""
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
         address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())

@@ -92,7 +92,7 @@ class PairCode(Code):
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """Call an LLVM intrinsic; bfloat16 numbers are integers, which suits every LLVM version."""
+        """Call an LLVM intrinsic of any version of LLVM; pass bfloat16 numbers as integers."""
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)

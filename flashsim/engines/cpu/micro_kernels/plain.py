@@ -7,9 +7,8 @@ shuffles, and K and V are read in memory order, one scalar at a time. Only Q is 
 a whole loop over key tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
 
 On CPUs whose vector registers are known (`registers.py`), vector code replaces each function. The
-decorator `vector.operation` names that code, and the function specifies it. The type of the first
-argument, `cpu`, selects vector or plain code, and tests compare the results of vector and plain
-code.
+decorator `vector.operation` names the vector code that a function specifies. The type of the first
+argument, `cpu`, selects vector or plain code, and tests compare the results of both.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The difference S - m is computed
     first, because users often mask padding with the smallest finite number, for which S log2 e
     overflows. If a lane has seen no key, or only scores so low that they count as masked, 0 is
-    subtracted instead of m, to avoid inf - inf. P and l of that lane are 0.
+    subtracted instead of m (to avoid inf - inf), and the lane's P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):

@@ -5,9 +5,9 @@ by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the 
 scalar copied to all lanes. To issue two vector multiply-adds in every cycle, a CPU needs at least 8
 to 16 independent sums: 8 with AVX2, whose latency is 4 cycles.
 
-Each kind of CPU has a class without methods, such as `Avx2`. The argument `cpu` of kernels is an
-object of such a class. The class selects the version of each operation in `plain.py` that Numba
-compiles, and is part of a kernel's key in Numba's disk cache. The environment variables
+Each kind of CPU has a class without methods, such as `Avx2`. The argument `cpu` of a kernel is an
+object of one of these classes. The class selects the version of each operation in `plain.py` that
+Numba compiles, and is part of a kernel's key in Numba's disk cache. The environment variables
 NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this machine's.
 """
 

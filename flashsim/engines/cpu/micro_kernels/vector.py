@@ -29,7 +29,7 @@ def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
     """Decorate, like `operation`, a plain definition that may read or write 16-bit numbers.
 
     The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. At compile
-    time, Numba knows only whether this argument is None; its value is known at run time.
+    time, Numba knows only whether the last argument is None, and not its value.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)

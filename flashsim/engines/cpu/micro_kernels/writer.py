@@ -131,8 +131,7 @@ class Code:
         """Return x, rounded to integers n, and 2^n; `shifted` has vectors x + `Exponential.magic`.
 
         The low bits of x + magic are n + bias, and one shift turns these bits into the float 2^n.
-        Each step is emitted for all vectors before the next step, so that their dependency chains
-        overlap.
+        Each step is emitted for all vectors at once, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -196,7 +195,7 @@ class Code:
     def transposed(self, rows: list) -> list:
         """Return the columns of a square matrix, given as vectors of its rows.
 
-        In steps n = 1, 2, 4, .., each two vectors that are n apart exchange blocks of n lanes.
+        In steps n = 1, 2, 4, .., pairs of vectors that are n apart exchange blocks of n lanes.
         """
         size = 1
         while size < self.lanes:
@@ -234,7 +233,7 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of chosen lanes of x and y; numbers of y's lanes follow those of x's."""
+        """Return a vector of chosen lanes of x and y, numbered as if y followed x."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 

@@ -1,8 +1,8 @@
 """Compiles a kernel together with all functions it calls, so that LLVM optimises each only once.
 
 By default, Numba compiles every called `@njit` function to machine code of its own, which never
-runs. Numba also optimises the function's LLVM IR again in every caller. Here, a `part` is a
-function that is only lowered to LLVM IR. A `Whole` is a kernel's entry function. Its library links
+runs. Numba also optimises each called function's LLVM IR again in every caller. Here, a `part` is a
+function that is only lowered to LLVM IR. The library of a `Whole`, a kernel's entry function, links
 in every part that the kernel calls, directly or indirectly, and optimises everything once.
 """
 

@@ -42,7 +42,7 @@ def room_for(n, dtype, rounding):
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """Return X or, for 16-bit numbers, `room` with n of them as floats; and the first's index."""
+    """Return an array of floats (X or `room`) and the index in it of the first of n numbers."""
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
