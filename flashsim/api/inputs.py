@@ -36,7 +36,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keyword arguments of `run` or `backward`, with their defaults, except for `bias`."""
+    """All keyword arguments of `run` or `backward` except `bias`, with their defaults."""
 
     causal: bool = False
     window: tuple[int, int] | None = None

@@ -90,7 +90,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return how many keys of each batch entry are in use, for arguments as in `live_problem`."""
+    """Return how many keys each batch entry uses; the arguments are those of `live_problem`."""
     lengths = live_keys.live_lengths(
         options.get("cache_seqlens"), whole.batch, whole.n_kv, paged="block_table" in options
     )

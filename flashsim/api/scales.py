@@ -97,7 +97,7 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """Return the scales of q, k and v, each (), (batch, heads) or (batch, heads, blocks).
+    """Return the scales of q, k and v, of shape (), (batch, heads) or (batch, heads, blocks).
 
     With `values`, the numbers are checked too; the scales must then lie in the CPU's memory.
     """

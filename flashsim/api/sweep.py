@@ -45,7 +45,7 @@ from flashsim.report import Cell
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The rows of a sweep, in the order of the sweep's lists; prints as one table.
+    """The rows of a sweep, in the order of the sweep's lists; printing them shows one table.
 
     Attributes
     ----------
@@ -100,7 +100,7 @@ class Sweep:
         return self.full_table().json()
 
     def dataframe(self) -> Any:
-        """Return all columns as a `pandas.DataFrame`, in which missing figures are missing values.
+        """Return all columns as a `pandas.DataFrame`, with NA for missing counts.
 
         Raises
         ------

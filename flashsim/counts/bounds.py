@@ -50,8 +50,9 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     inequality of Loomis and Whitney, as Irony, Toledo and Tiskin use it for one matrix product, X
     elements allow at most max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs at least a
     certain number of segments, and each segment transfers T elements. The result is the largest
-    bound over several T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which has the order
-    that Saha and Ye prove (arXiv:2402.07443). The whole proof is in docs/reference/model.md.
+    bound over several segment sizes T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which
+    has the order that Saha and Ye prove (arXiv:2402.07443). The whole proof is in
+    docs/reference/model.md.
 
     Parameters
     ----------

@@ -54,8 +54,8 @@ class Forms:
         """Return the bytes of the FP8 scales that are loaded with tiles of Q, K and V.
 
         Each load of a tile also loads the scales of all scale blocks that the tile overlaps, 4 B
-        each. An outer-loop tile is loaded once per head or head group, of which there are `owners`.
-        An inner-loop tile is loaded at every visit (tile pair).
+        each. An outer-loop tile is loaded `owners` times: once per head or per head group. An
+        inner-loop tile is loaded at every visit (tile pair).
         """
         if self.p.scales is None:
             return {}

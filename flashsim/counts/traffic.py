@@ -193,8 +193,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
     inputs, out, dout and LSE (with `dlse`, also the LSE's gradient), and writes dq, dk and dv (and
-    the bias's gradient). The algorithm "flash2-once" does not read out, so it alone may move fewer
-    bytes.
+    the bias's gradient). The algorithm "flash2-once" does not read the tensor out, so it alone may
+    move fewer bytes.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -229,7 +229,7 @@ def saved(problem: Problem, algorithm: str) -> int:
 
     Standard attention keeps P (and, with a softcap, the softcap's derivative), which takes O(N^2)
     bytes. FlashAttention-1 keeps out, l and m, and FlashAttention-2 keeps out and LSE, which take
-    O(N) bytes. The algorithm "flash2-once" does not keep out.
+    O(N) bytes. The algorithm "flash2-once" does not keep the tensor out.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 

@@ -104,8 +104,8 @@ class Account(report.Tabled):
 
         The FLOPs of a step grow with the square of the number of rows, but the bytes of a step grow
         only linearly. The ring attention paper calls this number of rows the "minimal block size" c
-        = F / B (arXiv:2310.01889, section 3). The result is the largest number over all steps of
-        this account that both compute and communicate. No arithmetic can hide steps that only
+        = F / B (arXiv:2310.01889, section 3). The result is the largest number of rows that any
+        step needs, among steps that compute and communicate. No arithmetic can hide steps that only
         communicate, such as the last step of the gradients.
 
         Parameters

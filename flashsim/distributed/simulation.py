@@ -93,8 +93,8 @@ def run(
     """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
     A rank can access only its own rows and the arrays sent to it. `flashsim.run` computes each
-    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by LSE,
-    in float32.
+    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by
+    their LSE, in float32.
 
     Parameters
     ----------

@@ -23,13 +23,13 @@ class Rules(NamedTuple):
 
     A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. `banded` says whether
     the mask is only a band. If `banded` is false, MASKED tiles have mask bits of shape (rows of a
-    panel, keep_slots, lanes). The slot of (batch, head) is ``batch * keep_batch + head *
-    keep_head``. The flat `bias` of (batch, head) starts at element ``batch * bias_batch + head *
+    panel, keep_slots, lanes). In the mask bits, (batch, head) has slot ``batch * keep_batch + head
+    * keep_head``. The flat `bias` of (batch, head) starts at element ``batch * bias_batch + head *
     bias_head``. Without a bias, `bias` is empty; without sinks, `sinks` (heads,) is empty; without
     a softcap, `softcap` (1,) is 0. `rounding` is the type of 16-bit inputs, `float16.BFLOAT16` or
     `FLOAT16`, or None for other inputs. `calls` contains the addresses of the score function and
     its derivatives (see `functions`), or zeros without a score function. `captured` contains the
-    addresses of the arrays that these functions read or add to.
+    addresses of the arrays that score functions read or add to.
     """
 
     scale: float
@@ -229,7 +229,8 @@ def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
 
     The panel is a part of the tile pair of visit v. `h` is the query head's number, counted over
     the whole batch. With `q_lanes`, each lane of the panel is a query, each row is a key, and `own`
-    is a row tile. Otherwise each lane is a key, each row is a query, and `own` is a column tile.
+    is a row tile. Without `q_lanes`, each lane is a key, each row is a query, and `own` is a column
+    tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
     lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0

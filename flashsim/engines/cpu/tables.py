@@ -36,9 +36,9 @@ class Tiles(NamedTuple):
     contains the mask bits of each visit, (rows, slots, columns). The bits of a visit start at index
     `keep_at`, which is -1 if the visit has none. There is one slot if all batch entries and heads
     have the same mask; otherwise, one for each different mask. For each panel and slot of a visit
-    with mask bits, `edges` contains four numbers, from index `edges_at` on. The four numbers are
-    two ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in which
-    it hides one. `turn` fixes the order in which a row tile's visits add to dQ (see
+    with mask bits, `edges` contains four numbers, from index `edges_at` on. The numbers in `edges`
+    are two ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in
+    which it hides one. `turn` fixes the order in which a row tile's visits add to dQ (see
     `work_tiles.turns`).
 
     `runs` are neighbouring outer tiles, (first, last + 1), in the order in which threads take them;

@@ -227,8 +227,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
 
-    If no row has a True, the two numbers are equal. Rows of `flags` after the first `rows` are
-    copies of the tile's last row.
+    If no row of a panel has a True, its two numbers are equal. Rows of `flags` after the first
+    `rows` are copies of the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

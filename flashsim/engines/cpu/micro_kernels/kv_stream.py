@@ -28,7 +28,7 @@ CHUNK = 16
 class Stretch:
     """A part of an array of K or V, read as floats or, with a `PairCode`, as bfloat16 pairs.
 
-    `start` is the number of elements before the stretch. `kind` names the 16-bit type of the
+    `start` is the number of array elements before this part. `kind` names the 16-bit type of the
     numbers, or is None for floats.
     """
 

@@ -170,7 +170,7 @@ class Code:
         With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum y = 2^n (2^f - 1) +
         (2^n - 1) loses no precision for small x. The polynomial's error is small relative to 2^f -
         1, and f is corrected for the rounding errors of z and of the factor 2 log2 e / c. The limit
-        of |z| is twice the number of mantissa bits; beyond it, the quotient is +-1 to the last bit.
+        of |z| is twice the number of mantissa bits; beyond it, tanh is +-1 to the last bit.
         """
         e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -246,7 +246,8 @@ class Code:
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
         """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        The method returns the last `carried`. If nothing is carried, `body` may return None.
+        The method returns the last value of `carried`. If nothing is carried, `body` may return
+        None.
         """
         b, f = self.b, self.function
         before = b.block
