@@ -125,8 +125,9 @@ class _Late:
     def exec_module(self, module: ModuleType) -> None:
         """Restore the module's own spec, which Python's import replaced; do not run its code again.
 
-        Loaded submodules of the module get their short names too. Otherwise, importing a submodule
-        by its short name would replace a function of the same name in its package.
+        Loaded submodules of the module get their short names too. If a loaded submodule had no
+        short name, importing it by that name would replace a function of the same name in its
+        package.
         """
         second = module.__spec__
         assert second is not None

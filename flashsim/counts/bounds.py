@@ -18,7 +18,7 @@ def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
     The bound N^2 d^2 / M is Theorem 2 of arXiv:2205.14135, for d <= M <= N d, where M is the
     on-chip capacity in elements. By Proposition 3 of the same paper, no exact algorithm moves
-    asymptotically fewer elements for *every* M in that range.
+    asymptotically fewer elements for *every* M between d and N d.
     """
     return n_q * n_kv * head_dim**2 / m
 
@@ -41,9 +41,9 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     """Return a lower bound on the number of elements that any forward pass must move.
 
     The bound holds for a pass that multiplies matrices the usual way. Multiplying the usual way
-    means that every score is a sum of `head_dim` products, and that each of its `head_dim_v`
-    products with a row of V is added to an element of O. The algorithm may keep scores on chip,
-    store them or recompute them, and it may accumulate O in parts.
+    means that every score is a sum of `head_dim` products, and that each of the score's
+    `head_dim_v` products with a row of V is added to an element of O. The algorithm may keep scores
+    on chip, store them or recompute them, and it may accumulate O in parts.
 
     The proof divides a run of the algorithm into segments of T transferred elements each. In a
     segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the

@@ -38,10 +38,10 @@ class ThreadAccess(NamedTuple):
 class BlockAccess:
     """The accesses that a block's threads make from one source line between two barriers.
 
-    `offsets` are the accessed elements, one per thread and execution of that line, in no particular
-    order. `requests` is the number of memory requests of all warps, and `sectors` the number of
-    32-byte sectors that the requests touch, summed over the requests. `outside` is the number of
-    accesses past the tensor's end.
+    `offsets` are the accessed elements, one per thread and execution of the source line, in no
+    particular order. `requests` is the number of memory requests of all warps, and `sectors` the
+    number of 32-byte sectors that the requests touch, summed over the requests. `outside` is the
+    number of accesses past the tensor's end.
     """
 
     block: tuple[int, int, int]
@@ -229,8 +229,8 @@ def merged(
 def counted_barriers(thread_class: Any):
     """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
-    Python's thread switch interval is shortened, because a simulated thread waits at a barrier in a
-    loop, which keeps others from running.
+    Python's thread switch interval is shortened, because a simulated thread busy-waits at a
+    barrier, and keeps others from running.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()

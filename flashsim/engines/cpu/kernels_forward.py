@@ -215,7 +215,7 @@ def next_tiles(tiles, at, then, begin, end, near):
     """Write the numbers of a run's next key tiles to `near`, and return how many it wrote.
 
     `at` contains the position of each query tile's next visit. `then` receives the position at
-    which each query tile continues after these key tiles.
+    which each query tile continues after the key tiles in `near`.
     """
     for i in range(end - begin):
         then[i] = at[i]

@@ -246,8 +246,8 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
     The rows of V for the panel's keys start at row `key`. For pairs, P stays in memory until
     `weigh` multiplies it by V. `waiting` is the range (first, last + 1) of the key pairs whose P is
-    kept, and the function returns the new range. If a lane's maximum has changed, or keys in
-    between were skipped, the kept P is multiplied by V first.
+    kept, and the function returns the new range. If a lane's maximum has changed, or keys were
+    skipped, the kept P is multiplied by V first.
     """
     O, m, l, alpha = sums
     w = cpu.width

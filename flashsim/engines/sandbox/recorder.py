@@ -125,7 +125,8 @@ def of_error(error: BaseException) -> str:
 def main() -> None:
     """Read an `Order` from the standard input, and write the result to the output.
 
-    The first line is the result as JSON; the program follows. The file's own prints go to stderr.
+    The first line of the output is the result as JSON; the program follows. The file's own prints
+    go to stderr.
     """
     from flashsim.engines.sandbox import walls  # not available in a browser
 

@@ -10,7 +10,7 @@ shuffles.
 A product's numbers of rows and of pairs are multiples of `amx_tiles.SIDE`, and its number of lanes
 is a multiple of 2 `SIDE`. `copy_pairs` and `transpose_*` copy multiples of `SIDE` rows, pairs and
 columns. On a CPU with instructions for pairs (`Blocking.pairs`), vector or AMX code replaces each
-function. The Numba functions specify the vector and AMX code, and tests compare the results.
+function. The Numba functions specify the vector and AMX code, and tests compare both.
 """
 
 from __future__ import annotations

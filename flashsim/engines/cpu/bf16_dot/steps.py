@@ -21,7 +21,7 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 def scaled(cpu, S, rows, plain, scales):
     """Return an array with the factor by which the softmax must multiply the scores S.
 
-    `plain` says that no softcap, bias, function or mask comes before the softmax. If `plain` is
+    `plain` means that no softcap, bias, function or mask comes before the softmax. If `plain` is
     true and the scale is at least 0, the factor is the scale; otherwise, the function multiplies S
     by the scale, and the factor is 1.
     """

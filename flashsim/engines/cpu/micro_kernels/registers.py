@@ -6,9 +6,10 @@ scalar copied to all lanes. To issue two vector multiply-adds in every cycle, a 
 to 16 independent sums: 8 with AVX2, whose latency is 4 cycles.
 
 Each kind of CPU has a class without methods, such as `Avx2`. The argument `cpu` of a kernel is an
-object of one of these classes. The class selects the version of each operation in `plain.py` that
-Numba compiles, and is part of a kernel's key in Numba's disk cache. The environment variables
-NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this machine's.
+object of one of these classes. The class of `cpu` selects the version of each operation in
+`plain.py` that Numba compiles, and is part of a kernel's key in Numba's disk cache. The environment
+variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this
+machine's.
 """
 
 from __future__ import annotations
