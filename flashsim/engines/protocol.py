@@ -150,4 +150,4 @@ class Engine(Protocol):
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array filled with `value`, on the job's device; raise as `forward` would."""
+        """Return an array of `value`, of the job's library and device; raise as `forward` would."""

@@ -157,10 +157,9 @@ def side_by_side(cpu, Q, ld, rows, kind):
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    The function `side_by_side` must have rearranged Q. K may contain floats or 16-bit numbers.
-    Vector code reads each row of Q up to a multiple of 32 columns, and the columns after d must be
-    0. Vector code writes S for a multiple of 4 rows of K, or of 32 rows with AMX tiles. For AMX
-    tiles, Q must have memory for 16 heads.
+    The function `side_by_side` must have rearranged Q. Vector code reads each row of Q up to a
+    multiple of 32 columns, and the columns after d must be 0. Vector code writes S for a multiple
+    of 4 rows of K, or of 32 rows with AMX tiles. For AMX tiles, Q must have memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
