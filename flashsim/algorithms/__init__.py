@@ -1,6 +1,6 @@
 """The simulated algorithms, one module per paper, written to read like the papers.
 
-Each module, which is imported automatically, ends with the dict ``ALGORITHMS``, which maps an
+All modules are imported automatically. Each module ends with the dict ``ALGORITHMS``, which maps an
 algorithm's name to its forward and backward pass.
 """
 

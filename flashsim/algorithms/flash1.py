@@ -27,7 +27,7 @@ from flashsim.algorithms.score_tile import (
 def forward(machine: Machine) -> None:
     """Run FlashAttention-1's forward pass, Algorithm 1 of the paper.
 
-    After each visit (tile pair), O is normalised by the l of the keys seen so far.
+    After each visit (tile pair), O is divided by l, the sum over the keys seen so far.
     """
     hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
@@ -64,8 +64,8 @@ def forward(machine: Machine) -> None:
 def backward(machine: Machine) -> None:
     """Run FlashAttention-1's backward pass, Algorithm 4, without dropout (lines 14, 15 and 18).
 
-    Every visit (tile pair) loads and stores its dQ. The tensors dK and dV are complete when the
-    loop over their column tile ends, so they need not start as zeros in HBM (line 5).
+    Every visit (tile pair) loads and stores its dQ. The tiles of dK and dV are complete when the
+    outer step of their column tile ends, so they need not start as zeros in HBM (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

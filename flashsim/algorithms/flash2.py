@@ -67,7 +67,7 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Update a row tile's O (not normalised), l and m by one key tile after another (7 to 10)."""
+    """Update a row tile's unnormalised O, l and m by one key tile after another (lines 7 to 10)."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -90,7 +90,7 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the final O and LSE of a row tile (lines 12, 13): 0 and -inf if a row saw no key."""
+    """Return a row tile's final O and LSE (lines 12, 13), 0 and -inf for a row without keys."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
@@ -99,9 +99,9 @@ def backward(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
 
     The three passes need no atomics, so they are deterministic. The gradient dQ is a sum over keys;
-    dK and dV are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ
-    needs a pass of its own, which recomputes the scores: 7 matrix products instead of 5, 14 N^2 d
-    FLOPs.
+    dK and dV are sums over queries. A loop can keep sums over keys or sums over queries on chip,
+    not both, so dQ needs its own pass. This pass recomputes the scores: 7 matrix products instead
+    of 5, or 14 N^2 d FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -115,7 +115,7 @@ def backward_fused(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one KV-outer pass, which adds dQ up in HBM.
 
     The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ in
-    an order that changes from run to run, and so do the last bits of dQ.
+    an order that changes from run to run, so the last bits of dQ change too.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -141,8 +141,8 @@ def backward_once(machine: Machine) -> None:
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
     """Compute delta = rowsum(dO o O), which the paper calls D.
 
-    If the LSE has a gradient dL, delta is reduced by dL: d LSE / dS = P, so dS = P (dP - D + dL).
-    With `clears_dq`, the pass also sets dQ's accumulator to 0, for the fused backward pass.
+    If the LSE has a gradient dL, dL is subtracted from delta: d LSE / dS = P, so dS = P (dP - D +
+    dL). With `clears_dq`, the pass also sets dQ's accumulator to 0, for the fused backward pass.
     """
     hbm = machine.hbm
     with machine.stage("delta") as sram:
@@ -180,9 +180,9 @@ def _sink_gradient(
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
     """Compute dK and dV in a loop whose outer level runs over key tiles.
 
-    A thread block computes one tile of keys of one key head, for all query heads that share it. The
-    dQ of each tile pair is not computed if `dq` is "", is added to dQ in HBM if `dq` is "reduce",
-    and is complete and stored if `dq` is "store".
+    A thread block computes one tile of keys of one key head, for all query heads that share it. If
+    `dq` is "", no dQ is computed. If `dq` is "reduce", each tile pair's dQ is added to dQ in HBM.
+    If `dq` is "store", each tile pair's dQ is complete, and is stored.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5

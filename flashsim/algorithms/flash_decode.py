@@ -7,8 +7,8 @@ and stored in float32 (float64 for float64 inputs).
 
 If all batch entries share a prefix of keys, additional row tiles hold the queries of all entries,
 so that the prefix is read only once (cascade attention: FlashInfer, arXiv:2501.01005; also
-Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with those over each
-entry's own keys.
+Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with the results over
+each entry's own keys.
 """
 
 from __future__ import annotations
@@ -55,9 +55,8 @@ def _combine(machine: Machine) -> None:
     """Run step 2: merge the results over all parts of a row tile's keys into its output.
 
     The parts are merged one after another in a fixed order, a shared prefix first, so every run
-    gives the same bits. FlashAttention's combine kernel and flashsim's GPU kernel first compute the
-    largest LSE of all parts, and then the weighted sum, which gives the same result except for
-    rounding.
+    gives the same bits. FlashAttention's and flashsim's GPU kernels merge all parts at once, with
+    the same result except for rounding.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:

@@ -2,7 +2,7 @@
 
 `Sram.load` copies one tile of a tensor on chip. All heads run at once: tiles have leading axes
 (batch * kv_heads, group, ...), where `group` is the number of query heads that share a key head, or
-1.
+1 if a stage processes these heads one by one.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Scale(Tensor):
 
 
 class SharedTensor(Tensor):
-    """A bias or its gradient, (1 or batch, 1 or heads, n_q, n_kv), shared if an axis is 1."""
+    """A bias or its gradient, (1 or batch, 1 or heads, n_q, n_kv); axes of length 1 are shared."""
 
     def __init__(self, name: str, data: np.ndarray, dtype: str, problem: Problem) -> None:
         super().__init__(name, data, dtype)
@@ -185,7 +185,7 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """Return, by load node, the captured elements that a kernel reads, in float64."""
+        """Return a dict from load node to the captured elements that a kernel reads, in float64."""
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
@@ -213,7 +213,7 @@ class Hbm:
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Put an array (batch, heads, n[, width]) into simulated HBM, uncopied if possible."""
+        """Put an array (batch, heads, n[, width]) into simulated HBM, as a view if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])
@@ -243,7 +243,7 @@ class Hbm:
             self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
 
     def through(self, pages: np.ndarray, name: str) -> Tensor:
-        """Return K or V as a tensor that is read by `pages`, a loaded tile of the block table."""
+        """Return K or V as a tensor that is read through `pages`, a loaded tile of page numbers."""
         tensor = getattr(self, name)
         assert isinstance(tensor, PagedTensor)
         return PagedTensor(name, tensor.data, tensor.dtype, tensor.table, pages)

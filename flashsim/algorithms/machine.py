@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Machine:
-    """One run of one algorithm: its HBM, and its stages (simulated kernels) as they run.
+    """One run of one algorithm: its HBM, and a trace of each stage (simulated kernel) that has run.
 
     `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """
@@ -74,7 +74,7 @@ class Machine:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage (kernel): yield an empty SRAM, whose `schedule` is the stage's loop."""
+        """Run one stage (kernel): yield an empty SRAM, which has the stage's schedule."""
         stage = self._plan[name]
         schedule = self._schedules.get(name)
         if schedule is None:

@@ -20,7 +20,7 @@ from flashsim.schedule.schedule import Visit
 
 
 def unseen(m: np.ndarray) -> np.ndarray:
-    """Return booleans: True for each row that saw no key, as its maximum (or LSE) shows."""
+    """Return booleans from the rows' maxima (or LSEs): True for each row that saw no key."""
     return m <= masked_score(m.dtype)
 
 
@@ -51,9 +51,9 @@ def score_tile(
 ) -> tuple[np.ndarray, Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
-    `own` holds the captured elements that a Q-outer loop has loaded for the row tile. Beside S_ij,
-    (.., rows, cols), the function returns the data for the gradient of the scaled product. If
-    `gated`, with a softcap c, the data's `cap` is 1 - tanh(scale q.k / c)^2.
+    `own` holds the captured elements that a Q-outer loop has loaded for the row tile. The function
+    returns S_ij, (.., rows, cols), and the data for the gradient of scale Q_i K_j^T. If `gated` is
+    true and there is a softcap c, the data's field `cap` is 1 - tanh(scale q.k / c)^2.
     """
     p = visit.schedule.problem
     shape = Q_i.shape[-2], K_j.shape[-2]
@@ -87,11 +87,10 @@ def score_gradient(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in the memory of dP's tile.
 
-    If `delta_i` is None, the tile must contain all keys that its rows see. The function then
-    computes delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one. The first
-    result is the gradient of the scaled product before the softcap, for dQ and dK. The second
-    result is the bias's gradient: that of the score after the softcap and before the score
-    function.
+    If `delta_i` is None, the function computes delta = rowsum(P o dP), minus the LSE's gradient
+    `dL_i` if there is one. This delta is right only if the tile contains all keys that its rows
+    see. The first result is the gradient of the scaled product before the softcap, for dQ and dK.
+    The second result is the bias's gradient, taken after the softcap and before the score function.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
@@ -112,14 +111,14 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """Return the LSE's gradient for some rows, loaded on chip, or None if it has no gradient."""
+    """Load the LSE's gradient for some rows, and return it; return None if the LSE has none."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
-    """Run a kernel that fills tensors in HBM with constants: the dict is ``{tensor: value}``."""
+    """Run a kernel that fills tensors in HBM with constants; `values` is ``{tensor: value}``."""
     with machine.stage(name) as sram:
         for i in range(sram.schedule.t_r):
             with sram.step(i):
@@ -143,7 +142,7 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
 
 
 def clear_dbias(machine: Machine) -> Tensor | None:
-    """Set the accumulator of the bias's gradient to 0, and return it, or None without a bias."""
+    """Clear the accumulator of the bias's gradient, and return it; without a bias, return None."""
     if not machine.has("clear_dbias"):
         return None
     name = accumulator_name(machine, "dBias")

@@ -26,7 +26,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Sram:
-    """The simulated on-chip memory of one thread block (`device.sram_bytes`): tiles, events."""
+    """One thread block's simulated on-chip memory of `device.sram_bytes`: its tiles and events."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Sram:
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """Open a scope for some rows of an outer step; tiles that it loads are freed at its end."""
+        """Open a scope for some rows of an outer step; the end frees tiles loaded in the scope."""
         return self._frame(self._where)
 
     @contextmanager
@@ -151,7 +151,7 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Load a function's captured elements for a tile, and return them by load node."""
+        """Load a function's captured elements for a tile; return a dict from load node to array."""
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
@@ -164,7 +164,7 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Count the bytes of a buffer that this tile does not use, because it stays allocated."""
+        """Count the bytes of a buffer that a tile does not use: the buffer stays allocated."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)
@@ -175,7 +175,7 @@ class Sram:
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to the type in which it enters a product; S and m as `Precision` says."""
+        """Round P or dS to its type in products, or S or m to the type that `Precision` sets."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
@@ -216,7 +216,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Store a tile, or one number in all its elements, in HBM, rounded once to HBM's type."""
+        """Store a tile in HBM, or one number in all its elements, rounded once to HBM's type."""
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)

@@ -42,7 +42,8 @@ def forward(machine: Machine) -> None:
 def _scores(machine: Machine) -> None:
     """Compute the scores S = scale Q K^T and, if there is a softcap, the softcap's derivative.
 
-    The derivative is stored too, because a rounded S is not precise enough to recompute it.
+    The softcap's derivative is stored too, because a rounded S is not precise enough to recompute
+    it.
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:

@@ -23,7 +23,7 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Creates the nodes of a graph without duplicates, folds constants, and simplifies x + 0."""
+    """Creates the nodes of a graph without duplicates, and simplifies terms such as x + 0."""
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
         self.nodes: list[Node] = list(nodes)
@@ -52,11 +52,11 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the number of an argument's node: a float score, or an integer b, h, q or k."""
+        """Return the number of an argument's node: the float score, or the integer b, h, q or k."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
-        """Return the number of a constant's node, whose kind follows from the Python type."""
+        """Return the number of a constant's node; the node's kind follows from the Python type."""
         if isinstance(value, (bool, np.bool_)):
             return self.put(Node("const", (), bool(value), BOOL))
         if isinstance(value, (int, np.integer)):
@@ -150,7 +150,7 @@ class Builder:
 def _key(node: Node) -> tuple[Any, ...]:
     """Return a dict key for a node; equal nodes have equal keys.
 
-    The key contains a constant as text, because 0, 0.0 and False are equal in Python.
+    A constant's key contains the constant as text, because 0, 0.0 and False are equal in Python.
     """
     return node.op, node.args, repr(node.value), node.kind
 

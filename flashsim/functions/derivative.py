@@ -1,4 +1,4 @@
-"""Reverse-mode derivatives of a score function, as nodes of the same graph.
+"""Reverse-mode derivatives of a score function, added as nodes to the function's graph.
 
 The added nodes start from `dout`, the gradient of the loss with respect to the function's result,
 and compute the gradients of the score and of each captured element that the function reads.
@@ -24,9 +24,9 @@ DOUT = "dout"
 class Adjoints(NamedTuple):
     """A score function's graph, extended by the nodes of its derivative.
 
-    `score` is the number of the node with the score's gradient, or None if the result does not
-    depend on the score. `reads` has a pair (load node, gradient node) for each load of an element
-    that has a gradient.
+    `score` is the number of the node with the score's gradient. It is None if the function's result
+    does not depend on the score. For each load of a captured element that has a gradient, `reads`
+    has a pair of node numbers (load, gradient).
     """
 
     nodes: tuple[Node, ...]
@@ -42,12 +42,12 @@ class Adjoints(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all nodes that the gradients need, loads included, in order."""
+        """The numbers of all nodes that the gradients depend on, in order, including loads."""
         return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph with gradients of `wanted` captured arrays (default: all)."""
+    """Return a score function's graph with gradients of `wanted` captured arrays (None: all)."""
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []
@@ -71,7 +71,7 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the FLOPs per score of a score function's derivative, recomputed values included."""
+    """Return the FLOPs per score of a score function's derivative, including recomputed values."""
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 

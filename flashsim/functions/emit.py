@@ -80,7 +80,7 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of the struct `FlashCaptured`: an array's "data", "gradient" or axis "length"."""
+    """A member of the struct `FlashCaptured`: an array's "data", "gradient", or axis "length"."""
 
     name: str
     what: str
@@ -89,7 +89,7 @@ class Field(NamedTuple):
 
 
 class CudaSource(NamedTuple):
-    """CUDA C++ text with `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
+    """CUDA C++ code of `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
 
     `fields` lists the members of the struct `FlashCaptured` in order: first 8-byte pointers, then
     4-byte lengths. `arrays` has the captured arrays of the score function, followed by those of the
@@ -102,12 +102,11 @@ class CudaSource(NamedTuple):
     gradients: tuple[str, ...]
 
     def pack(self, data: Iterable[int], gradients: Iterable[int] = ()) -> np.ndarray:
-        """Return the struct `FlashCaptured` as a NumPy array of one element, to be passed by value.
+        """Return the CUDA struct `FlashCaptured`, passed by value, as a NumPy array of one element.
 
-        `data` holds the device addresses of `arrays`, each contiguous and in its own element type.
-        `gradients` holds the device addresses of the float32 arrays into which the kernel
-        accumulates gradients, in the order of the names in the attribute `gradients`. Each gradient
-        array has the shape of its captured array.
+        `data` holds the device addresses of `arrays`. Each array is contiguous, in its own element
+        type. `gradients` holds the device addresses of the float32 arrays into which the kernel
+        accumulates gradients, in the order of the attribute `gradients`.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -137,19 +136,21 @@ def cuda_source(
 
     Without a mask function, every score is kept; without a score function, scores are unchanged.
     `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
-    accumulates. `extents` holds the sizes of the ranges of b, h, q and k; with `extents`, the code
-    does not check array indices that cannot be out of range.
+    accumulates. `extents` holds how many values b, h, q and k can have. With `extents`, the
+    generated code does not check array indices that cannot be out of range.
 
     `tile` is the number of a node in the score function's graph that loads an array element. The
     kernel loads this element in advance, so a second overload of `flash_score` takes the element as
     an argument after the score. If the load's last two indices are q and k, `flash_tile_plane`
-    returns which (q, k) plane of the array holds a head's elements. With `band` = (sign, offset),
-    the load's last index is sign * (q - k) + offset. The function `flash_band` returns the element
-    for a distance q - k, or the nearest element if the distance is out of range.
+    returns the number of the (q, k) plane of the array that holds a head's elements. If `band` =
+    (sign, offset) is passed, the load's last index is sign * (q - k) + offset. The generated
+    function `flash_band` then returns the array's element for a distance q - k. If the index is out
+    of range, `flash_band` returns the nearest element.
 
-    `ramp` = (factors, steps) says that the score function adds a product: the nodes `factors`,
-    which depend only on the head, times an integer that grows by `steps` per key. The function
-    `flash_ramp_step` returns by how much the result grows per key.
+    `ramp` = (factors, steps) says that the score function adds a product to the score. The
+    product's factors are the nodes `factors`, which depend only on the head, and an integer that
+    grows by `steps` per key. The generated function `flash_ramp_step` returns by how much the
+    product grows per key.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -207,7 +208,7 @@ def _tile_lines(
     """Return the CUDA source of the functions that use an array element loaded in advance.
 
     The source defines `flash_tile_plane` or `flash_band`, and the second overload of `flash_score`.
-    The source lacks its last closing brace, which the caller adds.
+    The caller adds the last closing brace.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
@@ -319,7 +320,7 @@ def _gradient_lines(
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return one bool per node: True if its value is certain to be an integer of at least 0."""
+    """Return one bool per node: True if the node's value is certainly an integer of at least 0."""
     found: list[bool] = []
     for node in nodes:
         of = [found[a] for a in node.args]
@@ -423,10 +424,9 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return C++ for a sum of positions, or its absolute value, as a float; otherwise None.
+        """Return C++ for a distance between positions (or its absolute value) as a float, or None.
 
-        Positions are below 2^24, so float arithmetic is exact. A comment at `FlashAt` in the
-        emitted source explains why float arithmetic is faster.
+        Positions are below 2^24, so float32 arithmetic on positions is exact.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])
@@ -435,7 +435,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return C++ for a distance times a per-head factor as one multiply-add, or None."""
+        """Return C++, one multiply-add, for a distance times a per-head factor; otherwise None."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])
@@ -454,7 +454,8 @@ class _Cuda:
     def _parts(self, n: int) -> tuple[str, str] | None:
         """Return two C++ floats whose sum is a distance between positions, or None for other nodes.
 
-        Several scores share the first float, the base; the second float is the step from the base.
+        The first float, the base, is the same for several scores. The second is the step from the
+        base.
         """
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
@@ -490,7 +491,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return C++ for an element's offset in its array, or in the array's first `axes` axes."""
+        """Return C++ for a loaded element's offset in its array, or in the first `axes` axes."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):

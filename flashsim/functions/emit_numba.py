@@ -23,10 +23,10 @@ _NUMBA_CALLS = {
 class NumbaSource(NamedTuple):
     """Python source of two functions that process a panel (a rectangle) of scores in place.
 
-    The function `score(S, raw, ..)` applies the score function to the scores `raw`, and writes the
-    results to S. The function `gradient(dS, raw, ..)` receives the gradients of the score
-    function's results in dS, and overwrites dS with the gradients of the scores `raw`. The other
-    arguments of `score` and `gradient` are those in `PANEL`.
+    The source `score` defines a function (S, raw, ..) that applies the score function to the scores
+    `raw`, and writes the results to S. The source `gradient` defines a function (dS, raw, ..). The
+    second function receives the gradients of the score function's results in dS, and overwrites dS
+    with the gradients of the scores `raw`. `PANEL` lists the other arguments of both functions.
     """
 
     score: str
@@ -40,7 +40,7 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 
 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Return Python source, for Numba, of a score function and of its gradients."""
+    """Return Python source, which Numba compiles, of a score function and of its gradients."""
     made = adjoints(graph, gradients)
     forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
     body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
@@ -81,7 +81,7 @@ def _panel(head: list[str], body: list[str]) -> str:
 
 
 class Written:
-    """Writes Python statements for a graph's nodes; the arguments q and k are called i and j."""
+    """Writes Python statements for a graph's nodes; the query q is called i, and the key k is j."""
 
     def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
         self.nodes, self.arrays = nodes, arrays

@@ -3,7 +3,7 @@
 For a mask function (0 is False, 1 is True), a lower bound of 1 means that every score of a box is
 kept. An upper bound of 0 means that no score is kept. The bounds are safe, but not always tight.
 The bounds of a captured array's element are the array's minimum and maximum over the possible
-indices, from tables that are built once.
+indices.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ BLOCK = 32
 
 
 class RangeTable:
-    """Minima and maxima over ranges of a 1-D array, each widened to whole blocks of BLOCK."""
+    """Minima and maxima of a 1-D array over ranges of indices, widened to whole blocks of BLOCK."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.n = len(values)
@@ -80,7 +80,7 @@ class Bounds:
         return found[self.graph.root]
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
-        """Return bounds of a loaded element, from the range of the index that q or k changes."""
+        """Return bounds of a loaded element, from the range of the index that depends on q or k."""
         if n not in self._tables:
             self._tables[n] = self._table(node)
         table, low, high = self._tables[n]
@@ -104,8 +104,8 @@ class Bounds:
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
         """Return the table of ranges of a load's array, or the array's minimum and maximum.
 
-        There is a table if the index of exactly one axis depends on q, k or the score. The table
-        runs along this axis; the other axes are reduced to their minimum and maximum.
+        A table exists if the index of exactly one axis depends on q, k or the score. The table's
+        ranges are along this axis, with the minimum and maximum over the other axes.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64
@@ -123,7 +123,7 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """Return safe bounds of each integer node, from `extents`, the sizes of b, h, q and k."""
+    """Return safe bounds of each integer node; `extents` has the sizes of b, h, q and k."""
     found = _anywhere(nodes, extents)
     return {
         n: (int(found[n][0]), int(found[n][1])) for n, node in enumerate(nodes) if node.kind == INT
@@ -133,7 +133,7 @@ def ranges_of_integers(
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
     """Return the largest absolute value of a score function's result, infinity if it is unbounded.
 
-    The bound holds for any scores and captured arrays. `extents` has the sizes of b, h, q and k.
+    The bound holds for any scores and captured arrays.
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
@@ -158,7 +158,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return the bounds of an operation, monotonic in a and b, from its values at four corners."""
+    """Return the bounds of an operation monotonic in a and b, from its values at the 4 corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
@@ -166,7 +166,7 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
 
 
 def _unknown(node: Node, shape: Any) -> Interval:
-    """Return the widest bounds of a node's kind, for a node whose value is unknown."""
+    """Return bounds for a node of unknown value: the widest bounds of the node's kind."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
@@ -254,7 +254,7 @@ def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return the bounds of a // b or a % b, the widest ones unless b is one positive value."""
+    """Return the bounds of a // b or a % b, the widest unless b has a single positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

@@ -28,7 +28,7 @@ ELEMENTS = {
 class Operation(NamedTuple):
     """One operation: its number of arguments, its result's kind, and its NumPy function.
 
-    `kind` is the kind of all results, or "same" if results have the kind of the arguments. The
+    `kind` is the result's kind, or "same" if the result has the kind of the arguments. The
     arguments are first converted to a common kind; booleans become integers.
     """
 

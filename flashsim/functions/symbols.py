@@ -277,7 +277,7 @@ def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return an array's indices without None and Ellipsis, and the array; a slice is an error."""
+    """Return array indices without None and Ellipsis, and the array; a slice raises an error."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -291,7 +291,7 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """Return a library function's result, which is a symbol if any argument is a symbol."""
+    """Return a library function's result: a symbol if an argument is a symbol, else an array."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]

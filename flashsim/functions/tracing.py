@@ -32,14 +32,14 @@ class Traced(NamedTuple):
 
 
 def trace_score(function: Any) -> Traced:
-    """Return the graph of ``score_mod(score, b, h, q, k)``; a `Traced` object is returned as is."""
+    """Return the graph of ``score_mod(score, b, h, q, k)``; a `Traced` is returned unchanged."""
     if isinstance(function, Traced):
         return function
     return _trace(function, (SCORE, *INDICES), FLOAT, "score_mod(score, b, h, q, k)")
 
 
 def trace_mask(function: Any) -> Traced:
-    """Return the graph of ``mask_mod(b, h, q, k)``; a `Traced` object is returned as is."""
+    """Return the graph of ``mask_mod(b, h, q, k)``; a `Traced` is returned unchanged."""
     if isinstance(function, Traced):
         return function
     return _trace(function, INDICES, BOOL, "mask_mod(b, h, q, k)")
@@ -89,7 +89,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
 
 
 def _line(error: BaseException) -> str:
-    """Return the line of the user's function that raised an error, as text for a message."""
+    """Return, as text, the line of the user's function that raised an error."""
     ours = __file__.rpartition("functions")[0]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         library = "site-packages" in frame.filename or frame.filename.startswith("<__array")
@@ -113,7 +113,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with arrays, also in containers and functions, replaced by `Captured`s."""
+        """Return `value` with its arrays, also in items and functions, replaced by `Captured`."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -169,7 +169,7 @@ class _Tracing:
         return copy
 
     def array(self, array: Any, name: str) -> int:
-        """Return a captured array's number; an array that is captured twice has only one number."""
+        """Return a captured array's number; the same array always has the same number."""
         if id(array) not in self._numbers:
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
@@ -202,7 +202,7 @@ class _Tracing:
     # -- operations -----------------------------------------------------------------------------
 
     def node(self, value: Any) -> int:
-        """Return the number of the node that holds a symbol, a constant or a captured scalar."""
+        """Return the number of the node of a symbol, a constant or a captured scalar."""
         if isinstance(value, Symbol):
             if value._recorder is not self:
                 raise FunctionError(
@@ -249,7 +249,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Holder:
-    """Stands for a captured object: its attributes are the object's, with arrays replaced."""
+    """Stands for a captured object, with `Captured` objects instead of its array attributes."""
 
     def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
@@ -266,7 +266,7 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return True for a library's function, which is not copied, except in flex_attention."""
+    """Return whether a function belongs to a library other than flex_attention."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
@@ -274,7 +274,7 @@ def _foreign(function: Any) -> bool:
 def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
     """Return a captured array's values as a NumPy array; bfloat16 becomes float32.
 
-    With `copy`, the result is a read-only copy; otherwise it is a view where possible.
+    With `copy`, the result is a read-only copy; without, it is a view where possible.
     """
     if hasattr(array, "detach"):  # torch
         plain = array.detach().cpu()

@@ -34,9 +34,9 @@ def dot_product_attention(
     batch, 1 or heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
     (`mask_mod`) or packed sequences (`cu_seqlens_q`).
 
-    For a row that sees no key, the result is zeros; jax.nn returns the mean of all values, the
-    softmax over equal scores. The residual (the LSE) also differs from jax.nn's, since masked
-    scores add no rounding errors to the LSE.
+    For a query that sees no key, the result is zeros. For such a query, jax.nn returns the mean of
+    all values. The residual (the LSE) also differs from jax.nn's, since masked scores add no
+    rounding errors to the LSE.
 
     Parameters
     ----------
@@ -149,10 +149,10 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return how many queries see any key, how many keys any query sees, and the sliding window.
+    """Return how many queries see a key, how many keys are seen, and the sliding window.
 
-    The returned window is for flashsim's engines, which align at the bottom right; `jax.nn` aligns
-    `t` queries and `s` keys at the top left.
+    `jax.nn` aligns windows at the top left. The returned window is converted for flashsim's
+    engines, which align at the bottom right.
     """
     left, right = _sides(local_window_size)
     if is_causal:

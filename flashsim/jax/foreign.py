@@ -1,7 +1,7 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-The functions work directly on XLA's memory, on a GPU in XLA's stream. Under `jax.vmap` every array
-has additional leading axes, of the mapped length or 1, which become part of the batch.
+The functions work directly on XLA's memory and, on a GPU, in XLA's stream. Under `jax.vmap` every
+array has additional leading axes, of the mapped length or 1, which become part of the batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv, and, if wanted, further gradients.
+    """Run `flashsim.backward`; return dq, dk, dv and any further gradients.
 
     Further gradients are those of the bias, of the sinks, and of the float arrays that the score
     function captures, in this order.
@@ -57,7 +57,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions; remove their arrays from `arrays`."""
+    """Replace the graphs in `question` by traced functions, which take arrays from `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -108,7 +108,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Return the launch of a forward pass on a GPU, and where q, k and v are, or None."""
+    """Return (launch, positions of q, k and v among operands) for a forward pass, or None."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -181,7 +181,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Separate the axes of `jax.vmap` from the batch again; sum gradients of a shared bias."""
+    """Separate the axes of `jax.vmap` from the batch; sum the gradients of a shared bias."""
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])
@@ -203,12 +203,12 @@ class OnCpu:
         self.active: AbstractContextManager[Any] = nullcontext()
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer of XLA."""
+        """Return the contents of an XLA buffer."""
         memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
         return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer of XLA."""
+        """Write a result to an XLA buffer."""
         np.copyto(self.array(buffer), x)
 
 
@@ -228,13 +228,13 @@ class OnGpu:
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer of XLA."""
+        """Return the contents of an XLA buffer."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
         return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer of XLA, in stream order."""
+        """Write a result to an XLA buffer, in stream order."""
         x = self.cupy.ascontiguousarray(x)
         to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
         self.cupy.cuda.runtime.memcpyAsync(

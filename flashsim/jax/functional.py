@@ -300,7 +300,7 @@ _attention.defvjp(_keep, _pull_back)
 
 @lru_cache(maxsize=_MOST)
 def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
-    """Return a compiled function for repeated eager calls; tracing takes 20 times a call's time."""
+    """Return a compiled function for eager calls; tracing each call would take 20 times as long."""
 
     def run(q: Any, k: Any, v: Any) -> Any:
         out, lse = _attention(question, gives_lse, {"q": q, "k": k, "v": v})

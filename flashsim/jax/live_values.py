@@ -23,10 +23,9 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the shape and bytes of a kernel's values, by name, when they take the most memory.
+    """Return the shape and bytes of the values that a kernel holds at its memory peak, by name.
 
-    A name such as "2 float32" is the number and type of equal values; "2 float32 b" is another
-    shape.
+    A name such as "2 float32" stands for two float32 values of the same shape.
     """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):

@@ -180,7 +180,8 @@ def is_array(leaf: Any) -> bool:
 def own_lines() -> Iterator[None]:
     """Inside the ``with`` block, make JAX record the source line of each equation.
 
-    Otherwise JAX gives all loads of a `custom_vjp`'s backward kernel the line of the forward call.
+    By default, JAX gives all loads of a `custom_vjp`'s backward kernel the line of the forward
+    call.
     """
     try:
         from jax._src import source_info_util
@@ -279,7 +280,7 @@ class PallasNotes:
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Add a note that a TPU's grid returns to an output block that was already copied back."""
+        """Add a note: the TPU's grid returns to an output block that it has already copied back."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "
@@ -298,7 +299,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Note for the user that JAX computes something outside of kernels, uncounted."""
+        """Count the bytes of results that JAX computes outside of kernels; `done` notes the sum."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
@@ -325,7 +326,7 @@ class PallasNotes:
             self.recorder.work("matmul", flops, line=(where.file, where.line))
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Note for the user an access outside of an on-chip buffer, which moves no HBM bytes."""
+        """Add a note if an on-chip access, which moves no HBM bytes, exceeds its buffer."""
         outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(
@@ -349,7 +350,7 @@ class PallasNotes:
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-    """Return the active lanes' element offsets, and the numbers of masked and of outside lanes."""
+    """Return the active lanes' offsets, and how many lanes are masked or outside of the array."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
     for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):

@@ -1,4 +1,4 @@
-"""Run the grid of a `pallas_call` by one of two models of which accesses move bytes.
+"""Run the grid of a `pallas_call`; one of two models decides which accesses move bytes.
 
 In the model ``gpu``, a block is a view of device memory, and bytes move when the kernel reads or
 writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs to Triton.
@@ -39,7 +39,7 @@ class Programs(Observer, Protocol):
         """Report that a program (on a TPU, a grid step) starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Report that a TPU's grid returns to an output block that it copied back before."""
+        """Report that a TPU's grid returns to an output block that it has already copied back."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
         """Report that the kernel has ended; `outputs` are the kernel's results as JAX arrays."""
@@ -250,12 +250,12 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes in a GPU's order, the fastest first, axes that `vmap` added last."""
+    """Return the grid's axes in a GPU's order: fastest first, and axes of `vmap` at the end."""
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 
 def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return the leading axes of a grid whose indices already decide the blocks of all outputs."""
+    """Return the fewest leading axes of a grid that determine the blocks of all outputs."""
     blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
     steps = list(itertools.product(*map(range, here.grid)))
     for leading in range(len(here.grid)):

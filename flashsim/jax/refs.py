@@ -55,9 +55,9 @@ class Lanes:
     """The array elements that one load or store accesses, one lane per element.
 
     `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
-    array; it is None if any lane is outside. If the lanes are a box, `axes` has (first, length,
-    step) per dimension of the array, and `dims` lists the dimensions of the value. If the lanes are
-    not a box, `arrays` holds their coordinates.
+    array, or is None if any lane is outside of the array. If the lanes are a box, `axes` has
+    (first, length, step) per dimension of the array, and `dims` lists the dimensions of the value.
+    If the lanes are not a box, `arrays` holds their coordinates.
     """
 
     ref: Ref
@@ -92,7 +92,7 @@ class Lanes:
         return kept
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
-        """Return the lanes' values, or `poison` for lanes that are outside or not kept."""
+        """Return the lanes' values, with `poison` for lanes outside of the array or not kept."""
         if self.index is not None:
             value = np.array(self.ref.array[self.index])
             if kept is not None and not kept.all():
@@ -132,7 +132,7 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box of lanes: per dimension, an array over the axes in `dims`."""
+    """Return the coordinates of a box of lanes: an array per dimension, with the axes `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):

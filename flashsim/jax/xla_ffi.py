@@ -3,7 +3,7 @@
 XLA calls a function pointer with a *call frame*: arguments, result buffers to fill, attributes, and
 a table of XLA's functions. The C structures are those of ``xla/ffi/api/c_api.h``, version 0.x,
 which jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. XLA calls the
-pointer from its own thread; ctypes acquires the GIL.
+pointer from its own thread, in which ctypes acquires the GIL.
 """
 
 from __future__ import annotations
@@ -202,9 +202,9 @@ class Layout:
     """Everything that all runs of a foreign call have in common, except the arrays' addresses.
 
     XLA keeps a call's structures in memory, and writes the arrays' addresses into them before each
-    run. XLA may also free the structures and use their memory again, so `addresses` compares the
-    whole content, and only follows addresses that it has found there. Reading a view of memory is
-    ten times as fast as ctypes. Callers may store prepared launches in the dict `runs`.
+    run. XLA may also free the structures and reuse their memory. So `addresses` checks that their
+    whole content is unchanged, and follows no changed pointer. Callers may store prepared launches
+    in the dict `runs`.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:

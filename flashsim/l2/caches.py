@@ -28,12 +28,13 @@ def _unlink(links, tile):
 @keep
 @njit
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
-    """Count the bytes that requests read from DRAM, and those that evictions write to DRAM.
+    """Count the bytes that requests read from DRAM, and the bytes that evictions write to DRAM.
 
     The cache is fully associative, holds whole tiles, and evicts the least recently used tile.
-    `capacity`, and `size` of each tile, are in bytes. `links`, int32 (tiles + 1, 2), `state`, uint8
-    (tiles + 1), and `used`, int64 (1,), are the cache, changed in place. The bytes of each tile
-    read from and written to DRAM are added to `fetched` and `lost`, int64 (tiles,).
+    `capacity` and each tile's `size` are in bytes. `links`, int32 (tiles + 1, 2), `state`, uint8
+    (tiles + 1), and `used`, int64 (1,), hold the cache's state, and are changed in place. Each
+    tile's bytes that are read from DRAM are added to `fetched`, and the bytes written to DRAM to
+    `lost`, int64 (tiles,).
     """
     end = len(links) - 1
     for r in range(len(ids)):
@@ -77,7 +78,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Store a line in an empty, or else the least recently used, way of its set; return the way."""
+    """Store a line in an empty way of its set, or the least recently used way; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -98,7 +99,7 @@ def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
 def replay_sets(
     ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
 ):
-    """Count the lines that requests read from DRAM, and those that evictions write to DRAM.
+    """Count the lines that requests read from DRAM, and the lines that evictions write to DRAM.
 
     The cache is set-associative with partitions. An SM sends all its requests to its own partition.
     If a line's home is the other partition, the SM's partition reads the line through that other
@@ -107,9 +108,9 @@ def replay_sets(
 
     Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. `place_of`, int32,
     `home_of`, uint8, and `tile_of`, int32, have each line's set, home partition and tile. `held`,
-    int32, `touched`, int64, `dirty`, bool (partitions, sets, ways), and `clock`, int64 (1,), are
-    the cache, changed in place. The lines of each tile read from and written to DRAM are added to
-    `fetched` and `lost`, int64 (tiles,).
+    int32, `touched`, int64, `dirty`, bool (partitions, sets, ways), and `clock`, int64 (1,), hold
+    the cache's state, and are changed in place. Each tile's lines that are read from DRAM are added
+    to `fetched`, and the lines written to DRAM to `lost`, int64 (tiles,).
     """
     partitions = held.shape[0]
     for r in range(len(ids)):

@@ -33,7 +33,7 @@ _AXES = {"fixed": ROW, "row": ROW, "col": COL, "score": TILE}
 
 
 class ElementAccess(NamedTuple):
-    """One read of an array element in a score or mask function: load `node` of `graph`.
+    """One place in a score or mask function that reads an array element: load `node` of `graph`.
 
     `values` holds the captured arrays' values if they are known. `first` is the byte offset of the
     array's first element in its tensor.
@@ -47,7 +47,7 @@ class ElementAccess(NamedTuple):
 
     @property
     def side(self) -> str:
-        """The name of what the access's index depends on, one of SIDES, such as "row"."""
+        """What the array index depends on: one of the names in SIDES, such as "row"."""
         return self.graph.side(self.node)
 
 
@@ -70,7 +70,7 @@ def _lines_of(nbytes: int) -> np.ndarray:
 
 
 def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
-    """Return the function that reads a tensor, its arrays' values or None, and their itemsizes."""
+    """Return a tensor's function, its arrays' values (or None), and the arrays' itemsizes."""
     p = problem
     if name in plans.SINKS:
         itemsize = shape(p, name).itemsize
@@ -114,7 +114,7 @@ class Touched:
     """The cache lines that one array access touches, for every head and tile.
 
     The lines differ per row tile, per column tile or per tile pair: `axis` is ROW, COL or TILE.
-    `count` is the number of tiles per head along this axis.
+    `count` is the number of tiles per head along `axis`.
     """
 
     def __init__(self, access: ElementAccess, schedule: Schedule, *, masked_only: bool) -> None:
@@ -184,8 +184,8 @@ class Touched:
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sets of lines that tiles touch, in CSR form, as ``(ptr, lines, number)``.
 
-        For variant v, tile t touches the lines of set ``number[v, t]``. The set of a tile that is
-        not visited is empty.
+        In heads of variant v, tile t touches the lines of set ``number[v, t]``, plus the head's
+        `shift`. The set of a tile that is not visited is empty.
         """
         pairs, s, side = self._tiles(), self.schedule, self.access.side
         # Tiles of the same row, column or head have the same set if the index says so.
@@ -232,8 +232,8 @@ class Touched:
 class Requests:
     """Inserts placeholders for a kernel's array accesses, and replaces them by cache lines.
 
-    The function `interleave.weave` handles requests for tiles, which are numbers. So each array
-    access gets placeholder numbers from `start` on, one per head and tile.
+    The function `interleave.weave` handles only numbers of tiles. So each array access gets one
+    placeholder number per head and tile. The first placeholder is `start`.
     """
 
     def __init__(self, schedule: Schedule, tiles: int) -> None:
@@ -243,11 +243,7 @@ class Requests:
     def rows(
         self, stage: plans.Stage, move: plans.Move, first_line: int
     ) -> Iterator[tuple[int, ...]]:
-        """Yield one row of the table of requests for each array access that a move makes.
-
-        A row contains the operation, axis, owner, first placeholder, placeholders per head, and the
-        number of column tiles.
-        """
+        """Yield one row of the table of requests for each array access that a move makes."""
         p = self.schedule.problem
         for access in accesses(p, move.tensor, stage.outer):
             touched = Touched(access, self.schedule, masked_only=move.for_masked)
@@ -292,7 +288,7 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return where an array access's placeholders are in `ids`, their line sets and heads."""
+        """Return an array access's placeholders: positions in `ids`, line sets, and heads."""
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

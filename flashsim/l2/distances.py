@@ -1,4 +1,4 @@
-"""Computes each request's stack distance, the size of the smallest cache in which it hits."""
+"""Computes stack distances: the size of the smallest cache in which a request hits."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def distances(ids, codes, size):
 
     A request's stack distance is the total size of all distinct tiles that were requested since the
     last request for its own tile, including its own tile (COLD for a tile's first request). A
-    request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al. 1970). A
-    cache of C bytes writes a tile to DRAM between two writes of the tile exactly if the largest
-    distance between them exceeds C.
+    request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al. 1970).
+    Between two writes of a tile, a cache of C bytes writes the tile to DRAM exactly if the largest
+    distance of the tile's requests after the first write exceeds C.
 
     The second result has, for each store or reduction, the largest distance of its tile's requests
-    up to and including the next write. If the tile is not written again, its depth in the stack at
-    the end counts too. For a load, the second result is -1.
+    up to and including the next write. If the tile is not written again, the distance of an
+    imagined request at the end counts too. For a load, the second result is -1.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)

@@ -44,7 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append one thread block's requests for one tile pair: table rows `first` to `last` - 1."""
+    """Append a block's requests for one tile pair: rows `first` to `last` - 1 of `requests`."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
@@ -75,28 +75,29 @@ def weave(
     query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
     its keys. The block makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for
     each of `members` query heads. Each `cluster` consecutive blocks own the same entry, and divide
-    the entry's visits into consecutive ranges. The first of these blocks also makes the requests
-    before and after the visits. As many blocks run at once as `time` has slots; when a block ends,
-    the next block starts in its slot. A visit takes 1 unit of time, plus a random number between
-    -`jitter` and `jitter`. If `ranks` is not empty, `cluster` is 1, and visit v waits until
-    ``ranks[v]`` other visits to its inner tile have started. `turn` is the time from the start of
-    one visit to an inner tile to the start of the next visit to that tile.
+    the entry's visits into consecutive ranges. The cluster's first block also makes the requests
+    before and after the visits. Blocks run in ``len(time)`` slots; when a block ends, the next
+    block starts in its slot. A visit takes 1 unit of time, plus a random number between -`jitter`
+    and `jitter`. If `ranks` is not empty, `cluster` is 1, and visit v waits until ``ranks[v]``
+    other visits to its inner tile have started. `turn` is the least time between the starts of two
+    visits to the same inner tile.
 
     `tile_of`, int32 (outers,), has the outer tile of each entry. `several`, bool (outers,), is True
     for an entry that is one of several parts of its tile. `requests`, int64 (n, 6), has the columns
     op, axis, owner, first tile number, tiles per head, column tiles. `parts` (5,) splits the rows
     of `requests` into four sections: before, at and after the visits, and after the visits of one
     of several parts. `head_of`, int32 (3, heads), has the numbers of each query head's query, key
-    and bias matrix. With `in_step`, a block makes each visit for all members before the next visit.
-    A block that is `flipped`, bool (blocks,), makes its visits in reverse order. `sides`, uint8
-    (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has the relative time
-    of a visit on each slot: less than 1 if fewer blocks share the slot's SM than share other SMs.
+    and bias matrix. With `in_step`, a block makes each visit for all `members` query heads before
+    the next visit. A block that is `flipped`, bool (blocks,), makes its visits in reverse order.
+    `sides`, uint8 (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has the
+    relative time of a visit on each slot: less than 1 if fewer blocks share the slot's SM than
+    share other SMs.
 
-    The results are tile numbers, `out`, int32, and `codes`, uint8. The work arrays `time`, float64,
-    and `block`, `done` and `heap`, int64 (slots,), initially contain zeros, the first blocks,
-    zeros, and the slots' numbers. The work arrays `turns`, int32, and `since`, float64 (query
-    heads, inner tiles), start as zeros, and hold how many visits to an inner tile have started, and
-    when the next may start.
+    The results are written to `out`, int32 (tile numbers), and `codes`, uint8. Four work arrays
+    have one element per slot. `time`, float64, and `done`, int64, start as zeros. `block`, int64,
+    starts as the numbers of the first blocks, and `heap`, int64, as the numbers of the slots. Two
+    work arrays, (query heads, inner tiles), start as zeros. `turns`, int32, holds how many visits
+    to an inner tile have started. `since`, float64, holds when the next visit may start.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)

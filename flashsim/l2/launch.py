@@ -129,7 +129,7 @@ class L2Model:
         return 1 if self.ways is None else self.partitions or device.l2_partitions
 
     def sides(self, slots: int, device: Device) -> np.ndarray:
-        """Return the partition of each slot's SM, uint8 (slots,): random halves of the SMs."""
+        """Return each slot's L2 partition, uint8 (slots,); the SMs are divided at random."""
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
@@ -172,7 +172,7 @@ class L2Model:
         device: Device,
         columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return each thread block's loop number and outer tile (int32), in the order of starts.
+        """Return each thread block's loop number and outer tile (int32), in the order of start.
 
         Each head, or each group of query heads, has one loop. `visits` has the number of visits of
         each outer tile, or of each part if keys are split. `columns` has the column tiles in the

@@ -28,7 +28,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """The DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 at its end."""
+    """DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 when the kernel ends."""
 
     name: str
     read: dict[str, int]
@@ -56,7 +56,7 @@ class Dram:
     def bytes(
         self, op: str | None = None, tensor: str | None = None, stage: str | None = None
     ) -> int:
-        """Return the DRAM bytes, of one operation, tensor and stage (kernel) if these are passed.
+        """Return the DRAM bytes: all, or only those of an operation, a tensor or a stage (kernel).
 
         Parameters
         ----------

@@ -50,8 +50,8 @@ class Stream:
 class TileNumbers:
     """Numbers and sizes of all tiles of all tensors of one pass.
 
-    `first` has the number of each tensor's first tile; its tiles have consecutive numbers, head by
-    head. The tiles of a captured array are its cache lines. `size`, int64 (tiles,), is in bytes.
+    A tensor's tiles have consecutive numbers, head by head, and start at ``first[name]``. The tiles
+    of a captured array are its cache lines. `size`, int64 (tiles,), has the bytes of each tile.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, names: list[str]) -> None:
@@ -98,13 +98,13 @@ class TileNumbers:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def range_of(self, name: str) -> slice:
-        """Return the range of numbers that a tensor's tiles have."""
+        """Return the range of a tensor's tile numbers."""
         edges = [*self.first.values(), len(self.size)]
         at = self.names.index(name)
         return slice(edges[at], edges[at + 1])
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return each tensor's sum of `per_tile` over its tiles, by name, without sums of 0."""
+        """Sum `per_tile` over each tensor's tiles; return the sums by name, without sums of 0."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
@@ -145,8 +145,8 @@ def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     """Return a stage's moves in four lists: before the visits, at each visit, and two after visits.
 
-    The third list is for an outer tile whose keys are all in one part, and the fourth list is for
-    one of several parts.
+    The third list is used after an outer tile whose keys are not split, and the fourth list after
+    one of several parts of a tile's keys.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -236,10 +236,10 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return, for each slot of a thread block, the relative time of one visit, which is at most 1.
+    """Return the relative time (at most 1) of one visit in each slot, where a thread block runs.
 
-    With fewer blocks than slots, some SMs run fewer blocks than others. The blocks on those SMs are
-    faster, because the blocks on one SM share its units.
+    If the SMs cannot share the slots equally, some SMs run fewer blocks than others. Blocks on such
+    SMs are faster, because the blocks on one SM share its units.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -259,8 +259,7 @@ def _visits(
 
     A block owns an outer tile. If a row tile's keys are split over several blocks, each of these
     blocks owns one part (`several` is True). In a stage that merges partial results of split keys,
-    a block owns a row tile with several parts, and visits those parts. A stage that clears or
-    rounds a bias gradient visits all tiles of the gradient.
+    a block owns a row tile with several parts, and visits those parts.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -294,7 +293,7 @@ def _requests(
     *,
     merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return the rows of the table of requests that `weave` reads, one row per move of HBM bytes.
+    """Return rows of the table of requests that `weave` reads, one per move between HBM and SRAM.
 
     A move of captured arrays' elements has one row per array access in the score or mask function.
     In a merging kernel, the inner tiles are the parts of the keys.
@@ -315,9 +314,8 @@ def _requests(
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
     """Return each query head's query, key and bias matrix numbers, int32 (3, batch * heads).
 
-    In a kernel that loops over the matrices of a bias, all three numbers are the bias matrix's. A
-    bias that several heads or batch entries share has fewer matrices than there are heads. If query
-    heads are packed, `members` of them share one query matrix.
+    In a kernel that loops over the matrices of a bias, all three numbers are the number of the bias
+    matrix. If query heads are packed, `members` of them share one query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

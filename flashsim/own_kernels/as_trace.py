@@ -28,8 +28,9 @@ def as_trace(
 ) -> Trace:
     """Return a record as a trace: one stage per kernel launch, one outer-loop step per program.
 
-    The trace keeps the accesses of one head if all heads make the same accesses. UnsupportedError
-    is raised if the record has more launches or tensor names than a trace can hold.
+    If all heads make the same accesses, the trace keeps the accesses of one head only.
+    UnsupportedError is raised if the record has more launches or tensor names than a trace can
+    hold.
     """
     record = geometry.record
     if len(record.launches) > MOST_STAGES:
@@ -95,7 +96,7 @@ def _stage_name(geometry: Geometry, launch: int) -> str:
 
 
 def _one_group(p: Problem, heads: int) -> Problem:
-    """Return the problem with all query heads in one group, which shares a single KV head."""
+    """Return the problem as if all its query heads shared a single KV head."""
     kept = "n_q", "n_kv", "head_dim", "head_dim_v", "dtype", "causal", "window", "scale"
     return Problem(**{name: getattr(p, name) for name in kept}, heads=heads, kv_heads=1)
 
@@ -113,9 +114,9 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return a launch's events, their FLOPs, and whether they are per "head" or per "group".
+    """Return the events of a launch's first head (or group), their FLOPs, and "head" or "group".
 
-    The result is None if the heads of the launch have different events.
+    The result is None if heads or groups have different events.
     """
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
@@ -138,7 +139,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return an array, (accesses, facts), that is equal for two heads with the same events."""
+    """Return a row of facts per access; heads with equal rows have the same events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -151,7 +152,7 @@ def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> 
 
 
 def _begins(cut: Visits) -> np.ndarray:
-    """Return a boolean per access: True if a visit (tile pair) or a program begins with it."""
+    """Return a boolean per access: True for the first access of a visit (tile pair) or program."""
     return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
 
 
@@ -223,7 +224,7 @@ def _events(
 
 
 class _Work:
-    """The FLOPs of one launch, which `upto` returns in the order of execution."""
+    """Looks up the FLOPs of one launch, program by program."""
 
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
@@ -233,7 +234,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return a program's FLOPs since the previous call, up to an access or (None) its end."""
+        """Return a program's FLOPs since the previous call, up to this access (None: its end)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

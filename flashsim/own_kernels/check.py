@@ -191,7 +191,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Return a problem softmax(S) V as attention, with S as Q and the identity matrix as K."""
+    """Express softmax(S) V as an attention problem: Q is S, and K is the identity matrix."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -234,7 +234,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the allowed error: TIMES plain attention's in this type, plus one rounding error."""
+    """Return the allowed error: TIMES the error of plain attention, plus one rounding error."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -288,7 +288,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return the kernel's mistake in choosing the rows that it stores to, or "" if none."""
+    """Describe a kernel's mistake in choosing the rows that it stores to; "" if there is none."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:

@@ -1,4 +1,4 @@
-"""Compares a kernel's bytes with a closed form for its tile sizes, and explains the excess."""
+"""Compares a kernel's bytes with a formula for its tile sizes, and explains excess bytes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Reason:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """The bytes that one operation moves of one tensor, beside the bytes that are needed.
+    """How many bytes a kernel loads (or stores) of one tensor, and how many it should.
 
     `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the kernel's
     tile sizes, or None if flashsim recognizes no attention in the kernel. `compulsory` is the
@@ -126,7 +126,7 @@ def _stored_in(g: Geometry, launch: int) -> set[str]:
 def rows_of(
     g: Geometry, expected: Expected | None, compulsory: Callable[[str], tuple[int, int]]
 ) -> list[ByteRow]:
-    """Return a `ByteRow` per operation and tensor; `compulsory` gives bytes to read and write."""
+    """Return a `ByteRow` per operation and tensor, given each tensor's `compulsory` bytes."""
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
     reasons = dict(_reasons(g))
@@ -145,7 +145,7 @@ def rows_of(
 
 
 def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
-    """Yield reasons for excess bytes: masked tiles, repeated loads, and rows of the next head."""
+    """Yield reasons for excess bytes: masked tiles, repeated loads, tiles that cross heads."""
     a = g.record.accesses
     masked = masked_visits(g)
     for code, tensor in enumerate(g.record.tensors):
@@ -194,7 +194,7 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Return a number for each access, equal for accesses of one program to the same tile."""
+    """Number the accesses; accesses of one program to the same tile get the same number."""
     columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
     columns.append(g.record.accesses["launch"][accesses])
     order = np.lexsort(columns)

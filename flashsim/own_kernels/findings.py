@@ -45,7 +45,7 @@ def findings_of(g: Geometry) -> list[KernelFinding]:
 
 
 def _groups(g: Geometry, chosen: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Yield (line, operation, tensor code, accesses) for each group of the `chosen` accesses."""
+    """Group the `chosen` accesses; yield (line, operation, tensor code, accesses) per group."""
     for line, op, code, at in g.record.by_line(chosen):
         yield g.record.lines[line][1], op, code, at
 

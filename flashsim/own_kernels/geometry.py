@@ -1,8 +1,8 @@
 """`Geometry`: the tile and matrix of each access, and which tensors have queries or keys as rows.
 
 A kernel only has pointers, so its record only says which elements were accessed. From the elements,
-`Geometry` derives each access's rows, columns and head, the axis along which a tensor is tiled
-(queries, keys or, for scores, both), the tile sizes and the attention problem.
+`Geometry` derives each access's rows, columns and head, the tile sizes, and the attention problem.
+`Geometry` also finds the axis along which each tensor is tiled: queries, keys or, for scores, both.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Geometry:
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Convert the corners of each access into indices along every axis of its tensor."""
+        """Convert each access's first and last element to indices along the axes of its tensor."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -100,7 +100,7 @@ class Geometry:
                 self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Find out which tensors are matrices or vectors, and which axis holds their rows."""
+        """Find out whether each tensor is a matrix or a vector, and which axis holds its rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
@@ -123,7 +123,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Find out if Q's rows are heads, which have one query each, as in decoding."""
+        """Find out if each row of Q is a head with a single query, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:
@@ -307,7 +307,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """Return, per launch, the number of rows of its query tiles and of its key tiles."""
+        """Return, per launch, how many rows a query tile has, and how many a key tile has."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []

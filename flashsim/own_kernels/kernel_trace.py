@@ -83,12 +83,12 @@ class KernelTrace:
 
     @property
     def problem(self) -> Problem:
-        """Return the attention problem that the user passed or that shapes and arguments give."""
+        """Return the attention problem: the user's, or one derived from shapes and arguments."""
         return self.geometry.problem
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return the tensors' names in the FlashAttention papers, or else in the kernel."""
+        """Return each tensor's name, from the FlashAttention papers or else from the kernel."""
         return tuple(self.geometry.labels)
 
     @property
@@ -117,7 +117,7 @@ class KernelTrace:
         return chosen
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes that all programs request, for one operation and tensor or for all.
+        """Return the bytes that all programs request: in total, or of one operation or tensor.
 
         Parameters
         ----------
@@ -138,7 +138,7 @@ class KernelTrace:
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Return the bytes that any such kernel must move: each input and each output once.
+        """Return the bytes of all inputs and outputs, which any kernel has to move at least once.
 
         Tensors that are stored before they are loaded, such as partial results, are not counted.
         """
@@ -159,7 +159,7 @@ class KernelTrace:
 
     @cached_property
     def trace(self) -> Trace:
-        """Return the accesses as a `Trace`, as pictures, players, tables and files need it."""
+        """Return the accesses as a `Trace`, for pictures, players, tables and files."""
         about = {"flashsim": __version__, "source": self.record.source}
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
 
@@ -192,7 +192,7 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """Return the bytes of FlashAttention-2 or split-KV decoding with these tiles, or None."""
+        """Return FlashAttention-2's or split-KV decoding's bytes, or None for other kernels."""
         return expected_of(self.geometry, self.device)
 
     @cached_property
@@ -287,7 +287,7 @@ class KernelTrace:
         return table
 
     def table(self) -> report.Table:
-        """Return a table of bytes by tensor and operation, as for any other trace."""
+        """Return a table of bytes by tensor and operation, as `Trace` does."""
         return self.trace.table()
 
     def __repr__(self) -> str:

@@ -1,7 +1,6 @@
 """Computes attention with known mistakes, to find the mistake that gives a kernel's results.
 
-Each variant puts one mistake into float64 attention, one head at a time, and tile by tile if the
-mistake depends on tiles.
+Each variant computes float64 attention with one mistake.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ class Way:
 
 
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
-    """Compute attention as `way` says; return O, (heads, n_q, d_v), and L, (heads, n_q), by name.
+    """Compute attention with the settings `way`; return O (heads, n_q, d_v) and L (heads, n_q).
 
     Rows that see no key are NaN.
     """

@@ -1,7 +1,8 @@
-"""Predict the DRAM bytes and the roofline of a user's kernel, with the models of built-in kernels.
+"""Predict the DRAM bytes and roofline of a user's kernel, as for built-in kernels.
 
 For DRAM bytes, the recorded accesses are replayed through the L2 model. Programs start in the order
-of the grid; as many run at a time as the device has room for, each with one access per time step.
+of the grid, as soon as the device has room for them. Each running program makes one access per time
+step.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of the first piece of a tensor that each access touches, and how many."""
+    """Return, per access, the number of its first piece of a tensor, and its count of pieces."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
@@ -131,7 +132,7 @@ def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, n
 
 
 def roofline_of(traced: Any, device: Device) -> Roofline:
-    """Return a kernel's roofline, with its matrix FLOPs per requested, DRAM and compulsory byte."""
+    """Return a kernel's roofline, with points for requested, DRAM and compulsory bytes."""
     trace = traced.trace
     sizes = {
         "requested": traced.bytes(),

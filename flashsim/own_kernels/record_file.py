@@ -1,4 +1,4 @@
-"""Serializes a kernel's record, so that one process runs a user's file and another grades it.
+"""Serializes a kernel's record, so that a user's file and its grader run in separate processes.
 
 The bytes are an .npz archive of plain arrays; reading it runs no code of the process that wrote it.
 """
@@ -21,7 +21,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A kernel's record, and the names and final values of its tensors, by code."""
+    """A kernel's record, its tensors' names, and their final values in order of tensor code."""
 
     record: KernelRecord
     names: Mapping[str, str]
@@ -55,7 +55,8 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
     """Return the records that `packed` serialized.
 
-    TraceError is raised if `data` is no such archive, or unpacks to more than `most` bytes.
+    TraceError is raised if `packed` did not write `data`, or if `data` unpacks to more than `most`
+    bytes.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -115,7 +116,7 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
 
 
 def _tuples(x: Any) -> Any:
-    """Turn lists into tuples, also nested lists, since JSON has only lists."""
+    """Convert lists and nested lists to tuples, because JSON has no tuples."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
     return {k: _tuples(v) for k, v in x.items()} if isinstance(x, dict) else x

@@ -65,7 +65,7 @@ class Recorder:
         start: int = 0,
         unlike: Iterable[int] = (),
     ) -> int:
-        """Record a tensor and return its code; the same buffer and layout keep their code and name.
+        """Record a tensor and return its code; an already recorded tensor keeps its code and name.
 
         Parameters
         ----------
@@ -118,7 +118,7 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Record a kernel's launch and return its number; an `ordered` launch has no data races."""
+        """Record a launch, return its number; `ordered` programs run one by one, without races."""
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
@@ -196,7 +196,7 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record the shape and bytes of a program's tile values; the launch keeps the largest."""
+        """Record a program's tile values (shape, bytes), unless an earlier program's took more."""
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
             self._held_most = total
@@ -208,7 +208,7 @@ class Recorder:
             self.notes.append(text)
 
     def done(self) -> KernelRecord:
-        """Return the record so far; more accesses can be recorded afterwards."""
+        """Return the record so far; later calls can record more accesses."""
         stored = {}
         for one in self.tensors:
             if one.buffer in self._stored and one.size:
@@ -337,7 +337,7 @@ def _is_run(unique: np.ndarray) -> bool:
 
 
 def _distinct(offsets: np.ndarray) -> np.ndarray:
-    """Return the distinct offsets, in ascending order; offsets that ascend are not sorted."""
+    """Return the distinct offsets in ascending order, without sorting if they already ascend."""
     flat = offsets.ravel()
     if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)

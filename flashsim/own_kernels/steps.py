@@ -51,7 +51,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Check `variables` after the earlier key tiles; the program now loads another tile."""
+        """Check `variables` before another key tile is loaded; the earlier tiles are complete."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:

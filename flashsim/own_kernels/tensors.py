@@ -76,7 +76,7 @@ class KernelTensor:
 
     @cached_property
     def _axes(self) -> list[int]:
-        """Return the axes whose index changes an offset, the largest stride first."""
+        """Return the axes of length over 1 and stride over 0, the largest stride first."""
         moving = [a for a, n in enumerate(self.shape) if n > 1 and self.strides[a] > 0]
         return sorted(moving, key=lambda a: -self.strides[a])
 

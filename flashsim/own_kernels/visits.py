@@ -88,7 +88,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return, for each access, the first value in its program that is at least 0, or a default."""
+    """Return, per access, its program's first value that is at least 0; without one, `default`."""
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]

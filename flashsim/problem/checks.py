@@ -70,7 +70,7 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is of this class, or raise an error that says `how` to make one."""
+    """Return `value` if it is an instance of `kind`; otherwise raise an error that says `how`."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
@@ -163,7 +163,7 @@ def dtype_name(dtype: Any) -> str:
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Return how many keys a window keeps to the left and right (-1: no limit), or None."""
+    """Return a window's numbers of keys to the left and right (-1: no limit); None stays None."""
     if window is None:
         return None
     try:

@@ -24,17 +24,18 @@ Each device cites the sources of its figures by letter:
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
 
-FP8 peaks are the dense peaks of [L], [W], [S], [H] and [B], entered from memory and not checked in
-these documents. Copies of the tables on other websites agree for the H100 (3,957.8 with
-sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200 (9,000 with sparsity).
-For the RTX 4090's FP8 peak, websites print both 330.3 and 660.6 TFLOP/s. This module uses 330.3,
-the peak with float32 accumulation, as for the card's FP16.
+FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. They were entered from
+memory, and not checked in these documents. Copies of the documents' tables on other websites
+confirm the FP8 peaks of the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6
+with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8 peak, websites print both
+330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32 accumulation, as for
+the card's FP16.
 
 Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
 as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix
 products are *dense*, with float32 accumulation, at boost clock; a data sheet's figure "with
-sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware unit for it. A
-bandwidth of 0 means that no figure is published.
+sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware unit for that
+dtype. A bandwidth of 0 means that no figure is published.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ def masked_score(dtype: Any) -> float:
     """Return the largest score that counts as masked: half the lowest finite number of `dtype`.
 
     `dtype` is the type in which scores are computed. Model code often masks a score by adding the
-    lowest finite number of a type. A row with only such scores counts as a row without keys:
-    rounding has erased the differences between its scores, and the term log n of its LSE.
+    lowest finite number of a type. A row whose scores all count as masked is a row without keys.
+    Rounding has erased the differences between the row's scores, and the term log n of its LSE.
     """
     return float(np.finfo(dtype).min) / 2
 

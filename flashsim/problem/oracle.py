@@ -47,8 +47,8 @@ def attention(
     """Return out and LSE of plain attention, with every intermediate rounded to `dtype`.
 
     The argument `dtype` is an element type or "tf32". With "float64", the result is exact enough to
-    check others: it is the oracle. With the input's type, the result is that of an implementation
-    without tiles; its error is the reference for the errors of tiled implementations.
+    check other implementations. With the input's type, the function acts as an implementation
+    without tiles. The untiled result's error is the reference for tiled implementations.
 
     Parameters
     ----------
@@ -133,7 +133,7 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Return each gradient along a random direction, by differences and by formula.
+    """Return each gradient along a random direction, by finite differences and by formula.
 
     The result is ``{"dq": (by differences, by formula), ...}``. The two numbers of an input differ
     by about ``step ** 2``.
@@ -164,7 +164,7 @@ def tf32(x: np.ndarray) -> np.ndarray:
     """Round float32 values to NVIDIA's tf32, which has 10 bits of mantissa.
 
     The rounding is to nearest, with ties away from 0, as tensor cores round the operands of float32
-    products if a library allows tf32. The relative error is at most 2**-11.
+    products if a library allows tf32.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)

@@ -1,7 +1,8 @@
 """`Precision`: the types to which an algorithm rounds its intermediate results.
 
 Each intermediate result that a kernel could store in fewer bits is a rounding point, which has a
-name. Most published kernels round only P and dS, to the inputs' type, before they enter products.
+name. Most published kernels round only P and dS, to the inputs' type, before P and dS enter
+products.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the rounding points of an algorithm in `POINTS`, or just "inputs" for others."""
+    """Return an algorithm's rounding points: only "inputs" if `POINTS` lacks the algorithm."""
     return POINTS.get(algorithm, ("inputs",))
 
 
@@ -67,8 +68,8 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 class Precision:
     """The types to which an algorithm rounds its intermediate results (at its rounding points).
 
-    If a point's type is None, the algorithm rounds to its usual type there. A `Precision` changes
-    numbers, not the bytes moved, so a run with a `Precision` has no trace.
+    If a rounding point's type is None, the algorithm rounds to the point's usual type. A
+    `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
@@ -206,9 +207,10 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 class Roundings(NamedTuple):
     """The types to which one stage (kernel) rounds its tensors, by the papers' tensor names.
 
-    `operands` are rounded when they are computed or enter a product, `held` accumulators at the end
-    of each visit, and `stored` tensors when they are stored in HBM or added to it. `tensor_cores`
-    says whether products are summed as on Hopper's FP8 tensor cores.
+    Tensors in `operands` are rounded when they are computed or enter a product. Accumulators in
+    `held` are rounded at the end of each visit. Tensors in `stored` are rounded when they are
+    stored or added in HBM. `tensor_cores` says whether products are summed as on Hopper's FP8
+    tensor cores.
     """
 
     operands: Operands = _NONE
@@ -222,7 +224,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """Return the types to which one stage (kernel) of a pass rounds."""
+        """Return the types to which one stage (kernel) of a pass rounds its tensors."""
         p, forward = problem, direction == "forward"
         points = precision.points
         types = _usual(p, forward) | {

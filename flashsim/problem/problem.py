@@ -64,8 +64,8 @@ class Segment:
     def offset(self) -> int:
         """The index of the key on a query's diagonal, minus the query's index.
 
-        The diagonal ends at the bottom right, with the last query and the last key. All keys of a
-        shared prefix lie on the left of the diagonal.
+        The diagonal ends at the bottom right, with the last query and the last key. No key of a
+        shared prefix lies to the right of the diagonal.
         """
         if self.prefix:
             return self.k_stop - 1 - self.q_start
@@ -299,7 +299,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise an error unless every query sees the shared prefix, which must fill its pages."""
+        """Raise an error unless all queries see the shared prefix, and it fills whole pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies only to packed sequences; pass "
@@ -416,7 +416,7 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences, a shared prefix first; a single one without `cu_seqlens`."""
+        """The packed sequences, after any shared prefix; without `cu_seqlens`, one sequence."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
@@ -450,7 +450,7 @@ class Problem:
 
     @property
     def banded(self) -> bool:
-        """Whether each query sees one run of keys: no mask except causality and a window."""
+        """Whether each query sees contiguous keys: the only masks are causality and a window."""
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
@@ -465,7 +465,7 @@ class Problem:
         """Return booleans (len(q), len(k)): True for each score (query, key) that the masks keep.
 
         `q` (queries) and `k` (keys) are packed indices of one sequence. If `mask_mod` differs
-        between batch entries or heads, a score counts as kept if any of them keeps it.
+        between batch entries or heads, a score counts as kept if any entry or head keeps it.
         ``functions=False`` ignores `mask_mod`.
 
         Raises

@@ -48,5 +48,5 @@ def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Undo `rotated`: return ``x M^T``, also for gradients of rotated q and k."""
+    """Undo the rotation of rows, or of the gradients of rotated rows: return ``x M^T``."""
     return hadamard(x) * signs.astype(x.dtype)

@@ -1,10 +1,11 @@
 """Classifies a mask function's tiles as FULL, MASKED or skipped, with few calls of the function.
 
 Interval arithmetic bounds the mask's values over boxes of tiles. If the bounds prove that the mask
-keeps all scores of a box, or none, all tiles of the box are classified at once. Boxes that the
-bounds do not decide are divided, down to single tiles. A single tile is evaluated at a few of its
-scores, since one kept and one masked score prove that the tile is MASKED, or else at all of its
-scores. The classification is the same as if the mask were evaluated at every score.
+keeps all scores of a box, or none, all tiles of the box are classified at once. If the bounds do
+not decide a box, the box is divided, down to single tiles. For a single tile, the mask is first
+evaluated at a few scores: one kept and one masked score prove that the tile is MASKED. Otherwise,
+the mask is evaluated at all scores of the tile. The classification is the same as if the mask were
+evaluated at every score.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Disjoint boxes of tiles (i0 .. i1 - 1, j0 .. j1 - 1), each all FULL or one MASKED tile."""
+    """Disjoint boxes (i0 .. i1 - 1, j0 .. j1 - 1) of FULL tiles, or of a single MASKED tile."""
 
     i0: np.ndarray
     i1: np.ndarray
@@ -37,11 +38,11 @@ class Boxes(NamedTuple):
         return int(((self.i1 - self.i0) * (self.j1 - self.j0)).sum())
 
     def only(self, kind: int) -> Boxes:
-        """Return the boxes whose tiles are all FULL, or all MASKED."""
+        """Return only the boxes with tiles of one kind, FULL or MASKED."""
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the fields of `Sums` over all tiles, from the tiles' heights (rows) and widths."""
+        """Return the numbers of `Sums` for all boxes, from each tile's number of rows and keys."""
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
         rows, cols = self.i1 - self.i0, self.j1 - self.j0
@@ -79,10 +80,10 @@ def classify(
 ) -> Boxes:
     """Return the tiles that a loop visits in a problem with a mask function, grouped into boxes.
 
-    `rows`, `cols`, `row_base` and `col_base` are, as in `Grid`, the tables of tiles and each
-    sequence's first tiles. A tile with fewer than `block_k` keys is never FULL. ``elements(i, j)``
-    evaluates the mask at every score of tiles (i, j), and returns whether the mask keeps any, and
-    whether all.
+    `rows` and `cols` are the tables of row and column tiles, as in `Grid`. `row_base` and
+    `col_base` have the number of each sequence's first tile. A tile with fewer than `block_k` keys
+    is never FULL. ``elements(i, j)`` evaluates the mask at every score of tiles (i, j), and returns
+    whether the mask keeps any score, and whether it keeps all.
     """
     p, mask = problem, problem.mask_mod
     assert mask is not None
@@ -145,7 +146,7 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Return the kinds of single tiles, from the mask at a few or at all of their scores."""
+    """Evaluate single tiles at a few or at all scores; return the FULL and the MASKED tiles."""
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
     if not other:
@@ -161,7 +162,7 @@ def _tiles(
 def _probed(
     problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two booleans per tile: whether the mask keeps any, and all, of a few of its scores."""
+    """Evaluate a few scores of each tile: return whether the mask keeps any, and whether all."""
     p, mask = problem, problem.mask_mod
     assert mask is not None
     sequences = p.sequences

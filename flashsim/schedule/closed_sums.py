@@ -33,7 +33,7 @@ class Strip(NamedTuple):
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """Return an outer tile's number of rows, and lo and hi of its inner tiles lo .. hi - 1."""
+        """Return an outer tile's number of rows, and the range (lo, hi) of its inner tiles."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -42,7 +42,7 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """Return lo and hi of an outer tile's FULL inner tiles lo .. hi - 1; 0 and 0 if none."""
+        """Return the range (lo, hi) of an outer tile's FULL inner tiles, (0, 0) if it has none."""
         start = tile * self.block
         first = start // self.members + self.offset
         last = (min(start + self.block, self.rows) - 1) // self.members + self.offset
@@ -55,7 +55,7 @@ class Strip(NamedTuple):
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Return the number of visits (tile pairs), and sums of inner positions, rows, scores."""
+        """Return the number of visits (tile pairs), and sums of their positions, rows, scores."""
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner
@@ -103,11 +103,11 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return (rows, positions in the largest inner tile) for each of the largest outer tiles.
+        """For the largest outer tiles, return their rows, and their largest inner tiles' positions.
 
-        Only the last inner tile of a sequence is smaller than the others, and the first inner tile
-        that is visited never moves back from one outer tile to the next. So the first outer tile
-        that sees any position visits the largest inner tile of all.
+        Only the last inner tile of a sequence is smaller than the others. A later outer tile never
+        starts at an earlier inner tile. So the first outer tile that sees any position visits the
+        largest inner tile of all.
         """
         if not self.tiles:
             return []
@@ -133,9 +133,10 @@ class Strip(NamedTuple):
 def _floors(first: int, stop: int, step: int, shift: int, over: int) -> int:
     """Return the sum of floor((step i + shift) / over) for i = first .. stop - 1.
 
-    The algorithm takes O(log over) divisions. The integer parts of step / over and shift / over
-    form arithmetic series. The rest of the sum counts lattice points under a line. Swapping the
-    axes keeps the count of points, and leads to Euclid's algorithm on `step` and `over`.
+    The algorithm takes O(log over) divisions. The integer parts of step / over and shift / over add
+    an arithmetic series to the sum. The rest of the sum counts lattice points under a line.
+    Swapping the axes keeps the count of points, and leads to Euclid's algorithm on `step` and
+    `over`.
     """
     count, shift, total = stop - first, shift + step * first, 0
     while count > 0:

@@ -3,25 +3,25 @@
 An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
 *moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
 at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
-HBM, or allocates an on-chip buffer. A list of moves reads, for example, "load K V, alloc S, load
-bias". The modules in `flashsim.algorithms`, which execute the algorithms, and the closed forms in
-`counts.forms` do not use this module. Tests compare their bytes with the table's.
+HBM, or allocates an on-chip buffer. The modules in `flashsim.algorithms`, which execute the
+algorithms, and the closed forms in `counts.forms` do not use this module. Tests compare the bytes
+of the algorithms and the closed forms with this table's.
 
 Five rules keep one dataflow valid for many problems:
 
-- A tensor that the problem does not have is left out, and so is a stage that has no other tensor.
-  The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
+- A tensor that the problem does not have is left out. A stage without any other tensor is left out
+  too. The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
   cache. The tensor `V` is left out if V is stored as columns of K, and `dL` if the LSE has no
   gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
   function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
   sinks and left out in others.
-- A Q-outer loop reads captured elements that depend only on the head or the row at the start of a
-  step (`F_own`, `M_own`), and all others at each visit (`F`, `M`). Visits of FULL tiles do not load
-  `M`.
+- At the start of a step, a Q-outer loop reads the captured elements that depend only on the head or
+  the row (`F_own`, `M_own`). The loop reads all other captured elements at each visit (`F`, `M`).
+  Visits of FULL tiles do not load `M`.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
 - A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
   type.
-- In a problem with FP8 scales, each loaded tile of Q, K or V is loaded with its scales.
+- In a problem with FP8 scales, each tile of Q, K or V is loaded together with its scales.
 """
 
 from __future__ import annotations
@@ -36,20 +36,19 @@ class StageDataflow(NamedTuple):
     """One stage (one pass over the score matrix) and the tensors that it moves.
 
     `outer` is the outer loop, over query tiles or key tiles. `per` says how often the stage runs
-    its loop: once per query head; once per group of query heads that share a key head (dK and dV
-    are summed over the group); or once per matrix of a bias that several heads share. A `dense`
-    stage visits every tile, even fully masked ones (standard attention does not skip). A stage with
-    `whole_rows` works on whole rows of scores, as many at a time as fit (standard attention's
-    softmax), and `visit` lists the moves per row. A stage that `converts` only rounds an
-    accumulator to the input's type.
+    its loop: once per query head; once per group of query heads that share a key head; or once per
+    matrix of a bias that several heads share. A `dense` stage visits every tile, even fully masked
+    ones (as standard attention does). A stage with `whole_rows` works on whole rows of scores, as
+    many at a time as fit (standard attention's softmax), and `visit` lists the moves per row. A
+    stage that `converts` only rounds an accumulator to the input's type.
 
-    With ``parts="walks"``, an outer step is one part of a row tile's keys (see `Split`). The step
-    stores `O_part` and `L_part`, or O and L if the keys are in one part. With ``parts="merges"``,
-    an outer step is a row tile with several parts of its keys, and `visit` lists the moves per
-    part.
+    With ``parts="walks"``, an outer step processes one part of a row tile's keys (see `Split`). The
+    step stores `O_part` and `L_part`, or O and L if the keys are not split. With
+    ``parts="merges"``, an outer step merges the parts of one row tile's keys, and `visit` lists the
+    moves per part.
 
-    With `once`, the results of one visit are complete, so each row tile must have exactly one visit
-    (`Schedule.visited_once`).
+    With `once`, one visit computes a row tile's complete results, so each row tile must have
+    exactly one visit (`Schedule.visited_once`).
     """
 
     name: str
@@ -74,7 +73,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return a direction with the algorithm's variant: "backward in three passes"."""
+        """Return a text such as "backward in three passes": a direction and the variant."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

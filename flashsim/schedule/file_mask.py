@@ -16,7 +16,7 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 class SavedMask:
     """Replaces the mask function in a problem that was read from a trace file.
 
-    The object has, for each tiling of the trace, the table of FULL and MASKED tiles with ascending
+    For each tiling of the trace, the object has the table of FULL and MASKED tiles, with ascending
     keys (`Schedule.row_csr`). Schedules, counts and plots need only this table; the mask's values
     at single scores are lost.
     """
@@ -37,7 +37,7 @@ class SavedMask:
         return self.tables[tiling]
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raise `TraceError`, because the mask function itself is not in the file."""
+        """Raise `TraceError`, because the mask function itself is not in the trace file."""
         raise TraceError(
             f"mask function {self.__name__!r} was not saved with its trace, which records only "
             "which tiles the mask keeps, not which scores; pass the function as mask= to the "

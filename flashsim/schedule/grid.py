@@ -1,4 +1,4 @@
-"""`Grid`: a problem's row and column tiles, and which a causal or windowed loop visits."""
+"""`Grid`: a problem's row and column tiles, and the pairs that causal or windowed loops visit."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """The tiles of a `Schedule`, and the span of tiles that each tile visits, without an order.
+    """The row and column tiles of a `Schedule`, and for each tile, the span of tiles it visits.
 
-    The spans exist only if the mask consists of causality and a window alone, so that each row
+    The spans exist only if the problem has no mask except causality and a window, so that each row
     keeps one interval of keys.
     """
 
@@ -59,7 +59,7 @@ class Grid:
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """Each packed sequence's tiles as a `Strip`, or None where tables of tiles serve."""
+        """Each sequence's tiles as a `Strip` if tables would be too large; otherwise None."""
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
@@ -77,7 +77,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The sides of a tile, (rows, keys), at most the length + 1, so that no sum overflows."""
+        """A tile's rows and keys, each at most the problem's length plus 1 to avoid overflows."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -151,7 +151,7 @@ class Grid:
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
         """Return booleans (rows, cols): which scores of tile (i, j) are kept; None if all are.
 
-        If `functions` is false, the mask function `mask_mod` is ignored.
+        The mask function `mask_mod` is applied only if `functions` is true.
         """
         s, cols = self.sequence_of_row(i), np.arange(*self.cols[j, :2].tolist())
         kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
@@ -160,8 +160,8 @@ class Grid:
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Return booleans that say which scores of tiles (i, j) all masks of the problem keep.
 
-        The result has the shape (tiles, 1 or batch, 1 or heads, rows, cols). A tile that is smaller
-        than the largest tile repeats the booleans of its last row or column.
+        The result has the shape (tiles, 1 or batch, 1 or heads, rows, cols). A tile smaller than
+        the largest tile repeats the booleans of its last row or column to fill this shape.
         """
         p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]

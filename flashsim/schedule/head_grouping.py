@@ -11,15 +11,16 @@ def clump_size(
 ) -> int:
     """Return how many heads (or GQA groups) a kernel processes together so that L2 has their data.
 
-    The kernel processes one head group after another, the longest outer tiles of each first. Tiles
-    of the next group fill SMs that become idle, but no group follows the last one. A last group
-    with few heads leaves most of the GPU idle. So of the sizes that fit in L2, the function returns
-    the one with the most heads in the last group, and of several such sizes the smallest.
+    The kernel processes one head group after another, and starts each group with its longest outer
+    tiles. SMs that become idle start tiles of the next group, but no group follows the last one. A
+    last group with few heads leaves most of the GPU idle. So, among the group sizes that fit in L2,
+    the function returns the size with the most heads in the last group. Of several such sizes, it
+    returns the smallest.
 
     A group size fits if the group's shared data (`held`) takes at most 0.4 of L2, because each half
-    of a large L2 keeps its own copy. Heads whose outer tiles all run at once share L2 in any order,
-    so a head group may always have that many heads. `tiles` is the number of outer tiles per head
-    (or GQA group), and `processors` the number of thread blocks that surely run at once (SMs).
+    of a large L2 keeps its own copy. A group size is also allowed if all outer tiles of the group
+    run at once, because such tiles share L2 in any order. `tiles` is the number of outer tiles per
+    head (or GQA group). `processors` is the number of SMs.
     """
     p, room = problem, 2 * l2_bytes // 5
     # Heads that share K and V stay together.
@@ -30,10 +31,10 @@ def clump_size(
 
 
 def held(stage: Stage, problem: Problem) -> int:
-    """Return the bytes that all blocks of one head (or GQA group) read or write in common.
+    """Return the bytes of the data that all thread blocks of one head (or GQA group) share.
 
-    In a Q-outer loop, these bytes are K and V; in a KV-outer loop, they are Q, dO and a float32 dQ
-    of the group's heads.
+    A Q-outer loop's blocks share K and V. A KV-outer loop's blocks share Q, dO and a float32 dQ of
+    the group's heads.
     """
     p = problem
     row = (p.head_dim + p.head_dim_v) * p.itemsize

@@ -44,8 +44,8 @@ DIRECTIONS = ("forward", "backward")
 class Buffer(NamedTuple):
     """One on-chip buffer: its bytes per query row, per key column and per score of a tile.
 
-    The bytes of an FP8 scale's buffer are per `every` rows or columns. `fixed` bytes do not depend
-    on the tile's size.
+    A buffer of FP8 scales takes its bytes once per `every` rows or columns. `fixed` bytes do not
+    depend on the tile's size.
     """
 
     name: str
@@ -98,8 +98,8 @@ class Move(NamedTuple):
 class Stage:
     """One stage (one kernel, one pass over the score matrix) of an algorithm, for one problem.
 
-    The fields have the meaning of those in `StageDataflow`; with packed heads, `per` is "group"
-    instead of "head". Buffers with ``visit=False`` are live during the whole inner loop.
+    The fields have the same meaning as in `StageDataflow`, except that `per` is "group" instead of
+    "head" if heads are packed. Buffers with ``visit=False`` are live during the whole inner loop.
     """
 
     name: str
@@ -235,7 +235,8 @@ def _scale(p: Problem, name: str) -> Buffer:
 def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
     """Return the on-chip buffer that holds one tile of a tensor.
 
-    A moved tile has the tensor's type in HBM, and an allocated tile the accumulator type.
+    A tile that is loaded or stored takes the bytes of its type in HBM. An allocated tile takes
+    those of the accumulator type.
     """
     if tensor in CAPTURED:
         of = captured(p, tensor, outer)
@@ -259,7 +260,7 @@ def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> t
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """Return the algorithm whose backward pass `deterministic` requests; None means `algorithm`.
+    """Return "flash2" if `deterministic` is true, "flash2-fused" if false, `algorithm` if None.
 
     Raises
     ------
@@ -292,8 +293,7 @@ def fastest_backward(
     ``deterministic=None`` keeps the backward pass of `algorithm`. A tiling that the caller chose
     (`tiled`) rules out other algorithms. `stores_dq` says whether "flash2-once" is faster on this
     backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order and is then the
-    fastest. `fuses` says whether the fused pass is faster than three passes. The errors are those
-    of `backward_form`.
+    fastest. `fuses` says whether the fused pass is faster than three passes.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled
@@ -327,7 +327,7 @@ def splits_keys(algorithm: str) -> bool:
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """Return how often a stage runs its loops, and the stride, in query heads, from run to run."""
+    """Return how often a stage runs its loops, and by how many query heads each run advances."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

@@ -11,9 +11,9 @@ Kernels read the schedule as int32 tables:
     which full_lo .. full_hi - 1 are FULL; None if the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-The tables `col_spans` and `col_csr` are the same by column, for KV-outer loops. In a visited tile
-of a causal or windowed problem, score (q, k) is kept if and only if ``-left <= k - (q + offset) <=
-right`` and k lies in the tile's sequence.
+For KV-outer loops, `col_spans` and `col_csr` have the same content for each column tile. In a
+visited tile of a causal or windowed problem, score (q, k) is kept if and only if ``-left <= k - (q
++ offset) <= right`` and k lies in the tile's sequence.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over a schedule's row tiles, separately for tiles whose keys are split into parts."""
+    """Sums over a schedule's row tiles: one for unsplit keys, one for keys split into parts."""
 
     whole_rows: int  # over tiles whose keys are in one part: rows
     part_rows: int  # over tiles whose keys are in several parts: rows x parts
@@ -159,8 +159,7 @@ class Schedule(Grid):
     def col_csr(self) -> Csr:
         """The visits by column tile, in row order: ``(ptr (T_c + 1,), row (n,), kind (n,))``.
 
-        Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
-        descending order processes the columns from the last to the first.
+        Column tiles are numbered from the first key, whatever `key_order` is.
         """
         if self.col_spans is not None:
             return tables.frozen(*tables.expand(self.col_spans))
@@ -201,7 +200,7 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether any, and whether all, scores of tiles (i, j) are kept, from all scores."""
+        """Evaluate all scores of tiles (i, j): return whether any, and whether all, are kept."""
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
@@ -217,7 +216,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Return slices of `tiles` tile numbers, each short enough for one call of the mask."""
+        """Divide the numbers of `tiles` tiles into slices, each short enough for one mask call."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -228,9 +227,9 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return whether any, and whether all, scores are kept in the tiles lo .. hi - 1 of row i.
+        """Return, for each tile lo .. hi - 1 of row i, whether any score is kept, and whether all.
 
-        A tile with fewer than `block_k` keys never counts as kept whole.
+        For a tile with fewer than `block_k` keys, the second boolean is always False.
         """
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
@@ -270,7 +269,7 @@ class Schedule(Grid):
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """Number of row tiles that visit a shared prefix, which come first; 0 without a prefix."""
+        """Number of row tiles that visit a shared prefix (the first ones); 0 without a prefix."""
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
@@ -286,17 +285,17 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """Whether a second stage merges partial results for each row tile's queries, bool (T_r,).
+        """For each row tile, whether a second stage merges its queries' partial results, (T_r,).
 
-        The value is False for the row tiles of a shared prefix, whose partial results are merged
-        with those of the same queries' other row tiles.
+        The value is False for row tiles of a shared prefix, because the same queries' other row
+        tiles do the merge.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
         return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
-        """Yield the visits of one outer step, that of row tile or column tile number `outer`.
+        """Yield the visits of the outer step whose row tile (or column tile) has number `outer`.
 
         `part` selects one part of a row tile's keys: of n visits in P parts, part p has the visits
         ``n p // P`` up to, but not including, ``n (p + 1) // P``.
@@ -393,7 +392,7 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the size of each outer tile, and of the largest inner tile it visits (0: none).
+        """Return each outer tile's size, and the size of its largest visited inner tile, or 0.
 
         If tables of all tiles would be too large, only the largest outer tiles are returned.
         """
@@ -418,7 +417,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs one visit per row tile, but the tiling has others."""
+    """Raise `TilingError` if a stage needs exactly one visit per row tile and lacks it."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(

@@ -117,9 +117,9 @@ def check_splits(splits: Any) -> None:
 def fill_once(blocks: int, processors: int, visits: int) -> int:
     """Return the largest number of parts per row tile for which all parts run at the same time.
 
-    There are `blocks` row tiles, each with `visits` key tiles. More, smaller parts would need
-    several waves and would not end sooner, and each part writes and reads a partial O. So if the
-    row tiles alone occupy every SM, the function returns 1.
+    There are `blocks` row tiles, each with `visits` key tiles. More parts would need several waves
+    of thread blocks, and would not end sooner. So if the row tiles alone occupy every SM, the
+    function returns 1 (no split).
     """
     return max(1, min(processors // blocks, visits))
 
@@ -128,10 +128,10 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
     """Return the number of parts of the keys that FlashAttention-3's rule chooses.
 
     The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention, without
-    its case for K and V that exceed L2. The rule returns 1 if the row tiles alone occupy 0.8 of the
-    SMs, or if there are at most 4 key tiles. Otherwise, the rule compares the fraction of SMs that
-    are busy over all waves, for up to 128 parts. The result is the smallest number of parts whose
-    fraction is at least 0.85 times the largest fraction.
+    its case for K and V that exceed L2. The rule returns 1 (no split) if the row tiles alone occupy
+    80% of the SMs, or if there are at most 4 key tiles. Otherwise, for each number of parts up to
+    128, the rule computes the average fraction of busy SMs over all waves. The result is the
+    smallest number of parts whose fraction of busy SMs is at least 0.85 times the largest fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -145,8 +145,7 @@ def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) 
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the average load: all key tiles divided by `capacity`. The
-    result is at least `least`. If all row tiles have equally many key tiles, each row tile gets at
-    most as many parts as `fill_once` returns.
+    result is at least `least`.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

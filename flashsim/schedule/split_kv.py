@@ -23,8 +23,8 @@ MOST_BLOCKS = 16
 class Filling(NamedTuple):
     """How well the thread blocks of a forward pass fill a device.
 
-    `per_sm` blocks run on one SM at the same time, so `needed` blocks fill all SMs. The pass has
-    `whole` blocks with unsplit keys, and `blocks` blocks with the chosen split.
+    `per_sm` blocks run on one SM at the same time, so `needed` blocks fill all SMs. The pass would
+    have `whole` blocks with unsplit keys, and has `blocks` with the chosen split.
     """
 
     tiling: Tiling
@@ -47,10 +47,10 @@ def choose(
 
     If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
     largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
-    `fill_once` chooses the number, with "fa3" the function `fa3`. The functions `fill_once` and
-    `fa3` assume one thread block per SM, and row tiles that all visit as many key tiles as the
-    longest. With a shared prefix, their number of row tiles is that of all visits divided by the
-    longest row tile's.
+    `fill_once` chooses the number of parts; with ``splits="fa3"``, the function `fa3` does. Both
+    functions assume one thread block per SM, and that every row tile visits as many key tiles as
+    the longest one. With a shared prefix, both functions receive an effective number of row tiles:
+    all visits divided by the visits of the longest row tile.
     """
     if not plans.splits_keys(algorithm):
         return tiling or Tiling.fit(problem, device, algorithm), WHOLE
@@ -90,7 +90,7 @@ def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     """Return how many thread blocks of a stage have room for their on-chip buffers on one SM.
 
     Accumulators count as if they were in shared memory. If a kernel keeps accumulators in
-    registers, more blocks may fit; pass the kernel's number to `L2Model` as `blocks_per_sm`.
+    registers, more blocks may fit; pass the real number to `L2Model` as `blocks_per_sm`.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q

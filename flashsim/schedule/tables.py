@@ -48,7 +48,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return a sequence's tiles on one axis, (n, 4): start, stop, offset, end on the other axis."""
+    """Return a sequence's row or column tiles, (n, 4): start, stop, offset, other axis's stop."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)

@@ -45,7 +45,7 @@ _WIDTHS = {  # elements per row; other tensors have one per row or score
 class TensorShape(NamedTuple):
     """The layout of a tensor in HBM: tiles along `axis`, and elements per row, column or score.
 
-    `elements` counts elements of `itemsize` bytes per row, column or score. A statistic (one number
+    Each row, column or score has `elements` elements of `itemsize` bytes. A statistic (one number
     per row) and an FP8 scale (one number for several rows) have ``vector=True``.
     """
 
@@ -82,7 +82,7 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def function_of(problem: Problem, name: str) -> Graph | None:
-    """Return the score or mask function that reads a tensor of CAPTURED, or None without one."""
+    """Return the function that reads a tensor of CAPTURED: the score function or mask function."""
     if name.startswith("F"):
         return problem.score_mod
     return problem.mask_graph
@@ -91,9 +91,8 @@ def function_of(problem: Problem, name: str) -> Graph | None:
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
     """Return how many bytes of a captured array a tile reads per head, row, column and score.
 
-    The argument `name` is a tensor of CAPTURED. A Q-outer loop reads the elements that depend only
-    on the head or the row (`_own`) once per row tile, and the others at each visit. A KV-outer loop
-    reads all elements at each visit.
+    A Q-outer loop reads the elements that depend only on the head or the row (`_own`) once per row
+    tile, and all other elements at each visit. A KV-outer loop reads all elements at each visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
     if graph is None or (own and outer == "keys"):

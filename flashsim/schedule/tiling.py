@@ -49,7 +49,7 @@ class Tiling:
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Return True without FP8 scale blocks, or if each tile has whole blocks or lies in one."""
+        """Return False if a tile cuts an FP8 scale block and reaches into another; else True."""
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(
@@ -150,8 +150,8 @@ class Tiling:
     ) -> Tiling:
         """Return one tiling that fits on chip for several algorithms, so that a comparison is fair.
 
-        The search tries 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on, without algorithms that need
-        all keys in one tile ("flash2-once").
+        The search tries 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on. The search ignores algorithms
+        that need all keys in one tile ("flash2-once").
 
         Raises
         ------
@@ -195,10 +195,10 @@ class Tiling:
         loops (a three-pass backward), the search enlarges the smaller side first. The sides are
         powers of two from 16 to 512.
 
-        In arXiv:2205.14135, the first line of Algorithm 1, B_c = ceil(M / 4d), leaves out the score
-        tile, so the paper's tiles can need more than M. If an algorithm splits keys, its tiles have
-        at most 128 keys, so that the parts are nearly equal. If an algorithm needs one key tile per
-        row tile, its tile has all keys of a sequence.
+        Line 1 of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score tile, so
+        the paper's tiles can need more than M. If an algorithm splits keys, its tiles have at most
+        128 keys, so that the parts are nearly equal. If an algorithm needs one key tile per row
+        tile, its tile has all keys of a sequence.
 
         Raises
         ------
@@ -280,7 +280,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Return `tiling`, with each side halved as long as half of it still covers the scores."""
+    """Halve each side of `tiling` as long as half of the side still covers the score matrix."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

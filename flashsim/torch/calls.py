@@ -102,7 +102,7 @@ class AttentionCall:
 
     @property
     def note(self) -> str:
-        """Return which part of the call a count leaves out, and why; "" means no part."""
+        """Say which parts of the call are not counted, and why; "" if all is counted."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:

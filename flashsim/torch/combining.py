@@ -18,7 +18,7 @@ class Share:
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return float32 gradients of all rows: these gradients, and zeros in all other rows."""
+        """Return float32 gradients of all rows, which are zeros outside of this share's rows."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -28,12 +28,12 @@ class Share:
         return Share(parts, slice(0, x.shape[2]))
 
     def add(self, other: Share) -> None:
-        """Add the gradients of another block of scores to these gradients, in place."""
+        """Add another share's gradients to this share's gradients, in place."""
         for name, x in other.parts.items():
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Return the sum of these gradients and a rank's own block's gradients, rounded once."""
+        """Return this share's gradients plus a rank's own block's gradients, rounded once."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:
@@ -49,7 +49,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over further keys, `part`, into `out` and the LSE in place, in float32."""
+    """Merge `part`, the attention over other keys, into `out` and the LSE in place, in float32."""
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused
 

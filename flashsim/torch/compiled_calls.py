@@ -33,8 +33,8 @@ class _Around(threading.local):
 def compiled_flex(observe: Observer) -> Iterator[None]:
     """In the ``with`` block, compile flex_attention for each call that compiled code makes.
 
-    Each call gets the options of the `torch.compile` around it. Code that was compiled or imported
-    before the block is not affected.
+    Each call gets the options of the `torch.compile` that encloses the call. Code that was compiled
+    or imported before the block is not affected.
     """
     around = _Around()
     made: dict[str, Callable[..., Any]] = {}
@@ -67,7 +67,7 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
 def _noting(
     run: Callable[..., Any], around: _Around, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function that calls `run` with `options` as the last entry of `around`."""
+    """Return a function that calls `run`, and lists `options` in `around` during the call."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _noting(
 
 
 def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
-    """Return a compiled module with new hooks that keep `options` in `around` while it runs."""
+    """Add hooks to a compiled module that list `options` in `around` while the module runs."""
 
     def enter(*_: Any) -> None:
         around.options.append(options)
@@ -95,7 +95,7 @@ def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
 
 
 def _on_its_own(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run` without torch's observers, which forbid compiled code."""
+    """Return a function that calls `run` with torch's modes off, as modes prevent compilation."""
 
     def running(*args: Any, **kwargs: Any) -> Any:
         with (

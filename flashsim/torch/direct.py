@@ -1,9 +1,10 @@
 """Repeated calls of `attention` run directly on an engine: only the first call is checked.
 
-A `Ready` is a checked call, cached under all values that the checks read. A `Ready` runs as a plain
-`torch.autograd.Function` in eager mode, and under torch.compile inside ``flashsim::attend``, whose
-short argument list costs torch's dispatcher little time. Observers and transforms of operators (a
-dispatch mode, torch.func, forward mode, torch.jit.trace) get ``flashsim::attention`` instead.
+A `Ready` is a checked call; its cache key contains all values that the checks read. In eager mode,
+a `Ready` runs as a plain `torch.autograd.Function`. Under torch.compile, a `Ready` runs inside
+``flashsim::attend``, whose few arguments torch dispatches quickly. If something observes or
+transforms operators (a dispatch mode, torch.func, forward mode, torch.jit.trace),
+``flashsim::attention`` runs instead.
 
 On a GPU, calls with few queries run the decode kernels even if a gradient is needed, so that calls
 with and without a gradient return the same bits.
@@ -160,7 +161,7 @@ def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the cache key of a call; it has the options' types too, since True equals 1."""
+    """Return the cache key of a call, which includes the options' types, because True equals 1."""
     of_k, of_v = k.shape, v.shape
     if q.is_cuda and _few(q, k, v):
         n = about(of_k[2])
@@ -190,7 +191,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return the checked call for these arguments or None, and its cache key; () if uncacheable."""
+    """Return the cached call (or None) and the cache key (or () if the call must not be cached)."""
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:

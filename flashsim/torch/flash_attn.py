@@ -294,7 +294,7 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge attention outputs over splits of the keys, each normalised by its own LSE.
+    """Merge the attention outputs of splits of the keys, weighted by each split's LSE.
 
     Parameters
     ----------

@@ -250,7 +250,7 @@ def rotated(
 def _append(
     cache: Tensor, new: Tensor, lengths: Tensor, entries: Tensor | None, table: Tensor | None
 ) -> None:
-    """Write new rows, (batch, n, heads, d), to a cache in place, behind each sequence's rows."""
+    """Append new rows, (batch, n, heads, d), to each sequence's rows in a cache, in place."""
     batch, n = new.shape[:2]
     rows = lengths.reshape(-1, 1).long() + torch.arange(n, device=new.device)
     if table is not None:
@@ -283,8 +283,8 @@ def attend(
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
     `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit, and so does
-    a negative number unless `signed`. With `signed`, a negative number moves that limit of the
-    window across the diagonal.
+    a negative number unless `signed`. If `signed` is true, a negative number moves that limit of
+    the window across the diagonal.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -508,7 +508,7 @@ def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
 def _kept_rows(
     of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the indices of the rows in use, or None for all, and the offsets among these rows."""
+    """Return the indices of the rows in use (None: all), and the sequences' offsets among them."""
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]

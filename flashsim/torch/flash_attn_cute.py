@@ -217,17 +217,16 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Merge the results of splits of the keys, as `flashsim.torch.flash_attn.flash_attn_combine`.
+    """Merge the results of splits of the keys with `flashsim.torch.flash_attn.flash_attn_combine`.
 
-    `cu_seqlens`, `seqused` and `virtual_batch_idx` change no row that is in use, since rows do not
-    depend on each other.
+    `cu_seqlens`, `seqused` and `virtual_batch_idx` have no effect: all rows are merged.
     """
     merged, lse = flash_attn.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return merged, lse if return_lse else None
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None, because flashsim needs no plan for a tile scheduler; flash-attn-4 does."""
+    """Return None: flash-attn-4 plans its tile scheduler with this function, flashsim does not."""
     return
 
 

@@ -253,5 +253,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None, because flashsim needs no plan for a tile scheduler; FlashAttention-3 does."""
+    """Return None: FlashAttention-3 plans its tile scheduler here, and flashsim needs no plan."""
     return

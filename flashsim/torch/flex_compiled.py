@@ -1,9 +1,9 @@
 """Makes `flex_attention` work in ``torch.compile``, as an operator with functions as subgraphs.
 
 Dynamo, the compiler's tracer, inlines Python functions, so it cannot pass a function as a value.
-Only for torch's own flex attention, a "higher-order operator", does Dynamo trace the score and mask
-functions separately, as subgraphs. Dynamo treats `compiled` as torch's flex attention. When called,
-`compiled` converts the subgraphs to flashsim's graphs, and passes these as text to
+Dynamo traces functions separately, as subgraphs, only for torch's own flex attention, a
+"higher-order operator". Dynamo treats `compiled` as torch's flex attention. When called, `compiled`
+converts the subgraphs to flashsim's graphs, and passes the graphs as text to
 ``flashsim::flex_attention``, an ordinary operator.
 """
 
@@ -50,7 +50,7 @@ def forward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run` with functions as text; captured arrays `wanted` will need gradients."""
+    """Run `flashsim.run` with functions as text; `wanted` captured arrays get gradients later."""
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     return passes.forward(q, k, v, sinks)
 
@@ -182,7 +182,7 @@ known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_
 
 
 class _Compiled(HigherOrderOperator):
-    """A higher-order operator; its `block_mask` is the sinks and the mask function's subgraph."""
+    """A higher-order operator; `block_mask` holds the sinks and the mask function's subgraph."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)

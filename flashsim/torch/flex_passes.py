@@ -48,7 +48,7 @@ class FlexPasses(NamedTuple):
         inputs: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Run the backward pass; return dQ, dK, dV, and sinks' and `wanted` arrays' gradients."""
+        """Run the backward pass; return gradients of q, k, v, the sinks and the `wanted` arrays."""
         dout, dlse = gradients
         found = execution.backward(
             *map(ops.readable, (*inputs, *results, dout)),

@@ -125,7 +125,7 @@ def attention(
 
 
 def taken(**tensors: Any) -> list[Tensor]:
-    """Return tensors, cast under autocast; raise unless dense, 2-D to 4-D and on one device."""
+    """Check that tensors are dense, 2-D to 4-D and on one device; return them, cast by autocast."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise DTypeError(
@@ -152,7 +152,7 @@ def taken(**tensors: Any) -> list[Tensor]:
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
-    """Raise unless the attention sinks are one float per query head, (heads,), on q's device."""
+    """Raise an error unless the sinks are one float per query head, (heads,), on q's device."""
     if not isinstance(sinks, Tensor):
         raise DTypeError(f"sinks must be a torch.Tensor, got {shown(sinks)}")
     if sinks.device != q.device:
@@ -181,9 +181,10 @@ def default_backend(x: Tensor) -> str:
 
 
 def _expand(x: Tensor) -> Tensor:
-    """Return the tensor as 4-D, with axes of length 1 in front; a 4-D tensor is returned itself.
+    """Add leading axes of length 1 to make a tensor 4-D; return a 4-D tensor itself, not a view.
 
-    If one tensor is q, k and v, a view would change the order in which torch adds its gradients.
+    If the same tensor is passed as q, k and v, views would change the order in which torch adds the
+    three gradients.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 

@@ -2,9 +2,9 @@
 
 Once per step, a model in transformers calls the mask function, and passes the resulting mask to the
 attention function of each layer. The mask function of flashsim returns a `Band` if the mask is
-full, causal or a window, with or without padding. For any other pattern, the result is a mask
-tensor. The mask function never returns None: a layer would then follow its own `is_causal`, which
-is wrong or missing in some layers that were written for eager attention alone.
+full, causal or a window, with or without padding. For any other pattern, the mask function returns
+a mask tensor. The mask function never returns None. If it returned None, a layer would follow its
+own `is_causal`, which some layers set wrongly or lack.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ _CHOOSING = frozenset(
 class _Spelled(Tensor):
     """A boolean mask tensor that a model may reshape and select from, but not add to scores.
 
-    Added to scores, as in a model written for eager attention, True would count as 1.
+    A model written for eager attention would add the mask to scores, and True would count as 1.
     """
 
     @classmethod
@@ -152,7 +152,7 @@ class _Spelled(Tensor):
 
 
 class _NoTensor(UnsupportedError, AttributeError):
-    """An UnsupportedError that also is an AttributeError, so `hasattr` catches it and is False."""
+    """An UnsupportedError that is also an AttributeError, so that `hasattr` returns False."""
 
 
 def mask(
@@ -403,7 +403,7 @@ def attend_paged(
     """Compute a layer's attention over the paged cache of transformers' continuous batching.
 
     Queries, new keys and new values are (1, heads, tokens, d); the output is (1, tokens, heads, d).
-    UnsupportedError is raised without a paged cache. Newer versions of transformers update the
+    UnsupportedError is raised if there is no paged cache. Newer versions of transformers update the
     cache themselves, and call `attend`.
     """
     if cache is None:
@@ -421,10 +421,10 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    A float mask may mask a score by a number near the lowest of its type, or by any number so large
-    that the sum keeps no digit of the score (-1e9 in float32). In a row that only has such numbers,
-    rounding would lose the scores and the term log n of the row's LSE. A backward pass would then
-    recompute P = 1 where P is 1 / n.
+    In a float mask, two kinds of numbers mask a score: numbers near the lowest of their type, and
+    numbers whose sum with the score keeps no digit of the score (-1e9 in float32). If -1e9 masked
+    all n keys of a row, rounding would lose the term log n of the row's LSE. A backward pass would
+    then recompute P = 1 instead of P = 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -484,7 +484,7 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Return the tokens without padding, (1, heads, tokens, d), and their rows and offsets."""
+    """Return the tokens without padding, (1, heads, tokens, d), their indices, and the offsets."""
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)

@@ -16,9 +16,10 @@ def attend(
 ) -> Tensor:
     """Compute attention of packed (1, heads, tokens, d) inputs; return (1, tokens, heads, d).
 
-    `offsets` are transformers' "cu_seq_lens_q", "cu_seq_lens_k" (by kind of layer where a model has
-    several) and "max_seqlen_q". Tokens after the last offset are padding, and get zeros. Offsets
-    are read on the host, except for one token per sequence, as in a step of continuous batching.
+    `offsets` holds transformers' "cu_seq_lens_q", "cu_seq_lens_k" and "max_seqlen_q". If a model
+    has several kinds of layers, "cu_seq_lens_k" is a dict by kind. Tokens after the last offset are
+    padding, and get zeros. Offsets are read on the host, except if each sequence has one token, as
+    in a decoding step.
     """
     of_q, of_k = offsets["cu_seq_lens_q"], offsets["cu_seq_lens_k"]
     if isinstance(of_k, dict):

@@ -65,7 +65,7 @@ def has_values(x: Tensor) -> bool:
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """Return the `Pattern` of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    An additive mask counts as boolean if it adds only 0, or about the lowest number of its type. If
+    An additive mask counts as boolean if it adds only 0 and about the lowest number of its type. If
     its values cannot be read, an additive mask per head counts as a bias, because boolean masks
     rarely differ between heads.
     """

@@ -93,12 +93,12 @@ def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> d
 
 
 def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
-    """Convert an operator's keywords to those of `flashsim.run`; operators cannot take pairs."""
+    """Convert an operator's keywords to `flashsim.run`'s: two window limits become one pair."""
     return {"window": (window_left, window_right), **question}
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return the tensor with a contiguous last axis, nothing broadcast and no pending negation."""
+    """Copy a tensor whose last axis is not contiguous, or that is broadcast or lazily negated."""
     x = x.detach().resolve_neg()
     return x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
 
@@ -205,14 +205,14 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `forward`, with gradients also under torch.func's transforms."""
+    """Run `forward`; unlike the operator itself, also support gradients by torch.func."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
 
 
 def _transformed() -> bool:
-    """Return True if a torch.func transform or forward mode is active, which operators miss."""
+    """Return True inside a torch.func transform or forward mode, which operators do not support."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         return no_forward_mode() if forward_mode else False
@@ -220,7 +220,7 @@ def _transformed() -> bool:
 
 
 def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """Return the results of `backward`; the call also works under torch.func's transforms."""
+    """Run `backward`; unlike the operator itself, also work inside torch.func's transforms."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -284,9 +284,9 @@ def forward_folded(
     sinks: Tensor | None = None,
     **question: Any,
 ) -> Any:
-    """Run `function` (`forward` or `differentiable`) under torch.vmap; its axis joins the batch.
+    """Run `forward` or `differentiable` under torch.vmap, with the mapped axis in the batch.
 
-    Calls with sinks run once per mapped entry, because a whole batch shares its sinks.
+    With sinks, `function` runs once per mapped entry, because a whole batch shares its sinks.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:
@@ -306,7 +306,7 @@ def backward_folded(
     *tensors: Any,
     **question: Any,
 ) -> Any:
-    """Run `function` (`backward` or `pulled_back`) under torch.vmap; each entry gets a dbias."""
+    """Run `backward` or `pulled_back` under torch.vmap; return one dbias per mapped entry."""
     _refuse_packed(*tensors[8:10])
     if any(x is not None for x in tensors[10:]):
         return _one_by_one(function, info, dims, *tensors, **question)
@@ -333,13 +333,13 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Reshape a tensor with mapped axis `dim` (None: repeat the tensor) to (size * batch, ...)."""
+    """Move mapped axis `dim` (None: repeat the tensor) into the batch: (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Reshape a bias (1 or batch, ...) under torch.vmap to (size * batch, ...)."""
+    """Move a bias's mapped axis into the batch: (1 or batch, ...) becomes (size * batch, ...)."""
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 

@@ -28,7 +28,7 @@ _COUNTERS: list[Counter[str]] = []
 def count_sent() -> Iterator[Counter[str]]:
     """Count the bytes that this rank sends in a ``with`` block, by tensor: "K", "V", "dK", ...
 
-    `flashsim.distributed.count` predicts the same numbers.
+    `flashsim.distributed.count` predicts the bytes that a rank sends.
     """
     counter: Counter[str] = Counter()
     _COUNTERS.append(counter)
@@ -88,7 +88,7 @@ class Member:
             )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Start to tell all ranks this rank's values, `mine`, and whether it has an `error`."""
+        """Start to send all ranks this rank's arguments, `mine`, and whether it has an `error`."""
         return Inquiry(self, mine, error)
 
     def exchange(
@@ -138,7 +138,7 @@ class Inquiry:
 
     @property
     def familiar(self) -> bool:
-        """Return True if the ranks agreed on these arguments before: `settle` may come later."""
+        """Return True if the ranks agreed on these arguments in an earlier call."""
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:
@@ -170,7 +170,7 @@ class Inquiry:
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """Raise RankError, naming the step `what`, for torch.distributed's errors in the block."""
+    """Turn torch.distributed's errors in the ``with`` block into RankError for the step `what`."""
     try:
         yield
     except RuntimeError as error:
@@ -214,6 +214,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """Return the text of a number that ranks compared, for an error message."""
+    """Return the text, for an error message, of an argument that ranks compared as a number."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

@@ -1,4 +1,4 @@
-"""`ring_attention`: attention over a process group, each of whose GPUs has some of the rows.
+"""`ring_attention`: attention over a process group, in which each rank has some of the rows.
 
 `flashsim.distributed.Group` decides which rank computes which blocks of scores at each step, and
 which tensors each rank sends to which other rank.
@@ -330,7 +330,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV that a step receives: first one block's, later float32 sums."""
+        """Allocate the dK and dV that a step receives, if any: one block's, or float32 sums."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):

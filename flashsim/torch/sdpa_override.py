@@ -1,10 +1,11 @@
 """Lets flashsim replace torch's own attention, and that of Hugging Face's transformers.
 
-After `install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
+`install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")`` switch flashsim on,
+and ``restore_flash_attention_impl()`` switches it off. While flashsim is on,
 ``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
-CPU and on CUDA, until ``restore_flash_attention_impl()``. torch's flash attention on CUDA takes no
-`attn_mask`, so flashsim also replaces the other fused kernels on CUDA, for calls with a mask.
-Dropout raises an error, because the kernels do not support it.
+CPU and on CUDA. On CUDA, torch's flash attention takes no `attn_mask`. For calls with a mask,
+flashsim therefore also replaces torch's other fused kernels. Dropout raises an error, because the
+kernels do not support it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def install() -> tuple[str, ...]:
 
 
 class _Activated:
-    """Replaces functions in torch's dispatcher until `remove`, or while this object exists."""
+    """Replaces functions in torch's dispatcher until `remove` runs or this object is deleted."""
 
     def __init__(self) -> None:
         self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
@@ -113,7 +114,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Return `flashsim.run`'s keywords for torch's arguments, whose causal mask is top-left."""
+    """Convert torch's arguments, with their top-left causal mask, to `flashsim.run`'s keywords."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
@@ -126,7 +127,7 @@ def _masked_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
-    """Turn a mask into a bias, with -infinity for False; `narrow` stores a shared mask once."""
+    """Turn a mask into a bias, -infinity for False; with `narrow`, broadcast axes get length 1."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = zero.masked_fill(~mask, float("-inf"))
@@ -398,7 +399,7 @@ def _efficient_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace torch's ``_scaled_dot_product_efficient_attention``; pad its LSE to 32 rows."""
+    """Replace torch's ``_scaled_dot_product_efficient_attention``; pad LSE to a multiple of 32."""
     out, lse = _masked_forward(
         *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
     )
@@ -506,7 +507,7 @@ def _masked_on_cuda() -> dict[str, Any]:
 
 
 def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
-    """Return `function`, except that it runs `own` if argument number `at`, the mask, is None."""
+    """Return a function that calls `function` if argument `at`, the mask, is given, else `own`."""
 
     @wraps(function)
     def chosen(keyset: Any, *args: Any, **options: Any) -> Any:

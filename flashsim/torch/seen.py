@@ -116,18 +116,18 @@ class Seen:
         """Return a table with one row per distinct call, with its count, and rows for the total.
 
         Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
-        empty if the figure of any call is unknown. A backward pass has a row if it ran.
+        empty if the figure of any call is unknown. A backward pass that did not run has no row.
 
         - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
           model of the cache. compulsory B: each input and output counted once.
         - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. If DRAM bytes
-          are not computed, each tensor of a kernel counts once instead.
+          are not computed, the divisor is the size of each kernel's tensors, counted once.
         - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
           kernels. The source "roofline" is a lower bound from the device's bandwidth and
           arithmetic.
         - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
-          kernels on this machine, the same for all algorithms. On a CPU this is the time of the
-          operators, which no prediction describes.
+          kernels on this machine, the same for all algorithms. On a CPU, this is the time of
+          torch's operators, which flashsim does not predict.
         - saved B: bytes kept for the backward pass, inputs included; the total sums all layers.
         - scores B: the bytes of all score matrices that standard attention keeps in HBM at the same
           time; in the row "total", the largest of these values.

@@ -1,8 +1,8 @@
 """Profiler ranges around attention calls that `watch` sees; torch's profiler times the kernels.
 
-Each attention call runs in a profiler range with a unique name, and so do the autograd nodes that
-the call creates; nodes are recognised by the sequence numbers handed out during the call. `Timer`
-opens ranges of torch's profiler, and `Ranges` NVTX ranges, by which Nsight Compute labels kernels.
+Each attention call, and each autograd node that the call creates, runs in a profiler range with a
+unique name. `Timer` opens ranges of torch's profiler, and `Ranges` NVTX ranges, by which Nsight
+Compute labels kernels.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Ranges:
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """Open a profiler range; yield its name and its first autograd node's sequence number."""
+        """Open a profiler range; yield its name and the next autograd node's sequence number."""
         self.made += 1
         mark = f"{RANGE} {self.made}", torch.autograd._get_sequence_nr()
         with self.open_range(mark[0]):

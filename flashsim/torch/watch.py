@@ -1,14 +1,15 @@
 """`watch`: record every attention call of a model as it is made.
 
 Three observers work together to see every call. A torch function mode sees functions that are
-called from Python. A dispatch mode sees operators that are called from elsewhere (TorchScript,
-C++). Attention functions of transformers are wrapped when a model looks them up, because the
-"eager" function consists of plain matrix products, which neither mode recognises. The outermost
-observer that sees a call records it, once. A function of transformers is recorded only if no call
-inside it was recorded.
+called from Python. A dispatch mode sees operators that TorchScript or C++ calls. Attention
+functions of transformers are wrapped when a model looks them up, because the "eager" function
+consists of plain matrix products, which neither mode recognises. The outermost observer that sees a
+call records it, once. A function of transformers is recorded only if no call inside it was
+recorded.
 
 Hooks on all modules maintain the stack of running modules, which gives each call its module's name.
-Hooks on single modules would turn off the fast path of nn.TransformerEncoderLayer.
+Global hooks are used, because a module's own hooks would turn off nn.TransformerEncoderLayer's fast
+path.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def watch(
     The calls seen are `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
     2.7 and newer, the functions of flash_attn 4, `flashsim.torch.attention`, and attention of
-    transformers 5. Not seen are products and a softmax written out by hand, and extensions that
-    torch does not know, such as `flash_attn_with_kvcache`.
+    transformers 5. `watch` does not see attention written as matrix products and a softmax, or
+    extensions that torch does not know, such as `flash_attn_with_kvcache`.
 
     Parameters
     ----------
@@ -93,10 +94,10 @@ def watch(
 
 @contextmanager
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
-    """Record calls like `watch`, each in a profiler range; `Ranges.calls` has each range's call.
+    """Record calls, each in its profiler range; `Ranges.calls` maps a range's name to its call.
 
-    `open_range` returns a context manager for a named range, like `torch.cuda.nvtx.range`.
-    flex_attention that compiled code calls stays compiled, unlike with `watch`.
+    `open_range` returns a context manager for a named range, like `torch.cuda.nvtx.range`. Unlike
+    with `watch`, compiled code runs flex_attention in compiled form.
     """
     recorder = _Recorder(Seen("a program"), _Names(None), 0)
     recorder.timer = Ranges(open_range)
@@ -181,7 +182,7 @@ _apply = torch.autograd.Function.apply.__func__
 
 
 def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """Call an autograd function and report it, because torch's modes miss FlashAttention-4."""
+    """Run and report an autograd function; torch's modes cannot see those of FlashAttention-4."""
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
@@ -240,13 +241,13 @@ class _Recorder:
         self.timer: Ranges | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Put a module that starts on the stack, if it runs in the watched thread."""
+        """Push a starting module onto the stack, if the module runs in the watched thread."""
         if self in _here():
             _everywhere.look_for_transformers()
             self.names.enter(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Take a module that ends off the stack of running modules."""
+        """Remove an ending module from the stack of running modules."""
         if self in _here():
             self.names.leave(module)
 
@@ -257,7 +258,7 @@ class _Recorder:
         kwargs: dict[str, Any] | None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Call `func`, or `run` if passed, and record the call if `func` is attention."""
+        """Call `run` (default: `func`), and record the call if `func` is an attention function."""
         kwargs, run = kwargs or {}, run or func
         if func is torch.ops.flashsim.attention_backward.default:
             self._went_back(args[1])
@@ -301,7 +302,7 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Note that the call with this output has a backward pass, for outputs without a hook."""
+        """Note that the call with this output ran backward, since not every output has a hook."""
         call = self.ours.get(_memory(out))
         if call is not None:
             call.backward = True
@@ -383,7 +384,7 @@ class _Functions(TorchFunctionMode):
 
 
 def _here() -> list[_Recorder]:
-    """Return this thread's recorders, outermost first; a backward pass's threads inherit them."""
+    """Return this thread's recorders, outermost first; autograd's threads inherit them."""
     modes = torch.overrides._get_current_function_mode_stack()
     return [mode.recorder for mode in modes if isinstance(mode, _Functions)]
 

@@ -1,8 +1,8 @@
-"""Builds the events of one stage from sizes that an engine's kernels reported.
+"""Builds the events of one stage from the numbers of bytes that an engine's kernels reported.
 
 The dataflow table lists the transfers and allocations, in order. The kernels report which visits
-they executed, and the bytes of every transfer. So a tile that a kernel skips or cuts short is
-missing or short in the trace too.
+they executed, and the bytes of every transfer. So if a kernel skips a tile or moves only a part of
+the tile, the trace shows that.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def assemble(
 
     A move is one transfer or allocation of the dataflow table. `steps`, int64 (T, moves), has the
     bytes of each move before and after the visits, per outer tile. `visits`, int64 (members, n,
-    moves), has the bytes of each move of a visit, per query head of a group and visit of the
-    schedule. `executed`, bool (members, n), is True for visits that were executed.
+    moves), has the bytes of each move at a visit, per query head of a group and per visit.
+    `executed`, bool (members, n), is True for visits that were executed.
     """
     by_row = stage.outer == "queries"
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
@@ -68,7 +68,7 @@ def assemble(
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
     """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
 
-    `heights`, int64 (T,), are the numbers of rows of the row tiles. Each row of scores spans the
+    `heights`, int64 (T,), has the number of rows of each row tile. Each row of scores spans the
     keys of the row's sequence. Each row of a bias gradient spans all keys, because the whole matrix
     is cleared and rounded.
     """
@@ -87,11 +87,11 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return how many bytes each move takes for tiles of `rows` x `cols`; moves are the last axis.
+    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
 
-    A move is a transfer or an allocation. If a kernel `reported` bytes, (.., slots), these replace
-    the computed bytes of all moves between HBM and SRAM, with one slot per such move, in order.
-    Moves that functions and sinks need have no slot, and no bytes where the kernel reported none.
+    The array `reported`, (.., slots), has the bytes that a kernel reported, with one slot per move
+    between HBM and SRAM. These bytes replace the computed bytes. Moves of captured arrays and sinks
+    have no slot: they keep their computed bytes, or 0 where all reported bytes are 0.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0

@@ -1,4 +1,4 @@
-"""The events of traces: their binary layout (28 bytes) and vocabulary, and those of one stage."""
+"""The events of traces: their binary layout (28 bytes), their vocabulary, and `StageTrace`."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 class StageTrace:
     """The events of a stage's loops over one head, and the number of repetitions of the loops.
 
-    The stage runs its loops `repeat` times, each run `stride` query heads after the one before. In
-    `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
-    (computes, kinds of FLOP + 2), is only for a user's own algorithm: per "compute" event, FLOPs by
-    kind, then bytes read from and written to SRAM. For built-in algorithms, `counts.work` computes
-    the work.
+    The stage runs its loops `repeat` times. Each run starts `stride` query heads after the previous
+    run. In `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
+    (computes, kinds of FLOP + 2), exists only for a user's own algorithm. Each "compute" event has
+    a row: the FLOPs by kind, then the bytes read from and written to SRAM. For built-in algorithms,
+    `counts.work` computes FLOPs and SRAM bytes.
     """
 
     stage: plans.Stage
@@ -84,8 +84,9 @@ class StageTrace:
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays: how many rows and how many columns the tile of each visit has.
 
-        An outer step has -1 as its `i` or `j`. A step of a Q-outer loop spans its sequence's keys
-        (standard attention's softmax works on whole rows). A step of a KV-outer loop has 0 rows.
+        An outer step has -1 as its `i` or `j`. An outer step of a Q-outer loop counts as a tile
+        with all keys of its sequence. An outer step of a KV-outer loop counts as a tile with 0
+        rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
@@ -127,7 +128,7 @@ def step_ends(events: np.ndarray) -> np.ndarray:
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """Return the codes of the on-chip buffers into which the tensors with these codes are loaded.
+    """Return, for each tensor code, the code of the on-chip buffer that holds the tensor's tiles.
 
     Except in a user's own algorithm, the buffer's name is the tensor's name without `_acc`.
     """

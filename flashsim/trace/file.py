@@ -8,8 +8,9 @@ provenance, and the shape of each array by name. The arrays are:
 - ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the
   trace's first tiling (see `SavedMask`), and so on for its other tilings;
 - ``costs_0`` and so on, the field `StageTrace.costs` of each stage of a user's own algorithm;
-- ``timeline_sm`` and so on, the fields of a timeline (`events.TIMELINE`). A start is stored as its
-  difference from the start before it, and each end as a duration, so the file is a third as large.
+- ``timeline_sm`` and so on, the fields of a timeline (`events.TIMELINE`). Starts are stored as
+  differences from the previous start, and ends as durations, which reduces the file to a third of
+  its size.
 
 The header also names the operations, tensors, phases and roles behind the numeric codes, so that a
 later flashsim may renumber them.
@@ -371,7 +372,7 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return the type and axes of the arrays that the header requires; others are an error."""
+    """Return the type and axes of each array that the header requires; check that all exist."""
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }

@@ -6,10 +6,10 @@ times from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth an
 a step first moves its tiles and then computes, without overlap. Computed times show order and
 proportion; they do not predict a kernel's time.
 
-One thread id stands for one SM and pipe (simulated), or for one SM, warp role and layer of
-overlapping visits (recorded). The slices of one thread id are nested or disjoint. All times are
-whole nanoseconds, because Perfetto rounds fractional starts and durations separately, and drops a
-slice that then ends after the slice that contains it.
+In a simulated trace, a thread id stands for one SM and pipe. In a recorded trace, a thread id
+stands for one SM, warp role and layer of overlapping visits. The slices of one thread id are nested
+or disjoint. All times are whole nanoseconds, because Perfetto rounds fractional starts and
+durations separately, and drops a slice that then ends after the slice that contains it.
 """
 
 from __future__ import annotations
@@ -119,9 +119,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The bytes of a visit are added at the visit's end, and those of an outer step when its row or
-    column tile is stored. A thread block uses its stage's peak SRAM while its last role works (of a
-    warp-specialised kernel, the last consumer).
+    The bytes of a visit are added at the visit's end, and the bytes of an outer step when the step
+    stores its row or column tile. A thread block counts as using its stage's peak SRAM while its
+    last warp role works. In a warp-specialised kernel, this role is the last consumer.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -150,7 +150,8 @@ def _real_counters(
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     """Return how many bytes each visit or outer step in `parts` requests, int64 (n_parts,).
 
-    If several blocks store parts of one row, the bytes of the row are divided among them.
+    If several blocks store parts of one row tile, the bytes of its outer step are divided equally
+    among these blocks.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
@@ -222,7 +223,7 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Return slices, end and transfers (time, bytes) of a step that starts at `start` ns."""
+        """Return a step's slices, its end in ns, and its transfers as pairs (time, bytes)."""
         self.used.add(sm)
         trace = self.trace
         work = StageWork()

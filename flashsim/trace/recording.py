@@ -20,10 +20,10 @@ class Own(NamedTuple):
     """The description of a user's own algorithm, which has no dataflow table and no closed form.
 
     `tensors` maps the name of each tensor that is not in `TENSORS` to the axis along which it is
-    divided into tiles (see `schedule.tensors`). In events, the codes of these tensors follow those
-    of `TENSORS`, in the mapping's order. `compulsory` is the number of bytes that any algorithm
-    with the same results must move. `workspace` is the number of bytes that the algorithm keeps in
-    HBM besides inputs and results.
+    divided into tiles (see `schedule.tensors`). In events, the codes of the additional tensors
+    follow the codes of `TENSORS`, in the order of the mapping `tensors`. `compulsory` is the number
+    of bytes that any algorithm with the same results must move. `workspace` is the number of bytes
+    that the algorithm keeps in HBM besides inputs and results.
     """
 
     tensors: Mapping[str, int]

@@ -1,8 +1,7 @@
 """`Steps`: the steps of one head in a trace, with the state of memory after each step.
 
 A step ends at each "compute" event: at each visit of a score tile, and at the end of each outer
-step (where FlashAttention-2 divides by l and stores O). Animations and HTML players show each of
-these steps.
+step (where FlashAttention-2 divides by l and stores O).
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ class Steps(Generic[_Trace]):
     """The steps of one head (or head group) in each stage of a trace, in order.
 
     `events`, of dtype `EVENT`, has the events of one head in each stage. `ends`, int64 (n_steps,),
-    has the "compute" event that ends each step. `stage`, `i`, `j` and `visit`, (n_steps,), are -1
-    where a step has no such number, such as j at the end of a row in a Q-outer loop.
+    has the index of the "compute" event that ends each step. `stage`, `i`, `j` and `visit`,
+    (n_steps,), are -1 where a step has no such number.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -180,7 +179,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state of one head's loops after a visit; `head` is the loops' first head."""
+        """Return the state after a visit, for the run of the loops whose first head is `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

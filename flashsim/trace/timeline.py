@@ -22,9 +22,9 @@ class Rows:
 
     `block`, (n,), numbers the spans' thread blocks in the order of their starts. `slot`, (n,),
     differs for blocks that are on the same SM at the same time. `row`, (n,), is the span's row on
-    its SM; spans of one visit by one role share a row. `names` has the name of each row, the same
-    for every SM: its block and its role, and "next" for visits that begin before those of the row
-    above have ended.
+    its SM; spans of one visit by one role share a row. `names` has the name of each row, which is
+    the same on every SM. A name consists of the row's block and role. The word "next" is added for
+    visits that begin before the visits of the row above end.
     """
 
     block: np.ndarray

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording, questions.Answers):
-    """The recorded events of a run; has the query methods of `Traffic`, the closed-form count."""
+    """The recorded events of a run, with the same query methods as the closed-form `Traffic`."""
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Trace(Recording, questions.Answers):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the stage with the most visits, which plots show."""
+        """The schedule of the stage with the most visits; plots show this schedule."""
         return self.main_stage.schedule
 
     @property
@@ -280,7 +280,7 @@ class Trace(Recording, questions.Answers):
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
         """Return the DRAM bytes that a model of the L2 cache of `device` predicts.
 
-        The default device is that of the trace. The model (`flashsim.l2`) replays the schedule's
+        By default, `device` is the trace's device. The model (`flashsim.l2`) replays the schedule's
         requests tile by tile.
 
         Raises
@@ -299,7 +299,7 @@ class Trace(Recording, questions.Answers):
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Return the transfers whose bytes differ from those of another trace or count.
 
-        The result is ``{(stage, op, tensor): (ours, theirs)}``, empty if all bytes agree.
+        The result ``{(stage, op, tensor): (ours, theirs)}`` is empty if all bytes agree.
 
         Raises
         ------

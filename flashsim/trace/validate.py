@@ -1,8 +1,8 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A trace file may come from an untrusted source. Before a table is read, its length must be at most
-what the file's problem can need, so that a small file cannot fill the memory. After a table is
-read, every index in it must be in range, so that queries of the trace need no checks of their own.
+Before a table is read, its length must be at most what the file's problem can need, so that a small
+file cannot fill the memory. After a table is read, every index in it must be in range, so that
+queries of the trace need no checks of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _STAGE = {
 
 
 def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry` if it is a JSON object with these keys and value types; otherwise raise."""
+    """Return `entry` if it is a JSON object with these keys and types; otherwise raise an error."""
     if not isinstance(entry, dict):
         raise ValueError(f"{what} must be a JSON object, got {shown(entry)}")
     for key, kind in kinds.items():
@@ -57,7 +57,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry` if it is a list of n integers from `low` to the largest index, or raise."""
+    """Return `entry`, or raise an error unless it is a list of n indices of at least `low`."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -191,7 +191,7 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
 
 
 def split(entry: Mapping[str, Any]) -> Split:
-    """Return the `Split` of a stage in the file; older versions never split keys."""
+    """Return the `Split` of a stage in the file; stages of older versions do not split keys."""
     value = entry.get("split", [1, False])
     if not isinstance(value, list) or len(value) not in (2, 3):
         raise ValueError(
@@ -203,7 +203,7 @@ def split(entry: Mapping[str, Any]) -> Split:
 
 
 def split_entry(split: Split) -> list[Any]:
-    """Return a split as the JSON list that `split` reads."""
+    """Return a split as the JSON list that the function `split` reads."""
     entry = [split.splits, split.pack_gqa]
     return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
@@ -275,7 +275,7 @@ def members(walk: plans.Stage, of: Problem) -> int:
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Return the numbers of row tiles, column tiles, and their pairs within one sequence."""
+    """Return the numbers of row tiles, column tiles, and pairs of both within one sequence."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)

@@ -1,7 +1,7 @@
 """Convert a kernel's arguments: each array gets its own range of simulated addresses.
 
-So a pointer identifies its tensor, even if the pointer points outside of the tensor. An array that
-is passed twice gets two ranges, and so keeps two names.
+A pointer identifies its tensor, even if it points outside of the tensor. An array that is passed
+twice gets two ranges, and so keeps two names.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Arguments:
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Return an argument with `Pointer`s for arrays; add the tensor codes to `taken`."""
+        """Convert an argument's arrays to `Pointer`s; add the arrays' tensor codes to `taken`."""
         if isinstance(given, np.generic):
             return given.item()
         if given is None or isinstance(given, (bool, int, float, str)) or not visible(name):

@@ -1,4 +1,4 @@
-"""Replace Triton's GPU driver while kernels are traced, so that files for a GPU run without one.
+"""Replace Triton's GPU driver while kernels are traced, so that GPU programs run without a GPU.
 
 User files measure times with `do_bench`, and put tensors on "cuda". While kernels are traced,
 tensors stay on the CPU, and every measured time is NaN.
@@ -58,9 +58,9 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
     """Replace Triton's driver by a `Driver` in the ``with`` block.
 
-    With `available`, `torch.cuda.is_available` returns True, because users' tests are skipped
-    without a GPU. The ``with`` statement yields a function that replaces functions of torch and
-    ``triton.testing`` too. Call the yielded function after any import that may have loaded torch or
+    With `available`, `torch.cuda.is_available` returns True, because many tests skip themselves
+    without a GPU. The ``with`` statement yields a function that also replaces functions of torch
+    and ``triton.testing``. Call the yielded function after any import that may have loaded torch or
     ``triton.testing``.
     """
     at = installed()
@@ -123,7 +123,7 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
 
 
 def _device_facts() -> dict[str, Any]:
-    """Return what functions of `torch.cuda` say about an A100, which `Driver` names as well."""
+    """Return the results of `torch.cuda`'s functions for an A100, by function name."""
     a100 = Device.get("A100")
     major, minor = a100.compute_capability
     properties = SimpleNamespace(

@@ -67,7 +67,7 @@ def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
 
 
 def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) -> FlashSimError:
-    """Return the error to raise for a kernel's error; it names the user's line and the program."""
+    """Turn a kernel's error into flashsim's, which names the user's line and the program."""
     found = deepest(error, folder)
     root: BaseException = error
     while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:

@@ -51,7 +51,7 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter, which also records accesses: `entered` hooks it, `recorder` collects.
+    """Triton's interpreter; in a ``with`` block of `entered`, its `recorder` records accesses.
 
     Parameters
     ----------
@@ -146,10 +146,10 @@ class Interpreter:
         return remembering
 
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `patch` of Triton's language that also makes the changes that flashsim needs.
+        """Extend `patch`, the interpreter's change of Triton's language, with flashsim's changes.
 
-        For Triton 3.9, the patch adds block pointers. For Triton 3.6, it replaces the conversion of
-        tensors to integers, which NumPy 2.4 refuses.
+        For Triton 3.9, flashsim adds block pointers. For Triton 3.6, flashsim replaces the
+        conversion of tensors to integers, which NumPy 2.4 refuses.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
@@ -388,7 +388,7 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again on memory as before its launch; call `look` per access."""
+        """Rerun a program on memory as it was before the launch; call `look` at each access."""
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:
@@ -468,7 +468,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return the arrays of these tensors, by code; for a JAX array, the copy written to."""
+        """Return a dict from tensor code to array; for a JAX array, the copy that was written."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
