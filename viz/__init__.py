@@ -1,8 +1,8 @@
 """Plots, animations and HTML pages of traces and counts.
 
 The module `data` turns a trace into drawable data; `plots` and `film` draw this data with
-Matplotlib. `player` and `laboratory` write HTML pages without Matplotlib, which is loaded only when
-a plot is first used.
+Matplotlib. `player` and `laboratory` write HTML pages without Matplotlib. Matplotlib is loaded only
+when a plot is first used.
 """
 # ruff: noqa: F401 - `__all__` lists the names
 

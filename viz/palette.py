@@ -138,7 +138,7 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 def tint(tensor: str, name: str = "light") -> str:
     """Return the colour of any tensor; a tensor that a user's algorithm adds has a colour of `OWN`.
 
-    Intermediate results of arithmetic, which have no name, are grey.
+    Unnamed intermediate results are grey.
     """
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
@@ -157,5 +157,5 @@ def rgb(shade: str) -> np.ndarray:
 
 
 def mix(first: str, other: str, share: float) -> np.ndarray:
-    """Return a mixture of two colours, in the format of `rgb`; `share` is 1 for `other` alone."""
+    """Return a mixture of two colours, in the format of `rgb`; `share` is the share of `other`."""
     return rgb(first) + (rgb(other) - rgb(first)) * share

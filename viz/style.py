@@ -70,10 +70,10 @@ def theme_of(ax: Axes) -> Theme:
 
 
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
-    """Turn a drawing function into a plot that takes optional `ax` and `theme` and returns `ax`.
+    """Give a drawing function the optional arguments `ax` and `theme`, and let it return `ax`.
 
-    The plot's docstring is that of the drawing function, with `ax` and `theme` added, and so needs
-    a section Parameters.
+    The drawing function's docstring must have a section Parameters, to which `ax` and `theme` are
+    added.
     """
 
     @functools.wraps(draw)
@@ -121,14 +121,14 @@ theme : {"light", "dark"}, optional
 
 
 def _described(doc: str) -> str:
-    """Return a docstring with `ax` and `theme` added at the end of its parameters."""
+    """Return a docstring with `ax` and `theme` at the end of its section Parameters."""
     parameters, raises, rest = inspect.cleandoc(doc).partition("\n\nRaises\n")
     return parameters + _AX_AND_THEME + raises.removeprefix("\n") + rest
 
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain."""
+    """Return whether Matplotlib can parse a text as math; if not, "$" is drawn as it is."""
     if "$" not in text:
         return True
     try:
@@ -149,7 +149,7 @@ def _cell(ax: Axes) -> bytes:
 
 
 def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
-    """Write a title and, in smaller print below it, a description of the data shown."""
+    """Write a title and, in smaller print below it, what data is shown."""
     ax.set_title(title, pad=24 if about else 8, fontsize=15 * min(1, 62 / max(len(title), 1)))
     if about:
         ax.annotate(

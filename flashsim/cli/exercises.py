@@ -206,7 +206,7 @@ def _predict_shape(
 
 
 def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
-    """Ask for guesses that were not passed as options, and show them beside the right answers."""
+    """Ask for the guesses that no option gave, and show all guesses beside the right answers."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
@@ -376,7 +376,7 @@ def _homework(
     form: opt.Format,
     gradescope: Path | None,
 ) -> None:
-    """Print a row for each file and exercise of the homework folders, and each folder's total."""
+    """Print one row per file and exercise of each homework folder, and the folder's total."""
     short, full = Table(f"{len(graded)} homework folders", _COLUMNS), Table("", _ALL_COLUMNS)
     whole = 0
     for root, found in graded:
@@ -392,7 +392,7 @@ def _homework(
 
 
 def _for_gradescope(marks: Marks, path: Path | None) -> None:
-    """Write marks in Gradescope's format if a file was requested."""
+    """If `path` is not None, write the marks there in Gradescope's format."""
     if path is not None:
         with beside(path) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")
@@ -400,7 +400,7 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """Return tables of all graded files: for people with the first reason, else with all."""
+    """Return two lists of tables: for people with one reason per file; for programs with all."""
     short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
     for path, marks in graded:
         _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])
@@ -410,7 +410,7 @@ def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table],
 
 
 def _add(short: Table, full: Table, file: str, exercise: str, every: list[Marks]) -> None:
-    """Add a row to both tables: one file's marks, or a student's total without reasons."""
+    """Add a row to both tables: the marks of one file, or a folder's total without reasons."""
     parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
     for mark in (mark for marks in every for mark in marks.marks):
         part = mark.name.split(" ")[0].rstrip(",")

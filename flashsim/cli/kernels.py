@@ -78,7 +78,7 @@ def kernel(
 
     The user's function gets random arrays for parameters such as q, k and v. If no function is
     named, a Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py
-    runs with your user's rights, like any program that you start.
+    runs with your rights, like any program that you start.
     """
     path, function = _split(target)
     names = dict(_pair("--name", pair) for pair in name or ())
@@ -201,7 +201,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Convert text to a number, a flag or a random array (64x200), or return it unchanged."""
+    """Convert a text: "64x200" to a random array, a Python literal to its value; keep others."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
@@ -276,7 +276,7 @@ def _call(
 
 
 def _given(call: functools.partial[Any]) -> str:
-    """Return a text that says with which arguments the user's function was called, for errors."""
+    """Return a text for error messages: the arguments with which the user's function was called."""
     words = []
     for name, value in [*((f"argument {n}", x) for n, x in enumerate(call.args)),
                         *call.keywords.items()]:  # fmt: skip
@@ -291,7 +291,7 @@ _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
-    """Random inputs and the oracle's results, in the shapes that the user's file uses."""
+    """Random inputs and right results, in the shapes and the library of the user's file."""
 
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
@@ -306,7 +306,7 @@ class _Arrays:
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return an input or a result by the papers' name for it."""
+        """Return the input or result with this name of the papers, such as "dO"."""
         if self._axes == 2 and self._p.batch * self._p.heads > 1:
             raise OptionError(
                 "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
@@ -342,10 +342,11 @@ class _Arrays:
 
 
 def _axes(called: Any) -> tuple[str, ...]:
-    """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
+    """Return the names to which a function unpacks a shape, such as ``heads, n, d = q.shape``.
 
-    The shape of q comes before the shapes of other arrays. For a `torch.autograd.Function`, the
-    names come from its `forward`. The result is empty if the function unpacks no shape.
+    If the function unpacks several shapes, the shape of q has priority. For a
+    `torch.autograd.Function`, the names come from its `forward`. If the function unpacks no shape,
+    the result is empty.
     """
     from flashsim.own_kernels.names import paper_name
 
@@ -372,13 +373,13 @@ def _axes(called: Any) -> tuple[str, ...]:
 
 
 def _heads_third(axes: tuple[str, ...]) -> bool:
-    """Return whether the third of four axes has a name for heads: ``batch, seqlen, nheads, d``."""
+    """Return whether the third of four names stands for heads: ``batch, seqlen, nheads, d``."""
     head = [bool(re.fullmatch(r"(n|num)?_?(q_?)?h(eads?)?(_?q)?", x, re.I)) for x in axes]
     return len(head) == 4 and head[2] and not head[1]
 
 
 def _written(traced: Any, out: Path) -> list[str]:
-    """Write an HTML page and a plot of the kernel; return one line about each."""
+    """Write an HTML page and a plot of the kernel; return one line of text about each file."""
     from flashsim import viz
 
     out.mkdir(parents=True, exist_ok=True)

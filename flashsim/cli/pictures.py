@@ -63,7 +63,7 @@ _ROW = opt.option(None, "Query row whose running maximum m and sum l are shown."
 
 @dataclass(frozen=True)
 class Recordings:
-    """The traces or counts to draw, and Q and K of the first one if they are known."""
+    """The traces or counts to draw, and the tensors Q and K of the first one if they are known."""
 
     traces: list[Trace | Traffic]
     q: np.ndarray | None = None
@@ -72,14 +72,14 @@ class Recordings:
 
     @property
     def how(self) -> str:
-        """Return a note for pictures that show a count instead of a run; "" for other pictures."""
+        """A note for pictures that show a count instead of a run; "" for other pictures."""
         counts = any(isinstance(trace, Traffic) for trace in self.traces)
         return " (counted by formula; --execute simulates it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
-        """Return m and l of one row of scores after each tile, or None without trace or tensors.
+        """Return m and l of one row of scores after each tile, or None if they are not known.
 
-        For a count, m and l are computed from one row of scores of random tensors.
+        For a count, m and l are computed from random tensors.
         """
         first = self.traces[0]
         if isinstance(first, Traffic) and (row is not None or first.compulsory() < _SMALL):
@@ -309,10 +309,10 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
 
 
 def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
-    """Return the saved traces, or counts; run the simulator for --execute or given tensors.
+    """Return saved traces, traces of runs (--execute, or the user's tensors), or else counts.
 
-    `typed` names the options that the user typed. If `events` are needed, algorithms that split
-    keys are simulated, because their closed form gives only totals.
+    If `events` is true, algorithms that split keys are simulated, because their closed form gives
+    only totals.
     """
     mask, how = source.mask, source.how
     if source.trace:
@@ -393,7 +393,7 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
 
 
 def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
-    """Return counts for one KV head per query head (MHA), per four (GQA), and for all (MQA)."""
+    """Return counts for MHA, for GQA (four query heads per KV head), and for MQA (one KV head)."""
     sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
     heads = sizes.heads or 1
     few = sizes.n_q is not None and sizes.n_q <= 16  # decoding
@@ -414,7 +414,7 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
 
 
 def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
-    """Return measured seconds: one number, or numbers by algorithm from a CSV file."""
+    """Return measured seconds: one number, or a dict by algorithm from a CSV file."""
     if file is None:
         return seconds
     if seconds is not None:
@@ -453,7 +453,7 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
 def _roofline(
     source: opt.Source, seconds: float | dict[str, float] | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return counts, or saved traces with GPU times, and the options for drawing a roofline."""
+    """Return counts or saved traces, and options for drawing a roofline, such as measured times."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {

@@ -235,7 +235,7 @@ def calibrate(
 ) -> Tables:
     """Measure the speed of each unit of this GPU, for `flashsim predict`; this takes seconds.
 
-    The last table has the speeds as fields of a `flashsim.Device`. In Python,
+    The last table shows the speeds as fields of a `flashsim.Device`. In Python,
     `flashsim.studies.predict.chip.calibrated` returns a device with the measured speeds.
     """
     from flashsim.studies.predict import chip

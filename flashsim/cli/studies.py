@@ -323,8 +323,8 @@ def versions(
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
     """List the GPUs that can be simulated, and where each of their figures comes from.
 
-    If sizes are passed, the command shows how many thread blocks fill each GPU (SMs x blocks per
-    SM). The command also shows how many blocks and how many splits of the keys flash-decode uses.
+    If you pass sizes, the command shows how many thread blocks fill each GPU (SMs x blocks per SM),
+    and how many blocks and splits of the keys flash-decode uses.
     """
     if sizes.given():
         return _filled(sizes, decoding)

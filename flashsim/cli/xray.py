@@ -1,4 +1,4 @@
-"""The `flashsim xray` command: find tile sizes of a program's kernels by GPU counters."""
+"""The `flashsim xray` command: find the tile sizes of a program's kernels from GPU counters."""
 
 from __future__ import annotations
 

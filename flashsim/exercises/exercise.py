@@ -31,7 +31,7 @@ Arrays = Mapping[str, np.ndarray]
 @own_errors
 @dataclass(frozen=True)
 class Task:
-    """The inputs of a solution, the outputs that it must store, and its simulated machine's sizes.
+    """A solution's inputs, the outputs that it must store, and the sizes of the simulated machine.
 
     Attributes
     ----------
@@ -95,7 +95,7 @@ class Task:
 
     @property
     def setting(self) -> Setting:
-        """The problem, tiling, device and tensors for recording and replaying a solution."""
+        """The problem, tiling, device and tensors that recording and replaying a solution need."""
         return Setting(self.problem, self.tiling, self.device, self.inputs, self.outputs)
 
     def run(
@@ -242,7 +242,7 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """The sizes of problem and tiles, which determine the bytes, as one line of text."""
+        """The sizes of the problem and its tiles, as one line of text."""
         p, t = self.task.problem, self.task.tiling
         heads = f"{p.heads} query heads, {p.kv_heads} KV heads, " if p.heads > 1 else ""
         return (
@@ -273,15 +273,15 @@ def require_statement(name: str, statement: object) -> None:
 
 
 def solved(marked: str) -> str:
-    """Return a reference's source as a solution, without the comments TODO, LEFT OUT, END."""
+    """Return a reference's source code without the comments TODO, LEFT OUT and END."""
     return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", marked, flags=re.M)
 
 
 def gapped(marked: str) -> str:
     """Return a reference's source code as a skeleton for students.
 
-    Each comment "# TODO ..." stays and replaces the lines up to "# END"; the lines from "# LEFT
-    OUT" up to "# END" are removed.
+    The lines between "# TODO ..." and "# END" are removed, but the TODO comment stays. The lines
+    from "# LEFT OUT" to "# END" are removed.
     """
     text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", marked, flags=re.M | re.S)
     text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
@@ -297,7 +297,7 @@ def headed(name: str, about: str, skeleton: str) -> str:
 
 
 def _imports(function: Callable[..., None]) -> list[str]:
-    """Return the import lines of NumPy, and of the names of its module that a function uses."""
+    """Return the lines that import NumPy and the other names that a function uses."""
     found, used = ["import numpy as np"], global_names(function.__code__)
     for node in ast.parse("".join(inspect.findsource(function)[0])).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -36,9 +36,9 @@ def grade(
 ) -> tuple[Marks, Trace | None]:
     """Grade a solution inside this process; return its marks and the trace of its transfers.
 
-    The solution runs on symbolic tiles, which have no values, and so records a program of
-    operations, which is replayed on inputs. The code of a solution runs in this process: for files
-    that you do not trust, use `submissions.grade_file`.
+    The solution runs on symbolic tiles without values. This records its operations as a program,
+    which is then replayed on inputs. The code of a solution runs in this process: for files that
+    you do not trust, use `submissions.grade_file`.
 
     Parameters
     ----------
@@ -69,11 +69,11 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Grade the outcome of running a solution: a recorded program, or answers to questions.
+    """Grade a solution that has run: its recorded program, or its answers to questions.
 
     `handed` may come from a process that is not trusted. Messages quote `source`, the text of the
-    file; `text` is the solution alone, if the file holds more. Grading began at `began` by
-    `time.perf_counter`, and replaying the program may take `limit` seconds.
+    file. If the file has more than the solution, `text` is the solution alone. Grading began at the
+    time `began` of `time.perf_counter`. Replaying the program may take `limit` seconds.
     """
     text = source if text is None else text
     trace, figures = None, dict[str, int]()
@@ -97,7 +97,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return the source of a function's file or cell, and of the function, or two empty texts."""
+    """Return the source of a function's file or cell, and the function's source; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -112,7 +112,7 @@ class _Judge:
         self.source, self.until = source.splitlines(), until
 
     def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-        """Return the marks, their figures, and a trace for one draw of inputs."""
+        """Return the marks, the figures (such as bytes moved), and the trace of one run."""
         task, each = self.task, RESULTS // len(KINDS)
         draws = [
             (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
@@ -160,7 +160,7 @@ class _Judge:
     def _replayed(
         self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
     ) -> OpenMachine:
-        """Return the simulated machine after running the program on all draws of inputs at once."""
+        """Run the program on all draws of inputs together; return the simulated machine."""
         setting = self.task.setting
         names = ("Q", "K", "V", *setting.inputs)
         arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}
@@ -181,7 +181,7 @@ class _Judge:
         return ""
 
     def _overflow(self, trace: Trace) -> str:
-        """Return a text that says how on-chip memory is exceeded, or "" if the solution fits."""
+        """Return why a solution exceeds the on-chip memory, or "" if it fits."""
         if trace.peak_sram() <= self.task.sram_bytes:
             return ""
         try:

@@ -1,7 +1,7 @@
 """Grade a homework folder, without a GPU: the kernel files and the tests in that folder.
 
-A homework folder contains files at the paths that the kernel exercises name
-(`KernelExercise.path`), and maybe a folder `tests`. Grading changes no file of the folder.
+A homework folder contains one file per kernel exercise, at the path `KernelExercise.path`, and may
+contain a folder `tests`. Grading changes no file of the folder.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ def homework_in(
     """Return the homework folders: `folder` if it is one, otherwise its subfolders.
 
     A homework folder contains a file of a bundled exercise or of one of `exercises`. If any
-    subfolder is a homework folder, all subfolders are returned, so that a student with misplaced
-    files still gets marks. With `single`, only subfolders that are homework folders are returned.
+    subfolder is a homework folder, all subfolders are returned, so that students with misplaced
+    files still get marks. If `single` is true, only subfolders that are homework folders are
+    returned.
     """
     paths = {one.path for one in (*_bundled(), *exercises) if one.path}
     below = students_in(folder)
@@ -50,7 +51,7 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def exercises_of(roots: Sequence[Path]) -> list[KernelExercise]:
-    """Return the exercises whose file is in at least one homework folder, or else all exercises."""
+    """Return the exercises whose file some homework folder contains; if none, all exercises."""
     every = [one for one in _bundled() if one.path]
     return [one for one in every if any((root / one.path).is_file() for root in roots)] or every
 
@@ -93,7 +94,7 @@ def grade_homework(
 
 
 def _missing(root: Path, one: KernelExercise) -> str:
-    """Return a text that names the missing file, its right path, and the files that were found."""
+    """Return a text that states a missing file's right path, and the files in the folder."""
     there = sorted(
         plain(str(Path(place, name).relative_to(root)), 200)
         for place, _, names in os.walk(root)
@@ -105,7 +106,7 @@ def _missing(root: Path, one: KernelExercise) -> str:
 
 
 def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
-    """Run a folder's own tests, which give no points, because students can write any tests."""
+    """Run a homework folder's own tests, which give no points: students can write any tests."""
     began = time.perf_counter()
     tests, top = str((root / "tests").resolve()), str(root.resolve())
     seconds, size = LIMIT if limit is None else limit, MEMORY if memory is None else memory
@@ -124,7 +125,7 @@ def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
 
 
 def together(found: list[tuple[Path, Marks]]) -> Marks:
-    """Return all marks of a homework folder combined into one `Marks`, for Gradescope."""
+    """Combine the marks of a homework folder's files into one `Marks`, for Gradescope."""
     marks = [
         replace(mark, name=f"{one.exercise}: {mark.name}") for _, one in found for mark in one.marks
     ]

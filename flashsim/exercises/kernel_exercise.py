@@ -27,12 +27,12 @@ class KernelCase(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A text that names the problem and the kind of inputs of the graded call."""
+        """The call's problem and kind of inputs, as text."""
         return f"{in_words(self.task.problem)}, {self.kind} inputs"
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """Return the bytes that FlashAttention-2 moves with the task's tiles, from `flashsim.count`."""
+    """Count the bytes that FlashAttention-2 moves with a task's tiles, by operation and tensor."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     return by_operation(counted.transfers)
@@ -105,7 +105,7 @@ class KernelExercise:
 
     @property
     def cases(self) -> list[KernelCase]:
-        """The graded calls: every task with normal inputs, and the first also with rising scores.
+        """The graded calls: all tasks with normal inputs, and the first one with rising scores too.
 
         Rising scores test the running maximum, which a backward pass does not have.
         """
@@ -118,13 +118,13 @@ class KernelExercise:
         return self.tasks[0].outputs
 
     def arguments(self, arrays: Arrays) -> list[np.ndarray]:
-        """Return the arguments of a graded call: arrays with batch and heads as one axis."""
+        """Return the arguments of a graded call: arrays whose first axis joins batch and heads."""
         return [np.ascontiguousarray(x.reshape(-1, *x.shape[2:])) for x in
                 (arrays[name] for name in self.given)]  # fmt: skip
 
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
-        """The bytes for full marks by operation and tensor, summed over all graded calls."""
+        """For each operation and tensor, the bytes for full marks, summed over all graded calls."""
         budget = self.budget or attention_bytes
         found: dict[tuple[str, str], int] = {}
         for case in self.cases:
@@ -144,12 +144,12 @@ class KernelExercise:
 
     @property
     def skeleton(self) -> str:
-        """The code of the file that students start from, without the assignment as a comment."""
+        """The code of the file that students start from, without the comment at its top."""
         return gapped(self.reference)
 
     @property
     def sizes(self) -> str:
-        """The problems for which a solution is called, as one line of text."""
+        """The problems on which a solution runs, as one line of text."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property

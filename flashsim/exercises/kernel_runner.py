@@ -1,9 +1,9 @@
 """Run a file of kernels in a separate process, and return a record of all kernel accesses.
 
-The grader starts ``python -m flashsim.exercises.kernel_runner``. The user's file imports torch,
-Triton or JAX, so the process has limits on time and memory, but no sandbox: docs/guides/grader.md
-describes the consequences. The process gets the inputs, but no reference solution, right results or
-points.
+The grader starts ``python -m flashsim.exercises.kernel_runner``. The process has limits on time and
+memory, but no sandbox, because the user's file imports torch, Triton or JAX. The page
+docs/guides/grader.md describes the consequences. The process gets inputs, but no reference
+solution, no right results and no points.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _FREE = re.compile(
 class KernelOrder(NamedTuple):
     """The file that a separate process runs, and the calls to make.
 
-    `calls` holds, for each graded call, its arrays and whether attention is causal (None: no such
-    argument). `names` are the names of the function's arguments, and `outputs` the names of its
-    results. If `tests` is true, pytest runs the folder `path` instead.
+    For each graded call, `calls` has the arrays, and the argument `causal` (None if the function
+    has no such argument). `names` are the names of the function's arguments, and `outputs` the
+    names of its results. If `tests` is true, pytest runs the folder `path` instead.
     """
 
     path: str
@@ -155,7 +155,7 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Return a function that runs the graded pass of an autograd.Function, and its inputs."""
+    """Return a function that runs an autograd.Function's graded pass, and the pass's inputs."""
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -185,7 +185,7 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """Note torch computations outside of kernels, with their source lines, in `outside`."""
+    """Append to `outside` the torch computations outside of kernels, with their source lines."""
     if library != "torch":
         yield
         return
@@ -217,7 +217,7 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
 
 
 def told(error: BaseException, path: str) -> str:
-    """Return an error's text, with the line of the user's file that raised it."""
+    """Return an error's text, with the number of the line in the user's file that raised it."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text
@@ -232,7 +232,7 @@ def told(error: BaseException, path: str) -> str:
 
 
 def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
-    """Run the tests in a folder on the CPU; return each test's name, outcome and last line."""
+    """Run a folder's tests on the CPU; return each test's name, outcome and last line of output."""
     import pytest
 
     from flashsim.triton import watch
@@ -260,7 +260,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Carry out a `KernelOrder`; return the description of any failure, and the record as bytes."""
+    """Carry out a `KernelOrder`; return a dict with any failure, and the record as bytes."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:
@@ -277,7 +277,7 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Read a `KernelOrder` from stdin, and write one line of JSON and the record's bytes to stdout.
+    """Carry out the `KernelOrder` on stdin; write one line of JSON, then the record, to stdout.
 
     Text that the user's file prints goes to stderr.
     """

@@ -1,4 +1,4 @@
-"""Graded questions in a notebook: readers predict a figure, then run code that computes it.
+"""Graded questions in a notebook: readers predict a number, then run code that computes it.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")
@@ -81,7 +81,7 @@ class Lesson:
         slips: Mapping[float, str],
         choices: Sequence[str],
     ) -> tuple[()] | tuple[str, str]:
-        """Return the kind and the explanation of an answer's mistake, or () if it is right."""
+        """Return the kind and the explanation of an answer's mistake; () for a right answer."""
         if said is ...:
             wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
             return "open", f"no answer yet; replace ... with {wanted}"
@@ -129,5 +129,5 @@ class Lesson:
         return trace
 
     def marks(self) -> Marks:
-        """Return the lesson's marks so far; they can be written as text, JSON or for Gradescope."""
+        """Return the lesson's marks so far; `Marks` has methods for text, JSON and Gradescope."""
         return Marks(self.title, tuple(self._marks.values()), {})

@@ -16,7 +16,7 @@ class Mark:
     """The points for one graded item, such as the bytes moved.
 
     `kind` names the mistake in one word, for programs; "" means that there is no mistake. `words`
-    explains the mistake to people. A mark with `most` = 0 is shown, but gives no points.
+    explains the mistake to people. If `most` is 0, the item is shown but gives no points.
     """
 
     name: str
@@ -27,12 +27,12 @@ class Mark:
 
     @property
     def full(self) -> bool:
-        """Whether the item gets all its points; an item without points must have no mistake."""
+        """Whether the item gets all its points or, if it gives no points, has no mistake."""
         return self.points == self.most if self.most else not self.kind
 
 
 def room_mark(most: int, *, all_wrong: bool, overflow: str) -> Mark:
-    """Return the mark for on-chip memory; `overflow` says why a solution does not fit."""
+    """Return the mark for on-chip memory; `overflow` says why the data does not fit on chip."""
     if all_wrong:
         overflow = "on-chip memory gets points only if some of the results are right"
     kind = "result" if all_wrong else "overflow" if overflow else ""

@@ -41,7 +41,7 @@ def kernel_names() -> list[str]:
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
-    A student's file may name only bundled exercises, because the code at a path would be run.
+    A student's file may name only bundled exercises: grading would run the code at a path.
     """
     if name not in _bundled():
         raise OptionError(
@@ -67,7 +67,7 @@ def get(name: str) -> Exercise:
 
 
 def find(name: str) -> AnyExercise:
-    """Return the exercise with that name or in the file at that path; raises errors as `get`."""
+    """Return any exercise with that name or in the file at that path; errors are as in `get`."""
     if name in _bundled():
         return _bundled()[name]
     if not name.endswith(".py"):

@@ -63,10 +63,10 @@ def grade_file(
 ) -> tuple[Marks, Trace | None]:
     """Grade a student's file; return its marks, and the trace of its transfers.
 
-    `exercise` is an exercise's name, or the path of a lecturer's file; by default, it is the
-    bundled exercise that the file's first line names. `limit` is in seconds (default: `LIMIT`; for
-    kernels, `kernel_grading.LIMIT`), and `memory` in MiB (default: `MEMORY` on Linux, more for
-    kernels, none on other systems).
+    `exercise` is an exercise's name, or the path of a lecturer's file. By default, the first line
+    of the student's file names a bundled exercise. `limit` is in seconds (default: `LIMIT`, or
+    `kernel_grading.LIMIT` for kernels). `memory` is in MiB: by default, `MEMORY` on Linux, more for
+    kernels, and unlimited on other systems.
 
     Raises
     ------
@@ -137,7 +137,7 @@ def exercise_of(text: str) -> str | None:
 
 
 def missing_walls() -> list[str]:
-    """Return the things that this system cannot stop a graded file's code from doing."""
+    """Return what a graded file's code could do on this system because no sandbox prevents it."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
@@ -210,7 +210,7 @@ def _ended(order: Order) -> Ended:
 
 
 def _handed(order: Order) -> Handed:
-    """Run a file; return its recorded program, or an explanation if the process returned none."""
+    """Run a file; return its recorded program, or an explanation of why there is none."""
     ended = _ended(order)
     if ended.why:
         return Handed(kind=ended.why, words=WHY_ENDED[ended.why].format(order.seconds))

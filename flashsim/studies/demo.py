@@ -50,7 +50,7 @@ class DemoLayer:
 
     @property
     def passed(self) -> bool:
-        """Whether FlashAttention-2's output (the default of `run`) agrees with the model's."""
+        """Whether the output of `flash2` (the default of `run`) agrees with the model's output."""
         return self.differences["flash2"] < LIMIT
 
     def bytes_moved(self) -> Table:

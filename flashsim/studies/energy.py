@@ -1,8 +1,8 @@
 """Predicts a GPU kernel's energy: the energy of its operations, and the board's idle power.
 
-The energy constants were measured with NVML's energy counter, for each unit alone if possible
+The energy constants were measured with NVML's energy counter, if possible for one unit at a time
 (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores and sums are
-fitted to some of the attention passes in that file, and tested on the others
+fitted to some of the attention passes in that file, and tested on its other passes
 (docs/reference/predictions.md).
 
 If a busy chip reaches its power limit, the chip lowers its clock and its voltage. So the energy of
@@ -49,7 +49,7 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """The time, energy and clock (a fraction of the highest) of one of many repeated calls."""
+    """The time, energy and relative clock of one call in a long series of equal calls."""
 
     seconds: float
     joules: float
@@ -89,12 +89,12 @@ class Energy:
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Return the time and energy of one round of repeated kernels at the board's power limit.
+        """Return the time and energy of a round of endlessly repeated kernels, at the power limit.
 
         The argument `seconds` is the kernels' time at the highest clock. At a fraction x of the
-        highest clock, the kernels take 1 / x of that time, and the SMs use x times the energy;
-        HBM's energy stays the same. With the energies `inside` of the SMs and `hbm` of HBM, the
-        power equals the limit if ``x^2 inside + x hbm = (most - waiting) seconds``.
+        highest clock, the kernels take 1 / x times as long, the SMs use x times the energy, and HBM
+        uses the same energy. The power equals the limit if ``x^2 inside + x hbm = (most - waiting)
+        seconds``, where `inside` is the energy of the SMs and `hbm` that of HBM.
         """
         inside, hbm = sum(map(self._inside, uses)), sum(self.hbm * use.hbm for use in uses)
         left, clock = (self.most - self.waiting) * seconds, 1.0

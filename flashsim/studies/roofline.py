@@ -2,7 +2,7 @@
 
 The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
 matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
-roofline point names its way of counting bytes (`COUNTS`), because these ways are often confused.
+roofline point states how its bytes were counted (`COUNTS`), because these ways are often confused.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ class Point:
 
     @property
     def ridge(self) -> float | None:
-        """The FLOPs per byte above which arithmetic limits the pass; None without a bandwidth."""
+        """The FLOPs per byte above which arithmetic limits the pass; None if `bandwidth` is 0."""
         return self.device.peak(self.dtype) / self.bandwidth if self.bandwidth else None
 
     @property
     def attainable(self) -> float | None:
-        """The largest FLOP/s by the roofline: min(peak, intensity x bandwidth), or None.
+        """The largest possible FLOP/s: the smaller of the peak and intensity x bandwidth.
 
         The value is None if the bandwidth is unknown.
         """
@@ -98,8 +98,8 @@ class Point:
         """A lower bound on the joules of the pass; None if the device's energy was never measured.
 
         The bound follows Choi and others, "A roofline model of energy", IPDPS 2013. The bound
-        includes the matrix products, the point's bytes, and the board's idle power for `seconds`
-        (or for the least time by the roofline), but no exponentials.
+        includes the matrix products, the point's bytes, and the board's idle power during the pass,
+        but no exponentials.
         """
         energy = energy_of(self.device)
         if energy is None or not self.attainable:
@@ -225,10 +225,10 @@ def roofline(
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Return the idealised bytes that textbooks count: each tensor once.
 
-    In the forward pass, the tensors are q, k, v and out; in the backward pass also their gradients,
-    but no LSE, delta or accumulator. Standard attention also has one N x N matrix; in reality it
-    writes S and P and reads both again, which is four times one matrix. In reality, FlashAttention
-    reads K and V once per row tile.
+    In the forward pass, the tensors are q, k, v and out. The backward pass also has their
+    gradients, but LSE, delta and accumulators are not counted. Standard attention also has one N x
+    N matrix. In reality, standard attention writes S and P and reads both again: four N x N
+    matrices. In reality, FlashAttention reads K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem

@@ -51,7 +51,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """The statistics by row tile: this object and all objects in `others`."""
+        """This object and all objects in `others`, as a dict from row tile to statistics."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
@@ -119,9 +119,9 @@ def row_statistics(
 def _followed(
     walk: Steps[Trace], queries: np.ndarray, keys: np.ndarray, tile: int, head: int, row: int | None
 ) -> RowStatistics:
-    """Return the statistics of one row of a row tile.
+    """Return the softmax statistics of one query row of a row tile.
 
-    If `row` is None, the row whose maximum changes most often is followed.
+    If `row` is None, the function chooses the row whose maximum changes most often.
     """
     schedule, p = walk.trace.schedule, walk.trace.problem
     start, stop = schedule.rows[tile, :2]

@@ -113,7 +113,7 @@ def check_format(path: str | Path) -> Path:
 
 
 def check_fps(fps: float) -> None:
-    """Raise `OptionError` for a frame rate that no format can store (a GIF: 655 s per frame)."""
+    """Raise `OptionError` for a frame rate that files cannot store (GIF: over 655 s per frame)."""
     if not SLOWEST <= fps <= FASTEST:
         raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
@@ -264,11 +264,10 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """Return a film's flat colours, and the shades at the edges of text, as uint8 (n, 3).
+    """Return the colours of a film's palette, with shades for the edges of text, uint8 (n, 3).
 
-    The palette is computed, because samples of a few frames would miss the colour of a tensor that
-    moves only once. The palette has at most 255 colours, so that a GIF has one index left for
-    "unchanged".
+    Sample frames alone would miss the colour of a tensor that moves only once. The palette has at
+    most 255 colours: a GIF has 256, and one of these means "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
@@ -294,7 +293,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`, which shrinks a GIF to a third."""
+    """Yield each frame with unchanged pixels set to `same`: the GIF shrinks to a third."""
     before = next(frames)
     yield before
     for frame in frames:

@@ -72,10 +72,10 @@ def animate_ranks(
 
 
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
-    """Return which tiles of its block of scores a rank computes at one ring step, as booleans.
+    """Return, as booleans, which tiles of a block of scores a rank computes at one ring step.
 
-    The block has the query rows of one rank and the keys that this rank holds, and is cut into
-    `cells` x `cells` tiles.
+    The block has the rank's query rows, and the keys that the rank holds at this step. The block is
+    cut into `cells` x `cells` tiles.
     """
     if block is None:
         return np.zeros((cells, cells), bool)
@@ -115,7 +115,7 @@ class RanksFilm(Frames):
         self._build()
 
     def _message(self) -> str:
-        """Return the title, which states the share of time that ranks wait for the busiest rank."""
+        """Return the title, which states how much of their time ranks wait for the busiest rank."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
@@ -208,7 +208,7 @@ class RanksFilm(Frames):
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Return how many tiles the rank has computed after a fraction of a step."""
+        """Return the number of tiles that a rank has computed after a fraction of a step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 

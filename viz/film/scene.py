@@ -35,10 +35,10 @@ Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 
 
 class Mosaic:
-    """A grid of `rows` x `cols` single-coloured tiles in a box of an Axes, written as pixels.
+    """A grid of `rows` x `cols` tiles in a box of an Axes, written as pixels; each has one colour.
 
-    Copying pixels into the canvas takes a hundredth of the time in which Matplotlib resamples an
-    image, and an animation draws hundreds of frames.
+    Copying pixels into the canvas takes a hundredth of the time that Matplotlib takes to resample
+    an image.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class Scene:
         return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Return every flat colour of the scene and samples of its colour ramp, uint8 (n, 3)."""
+        """Return the scene's colours, including samples of its colour ramp, uint8 (n, 3)."""
         theme = self.theme
         own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [tint(name, theme.name) for name in self.walk.buffers]
@@ -297,7 +297,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box that score tile (i, j) fills; with i = -1 column j, with j = -1 row i."""
+        """Return the box of score tile (i, j), of column j if i = -1, or of row i if j = -1."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:
@@ -307,7 +307,7 @@ class Scene:
         return x, y, w, h
 
     def _flights(self, step: int, i: int, j: int) -> None:
-        """Draw the step's transfers as lines that end at the tile; writes to HBM are dashed."""
+        """Draw a step's transfers as lines to score tile (i, j); writes to HBM are dashed."""
         target = self.cell(i, j)
         self.current.set_bounds(*target)
         moves = self.walk.moves(step)

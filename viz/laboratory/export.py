@@ -1,7 +1,7 @@
-"""Export byte and FLOP formulas, dataflow and devices as plain data for the tile-lab page.
+"""Export the byte and FLOP formulas, the dataflow and the devices as data for the tile-lab page.
 
-Each forward or backward pass is counted once with named sizes (`Polynomial`) instead of integers.
-So the page evaluates the formulas of `counts.forms`, `counts.work` and `schedule.plans`. Some names
+Each forward or backward pass is counted with named sizes (`Polynomial`) instead of integers. So the
+page evaluates the same formulas as `counts.forms`, `counts.work` and `schedule.plans`. Some names
 in the polynomials stand for sums over visits (tile pairs), which `model.js` computes.
 """
 
@@ -47,9 +47,9 @@ SIZES = {
 
 
 class Symbols(Problem):
-    """A problem with names instead of sizes: one head_dim, and no option that adds a tensor.
+    """A problem with names (polynomials) instead of sizes, without options such as a bias.
 
-    `sequence` holds the numbers of query rows and of keys of the problem's only sequence.
+    The problem has one sequence; `sequence` is (number of query rows, number of keys).
     """
 
     # Two such problems can have equal fields but different sequences, so caches compare identity.
@@ -80,7 +80,7 @@ class Symbols(Problem):
 
 
 class NamedTraffic(Traffic):
-    """A forward or backward pass counted with polynomials, by the methods of `Traffic`."""
+    """A forward or backward pass whose counts, by the methods of `Traffic`, are polynomials."""
 
     def __init__(self, problem: Problem, algorithm: str, direction: str, split: Split) -> None:
         size = {name: Polynomial.named(name) for name in SIZES}
@@ -98,13 +98,13 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule of all stages; its sums over visits (tile pairs) are names."""
+        """Return the schedule of all stages; its sums over visits (tile pairs) are named sizes."""
         walk: Schedule = self.walk
         return walk
 
 
 def payload() -> dict[str, Any]:
-    """Return all data of the page for JSON, which refer to polynomials by their index in a list."""
+    """Return all data of the page for JSON. A polynomial is stored as its index in a list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -144,9 +144,9 @@ def payload() -> dict[str, Any]:
 
 
 def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
-    """Return the data of every pass, by names such as "flash2 forward".
+    """Return a dict from names such as "flash2 forward" to the data of a pass.
 
-    The name ends in "packed" if query heads that share a KV head are packed into one tile.
+    A name ends in "packed" if query heads that share a KV head are packed into one tile.
     """
     passes = {}
     for algorithm in plans.ALGORITHMS:

@@ -1,8 +1,8 @@
 """Translate Python functions and named tuples of plain integer arithmetic to JavaScript.
 
-The translation is statement by statement. Only the syntax that the package's arithmetic uses is
-supported; anything else raises an `UnsupportedError`, so no line of code is dropped silently.
-Integers become JavaScript numbers, which are exact up to 2**53.
+Each Python statement becomes one JavaScript statement. Only the syntax that the package's
+arithmetic uses is supported; anything else raises an `UnsupportedError`, so no line of code is
+dropped silently. Integers become JavaScript numbers, which are exact up to 2**53.
 """
 
 from __future__ import annotations

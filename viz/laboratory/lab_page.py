@@ -1,9 +1,9 @@
 """`lab` writes the tile lab: one HTML page that counts bytes while the reader moves sliders.
 
-The page needs neither server nor network. Its formulas come from `export`, and its arithmetic is
-the package's Python code, translated by `javascript`; `model.js` evaluates the formulas. A content
-security policy allows only the script with the page's own hash, so that no other script can run and
-no data can leave the page.
+The page needs neither server nor network. The formulas come from `export`; `model.js` evaluates
+them. The arithmetic is the package's Python code, translated by `javascript`. A content security
+policy allows only the script with the page's own hash, so that no other script can run and no data
+can leave the page.
 """
 
 from __future__ import annotations

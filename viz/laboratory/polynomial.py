@@ -26,7 +26,7 @@ class Polynomial:
 
     @classmethod
     def named(cls, name: str) -> Polynomial:
-        """Return the polynomial whose only term is this name, with the coefficient 1."""
+        """Return the polynomial that consists of this name alone."""
         return cls({(name,): 1})
 
     @classmethod
@@ -57,7 +57,7 @@ class Polynomial:
         return self * -1 + other
 
     def __floordiv__(self, other: Operand) -> Polynomial:
-        """Return the quotient by a polynomial of one term, which must divide every term exactly."""
+        """Divide this polynomial by one term, which must divide every term exactly."""
         ((divisor, n),) = Polynomial.of(other).terms.items()
         return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
 

@@ -1,6 +1,6 @@
 """Formulas for the tiles that a prefix mask and a block-sparse mask keep.
 
-For every row tile, each of the two masks keeps two ranges of key tiles: the first tiles of the
+In every row tile, each of these masks keeps two ranges of key tiles: tiles at the start of the
 sequence, and tiles around the diagonal. `schedule.Schedule` finds the same tiles by evaluating the
 mask at every score, which is slow. The tile-lab page uses the formulas, translated to JavaScript.
 """
@@ -25,8 +25,8 @@ class Prefix(NamedTuple):
         """Return a row tile's number of rows, and the two ranges of key tiles that it visits.
 
         The result is (rows, first, start, stop, full_first, full_start, full_stop). The first range
-        has `first` key tiles, and the second range is from `start` to `stop`. The full ranges have
-        only the key tiles of which the mask removes no score.
+        has `first` key tiles, and the second range is from `start` to `stop`. The full ranges, 0 to
+        `full_first` and `full_start` to `full_stop`, have only key tiles without any masked score.
         """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
@@ -41,8 +41,8 @@ class Cells(NamedTuple):
     """A block-sparse mask of square cells with `cell` scores per side.
 
     The mask keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns
-    of cells. `shift` is the number of cell columns minus the number of cell rows; a diagonal that
-    is shifted by `shift` ends in the lower right corner.
+    of cells. The diagonal is shifted by `shift`, the number of cell columns minus that of cell
+    rows, so that it ends in the lower right corner.
     """
 
     rows: int
@@ -56,7 +56,7 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return the rows of a row tile and the key tiles that it visits, as `Prefix.tile` does."""
+        """Return a row tile's number of rows and the visited key tiles, like `Prefix.tile`."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         top = start // self.members // self.cell

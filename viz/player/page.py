@@ -143,7 +143,7 @@ def page(
 
 
 def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
-    """Raise `OptionError` if the player would be too large, before any part of it is built."""
+    """Raise `OptionError` if the player's file would have more than `max_mb` MB."""
     tiles = events = 0
     for trace in traces:
         t_r, t_c = one_grid(trace)
@@ -212,7 +212,7 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    """Return a dict of each row tile's statistics ("rows"), and the tile shown first ("tile")."""
+    """Return a dict: "rows" has each row tile's statistics, "tile" is the tile shown first."""
     return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
@@ -232,7 +232,7 @@ def _column(values: np.ndarray) -> dict[str, str]:
 
 
 def embedded_json(value: Any) -> str:
-    """Encode a value as JSON whose strings cannot end or open an HTML element in a script."""
+    """Encode a value as JSON that is safe inside an HTML script: it has no "<", ">" or "&"."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 

@@ -21,8 +21,8 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     """Draw visits, bytes and predicted time of one stage, each divided by its smallest value.
 
     A visit is the work on one pair of a query tile and a key tile. The bytes are requested bytes,
-    before any cache. A line joins tile sizes with the same number of rows; labels state the number
-    of columns. A tile size that does not fit on chip has a hollow mark.
+    before any cache. A line joins tile sizes with the same number of rows. Labels state the number
+    of columns. A hollow mark shows a tile size that does not fit on chip.
 
     Parameters
     ----------
@@ -89,7 +89,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
 
 
 def _message(blocks: list[Any]) -> str:
-    """Return a title that names the fastest tile size; without times, the one with fewest bytes."""
+    """Return a title that names the fastest tile size or, without times, that with fewest bytes."""
     timed = [b for b in blocks if b.blocks and b.seconds]
     if timed:
         best = min(timed, key=lambda b: b.seconds)

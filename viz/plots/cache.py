@@ -24,9 +24,8 @@ def l2_curve(
     """Draw the bytes read from DRAM against the size of L2.
 
     The DRAM bytes fall in steps as L2 grows. Each step marks the smallest L2 size at which one more
-    reuse of a tensor hits L2. If L2 is smaller than at the first step, all requested bytes come
-    from DRAM. If L2 is larger than at the last step, only the first read of each byte comes from
-    DRAM.
+    reuse of a tensor hits L2. Before the first step, all requested bytes come from DRAM. After the
+    last step, only the first read of each byte does.
 
     Parameters
     ----------

@@ -31,10 +31,11 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
     """Draw requested bytes against N, d, a tile size or the SRAM size M, with papers' bounds.
 
     Three bounds are drawn for the first FlashAttention series, from each point's own sizes. The
-    compulsory bytes (each input read once, each output written once) are exact. FlashAttention's
-    theorem, N² d² / M, has a constant factor that is fitted to all points. The lower bound of Saha
-    and Ye has the factor 1, so only its slope has a meaning. Under a sliding window, work grows in
-    proportion to N, so only the compulsory bytes hold and are drawn.
+    compulsory bytes (each input read once, each output written once) are exact. The bound of
+    FlashAttention's theorem, N² d² / M, is multiplied by a constant that is fitted to all points.
+    The lower bound of Saha and Ye has an unknown constant factor, drawn as 1, so only its slope has
+    a meaning. With a sliding window, only the compulsory bytes are drawn, because the other two
+    bounds do not hold.
 
     Parameters
     ----------
@@ -74,7 +75,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
-    """Draw the bounds of a series, with the series' name if it is `among` several series."""
+    """Draw the bounds of a series; if `among` several series, label them with its name."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     compulsory = [p["compulsory_bytes"] for p in points]
@@ -110,7 +111,7 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Split rows into series, one per combination of all varying columns but x; sort each by x."""
+    """Split rows into series: rows of a series differ only in x, and are sorted by x."""
     rows = list(rows)
     # A fitted tile and a machine's M depend on x, so they do not distinguish series.
     follows = {"block_q", "block_k", "n_kv", "sram_bytes", "head_dim_v", x}

@@ -1,4 +1,4 @@
-"""A plot of the error that each rounding point (such as "P") causes if only it is less precise."""
+"""A plot of the error that arises if one rounding point (such as "P") is less precise."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def precision(
 ) -> None:
     """Draw the errors of out, dq, dk and dv if one rounding point at a time is less precise.
 
-    The rounding points are on the x axis; at its first position nothing is lowered. Infinite errors
-    are drawn at the upper edge of the logarithmic y axis.
+    The rounding points are on the x axis; at the first position, all points are float32. Infinite
+    errors are drawn at the upper edge of the logarithmic y axis.
 
     Parameters
     ----------

@@ -124,10 +124,11 @@ def tile_map(
 def mask(
     problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the scores that a mask keeps, and the tiles that kernels compute to get them.
+    """Draw the scores that a mask keeps, and the tiles that kernels compute.
 
-    Kernels skip a tile without a kept score; in every other tile, they compute all scores, also
-    those that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q, n_kv, 4).
+    Kernels skip tiles in which the mask keeps no score. In all other tiles, they compute every
+    score, and then remove the masked scores. ``ax.images[0]`` holds the picture's pixels, (n_q,
+    n_kv, 4).
 
     Parameters
     ----------
@@ -230,7 +231,7 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return a number, such as bytes, per score tile, float (T_r, T_c); NaN for a skipped tile."""
+    """Return a figure (such as bytes) per score tile, float (T_r, T_c); NaN for a skipped tile."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

@@ -1,4 +1,4 @@
-"""Plots of bytes: by tensor, step by step, in SRAM, and as the difference of two traces."""
+"""Four plots of bytes: by tensor, step by step, in SRAM, and the difference of two traces."""
 
 from __future__ import annotations
 
@@ -139,10 +139,10 @@ def _place(tensor: str) -> tuple[int, str]:
 def _levels(
     ax: Axes, theme: Theme, groups: list[Trace | Traffic], dram: bool
 ) -> tuple[list[list[str]], list[str], list[float]]:
-    """Draw lines behind each group of bars: compulsory bytes and, with `dram`, DRAM bytes.
+    """Draw lines behind each group of bars: compulsory bytes and, if `dram`, DRAM bytes.
 
-    The results are the texts that differ between groups, the texts that all groups share, and the
-    heights of all lines.
+    The function returns three lists: texts that differ between groups, texts that all groups share,
+    and the heights of all lines.
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -174,7 +174,7 @@ def _name_totals(
     lines: Sequence[float],
     size: float,
 ) -> None:
-    """Write each bar's total above the bar, or above a dashed line that would cross the number."""
+    """Write each bar's total above the bar, or higher if a dashed line would cross the number."""
     inches = ax.figure.canvas.figure.get_size_inches() * (
         ax.get_position().width,
         ax.get_position().height,
@@ -204,9 +204,9 @@ _NAMED, _SEEN = 0.045, 0.008
 def _name_parts(
     ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]
 ) -> tuple[set[str], set[str]]:
-    """Write tensor names on the parts of a bar that are high enough, for print without colour.
+    """Write tensor names on bar parts that are high enough, to be readable without colour.
 
-    The results are the tensors that are visible but not named, and those that are not visible.
+    The function returns two sets of tensors: visible ones without a name, and invisible ones.
     """
     low, high = ax.get_ylim()
     named = {tensor for *_, nbytes, tensor in parts if nbytes > _NAMED * (high - low)}
@@ -287,9 +287,9 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the shared memory that the device offers to one block; if the tiles use only
-    a small part of it, the capacity is written at the top instead. A GPU kernel may hold more
-    bytes, because a block has registers besides shared memory.
+    The dashed line is the shared memory that one block can use. If the tiles use only a small part
+    of this memory, its size is written at the top instead. A GPU kernel may keep more bytes on chip
+    than this, because a block also has registers.
 
     Parameters
     ----------
@@ -352,9 +352,10 @@ def sram_timeline(
 
 @themed
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
-    """Draw by how many bytes two traces, or a trace and its prediction, differ.
+    """Draw the difference in bytes between two traces, or between a trace and its prediction.
 
-    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor.
+    Each bar is the requested bytes of `second` minus those of `first`, for one stage, direction and
+    tensor.
 
     Parameters
     ----------

@@ -61,11 +61,11 @@ class Access:
     _repr_html_ = report.card
 
     def fronts(self) -> np.ndarray:
-        """Return one row (address // 4, lane, wavefront) per word that a lane requests.
+        """Return one row (address // 4, lane, wavefront) for each 4-byte word that a lane requests.
 
         The hardware serves lanes in groups whose bytes fill a wavefront: 32 lanes at 4 bytes each,
-        8 lanes at 16 bytes each. Per wavefront, each bank serves one word of the group, the lowest
-        address first.
+        8 lanes at 16 bytes each. In each wavefront, each bank serves one word to the group. Words
+        with lower addresses are served first.
         """
         group, wavefronts, first = max(1, FRONT // max(self.width, WORD)), [], 0
         for start in range(0, LANES, group):
@@ -212,7 +212,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of bank conflicts, with one row per pattern and layout that allows it."""
+    """Return a table of bank conflicts, with one row per access pattern and layout of the tile."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

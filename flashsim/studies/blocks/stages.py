@@ -68,7 +68,7 @@ class BlockSizes(report.Tabled):
     def best(self, stage: str) -> TiledStage:
         """Return the cost of a stage with the tile size that makes the stage fastest.
 
-        If no time is known, return the cost with the tile size that moves the fewest bytes.
+        If no predicted time exists, the method returns the cost with the fewest bytes.
         """
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
@@ -116,7 +116,7 @@ def sizes(
 ) -> BlockSizes:
     """Return what each stage (kernel) of a pass costs with each tile size.
 
-    Stages without an inner loop (delta) are left out.
+    The result contains no stage without an inner loop, such as delta.
 
     Parameters
     ----------
@@ -156,8 +156,8 @@ def mixed(
 
     The argument `tilings` maps stages to tilings, such as ``{"dkdv": ..., "dq": ...}``.
 
-    Stages exchange only delta, one value per row. So a stage moves the same bytes as in a pass
-    whose stages all have its tile size.
+    Stages exchange only delta, one value per row. So the tile size of one stage does not change the
+    bytes that another stage moves.
 
     Raises
     ------
@@ -216,7 +216,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return each stage's predicted seconds in portable kernels, or {} if they cannot run."""
+    """Return each stage's predicted seconds with portable kernels, or {} if none can run."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Checks statements from well-known write-ups on FlashAttention, and says why each is right or not.
+"""Checks statements from well-known texts on FlashAttention, and says why each is right or wrong.
 
 No verdict is stored: each check computes the correct figure and compares it with the statement.
 
@@ -39,7 +39,7 @@ def judge(name: str) -> Finding:
 def table(*names: str) -> Table:
     """Return a table that shows, for each claim, our verdict, the statement, our result and why.
 
-    Without names, the table contains all claims.
+    If no names are passed, the table contains all claims.
 
     Raises
     ------

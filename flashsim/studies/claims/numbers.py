@@ -120,7 +120,7 @@ def _underflow() -> Finding:
 
 
 def _online(S: np.ndarray, m_type: str, l_type: str) -> np.ndarray:
-    """Return the weights of an online softmax that rounds m and l to these types at each tile."""
+    """Return the weights of an online softmax; each tile rounds m to `m_type` and l to `l_type`."""
     narrow = lambda x, kind: x.astype(numpy_dtype(kind)).astype(np.float32)  # noqa: E731
     m, l = np.full((len(S), 1), -np.inf, np.float32), np.zeros((len(S), 1), np.float32)
     for j in range(0, S.shape[1], _BLOCK):

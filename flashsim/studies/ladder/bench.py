@@ -42,7 +42,7 @@ class Bench:
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
-        """Yield an empty SRAM of the device's capacity for one kernel, and record its transfers."""
+        """Yield an empty SRAM with the device's capacity for one kernel; record the transfers."""
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
@@ -53,22 +53,22 @@ class Bench:
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Yield each row tile's number and rows; between row tiles, the SRAM is emptied."""
+        """Yield each row tile's number and rows. The SRAM is emptied after each row tile."""
         for i in range(self.schedule.t_r):
             with sram.step(i):
                 yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield each score tile's columns in row tile `i`; the tile's loads are freed after it."""
+        """Yield the columns of each score tile in row tile `i`, then free the loaded data."""
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
                 yield visit.cols
 
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
-        """Raise `SramOverflow`, with the longest row that fits, unless `block_q` whole rows fit.
+        """Raise `SramOverflow`, which states the longest possible row, if a row tile does not fit.
 
-        On chip, one score has `score` bytes, a row has `per_row` bytes besides its scores, and
-        `per_tile` bytes do not grow with the rows. `what` names the rung in the message.
+        On chip, each score takes `score` bytes, each row takes another `per_row` bytes, and the
+        whole tile another `per_tile` bytes. The message calls the rung `what`.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile

@@ -52,8 +52,8 @@ def softmax_product(bench: Bench) -> None:
 def without_softmax(bench: Bench) -> None:
     """Compute O = (scale Q K^T) V in one kernel, with FlashAttention's loops but no rescaling.
 
-    Without a softmax, Q (K^T V) has the same result at a cost linear in the length. In attention,
-    the softmax between the two products rules out computing K^T V first.
+    Without a softmax, Q (K^T V) has the same result at a cost proportional to the length. In
+    attention, K^T V cannot be computed first, because a softmax is between the two products.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:
@@ -73,7 +73,8 @@ def without_softmax(bench: Bench) -> None:
 def whole_row_attention(bench: Bench) -> None:
     """Compute attention with a plain softmax, with all scores of a row tile on chip at once.
 
-    The kernel moves as few bytes as FlashAttention, but its SRAM grows with the number of keys.
+    The kernel moves as few bytes as FlashAttention, but needs SRAM in proportion to the number of
+    keys.
     """
     hbm, p = bench.hbm, bench.problem
     block_k = min(bench.tiling.block_k, p.n_kv)

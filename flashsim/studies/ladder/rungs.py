@@ -56,7 +56,7 @@ class Rung:
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """Return the bytes that the rung moves in closed form, as ``{(op, tensor): bytes}``."""
+        """Return the bytes that the rung moves, from closed forms, as ``{(op, tensor): bytes}``."""
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
             return by_operation(counted.transfers)
@@ -134,7 +134,7 @@ class Step:
         return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes that the rung moved: all, or those of one operation or tensor."""
+        """Return the bytes that the rung moved, in total or for one operation or tensor."""
         return sum(
             nbytes
             for (its_op, its_tensor), nbytes in self.moved.items()
@@ -142,7 +142,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return how often the rung loads and stores each score, on average; naive: 2 and 1."""
+        """Return how often the rung loads and stores each score on average (naive: 2 and 1)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -182,7 +182,7 @@ class Climb(report.Tabled):
         return table
 
     def _loops(self) -> str:
-        """Return a note for the table on which tensors FlashAttention-1 and -2 load repeatedly."""
+        """Return a note that says which tensors FlashAttention-1 and -2 load repeatedly."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -208,7 +208,7 @@ def climb(
 ) -> Climb:
     """Run the ladder on one head of random Q, K and V.
 
-    Rungs that compute only a softmax start from S = scale Q K^T.
+    Rungs that compute only a softmax get S = scale Q K^T as input.
 
     Parameters
     ----------
@@ -271,7 +271,7 @@ def climb(
 
 
 class _Inputs:
-    """The inputs Q, K and V of a rung; also computes its scores and the errors of its result."""
+    """The inputs Q, K and V of a rung."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v

@@ -12,7 +12,7 @@ from flashsim.studies.ladder.bench import Bench
 
 
 def naive(bench: Bench) -> None:
-    """Run Algorithm 1 (naive): sum exponentials, then divide; 2 loads and 1 store per element.
+    """Run Algorithm 1 (naive): sum exponentials, then divide. Each element has 2 loads and 1 store.
 
     The exponential exp(s) overflows float32 at s = 89.
     """
@@ -28,7 +28,7 @@ def naive(bench: Bench) -> None:
 
 
 def stable(bench: Bench) -> None:
-    """Run Algorithm 2 (stable): maximum, sum, then divide; 3 loads and 1 store per element."""
+    """Run Algorithm 2 (stable): maximum, sum, then divide. Each element has 3 loads and 1 store."""
     hbm = bench.hbm
     with bench.kernel("stable softmax") as sram:
         for i, rows in bench.steps(sram):
@@ -48,7 +48,7 @@ def stable(bench: Bench) -> None:
 
 
 def online(bench: Bench) -> None:
-    """Run Algorithm 3 (online): maximum and sum in one pass; 2 loads and 1 store per element.
+    """Run Algorithm 3 (online): maximum and sum in one pass. Each element has 2 loads and 1 store.
 
     If a chunk of a row raises the maximum, the sum is rescaled: l = exp(m_old - m) l + sum(chunk).
     """
@@ -71,7 +71,7 @@ def online(bench: Bench) -> None:
 
 
 def whole_row(bench: Bench) -> None:
-    """Compute a softmax with each row kept on chip, if it fits: 1 load and 1 store per element."""
+    """Compute a softmax with whole rows on chip. Each element has 1 load and 1 store."""
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
     with bench.kernel("whole-row softmax") as sram:

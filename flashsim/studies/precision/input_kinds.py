@@ -1,6 +1,6 @@
 """Random inputs of several kinds for the precision laboratory.
 
-With normally distributed scores alone, the running maximum would rarely change.
+Several kinds are needed: with normally distributed scores, the running maximum rarely changes.
 """
 
 from __future__ import annotations

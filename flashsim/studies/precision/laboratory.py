@@ -61,7 +61,7 @@ class LoweredPoint:
 @own_errors
 @dataclass(frozen=True, repr=False)
 class Laboratory(report.Tabled):
-    """The errors of all rounding points that were lowered to the type `dtype`; prints as tables."""
+    """The errors with each rounding point in turn lowered to the type `dtype`; prints as tables."""
 
     dtype: str
     algorithm: str
@@ -71,7 +71,7 @@ class Laboratory(report.Tabled):
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
         """Return the errors of one lowered rounding point.
 
-        Without `kind` or `n`, the method returns the first finding for the point.
+        If several findings match, the method returns the first one.
         """
         for f in self.findings:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):
@@ -147,7 +147,7 @@ def laboratory(
     """Measure the errors that arise if one intermediate result is rounded to a lower precision.
 
     Attention runs once per intermediate result ("rounding point"), and its results are compared
-    with float64. The inputs, and all rounding points that are not lowered, are float32.
+    with float64. The inputs and all other rounding points are float32.
 
     Parameters
     ----------
@@ -232,7 +232,7 @@ def _findings(
     tiling: Tiling,
     seed: int,
 ) -> list[LoweredPoint]:
-    """Return one finding per set of lowered rounding points; all runs have the same inputs."""
+    """Run attention with each `Precision` in `lowered`, on the same inputs; return the errors."""
     x = draw(kind, n, head_dim, seed=seed)
     q, k, v, dout = (part.astype(np.float32) for part in x)
     problem = Problem(n, head_dim=head_dim, causal=causal)
@@ -253,7 +253,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Return the error's root mean square, divided by that of the true result."""
+    """Return the root mean square (RMS) of the error, divided by the RMS of the true result."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

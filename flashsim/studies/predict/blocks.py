@@ -18,13 +18,13 @@ def makespan(
     """Return when a launch's last thread block ends, and an SM's mean busy time, in seconds.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
-    SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
-    block ends, the next block starts on its SM. Head groups run one after another, and within a
-    head group the longest tiles start first. When no block is left to start, blocks that remain on
-    an SM become faster.
+    SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs. When a
+    block ends, the next block starts on the same SM. Head groups run one after another, and within
+    a head group the longest tiles start first. When no block is left to start, blocks that remain
+    on an SM become faster.
 
-    `work` and `latency` are seconds per outer tile, in launch order. `walks` is the number of loops
-    over all tiles (for example one per head), and `clump` the number of loops per head group. An SM
+    `work` and `latency` are seconds per outer tile, in launch order. `walks` is how often the outer
+    tiles are all processed (for example once per head), and `clump` how often per head group. An SM
     runs `together` blocks at the same time.
     """
     items = len(work) * walks
@@ -49,7 +49,7 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """Return when several overlapping launches end, and an SM's mean busy time, in seconds.
+    """Return when the last of several overlapping launches ends, and an SM's mean busy time (s).
 
     As soon as no block of the current launch is left to start, an SM starts blocks of the next
     launch. The blocks of a cluster start together, on SMs that become free at about the same time.
@@ -65,8 +65,8 @@ def in_launches(
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """Return the time at which the last thread block on an SM ends.
 
-    The end times in `blocks` assume that `share` blocks share the SM until the end. The function
-    corrects them for the last part of the launch, when fewer blocks share the SM and so run faster.
+    The end times in `blocks` assume that `share` blocks always share the SM. Near the end of the
+    launch, fewer blocks share the SM, and so run faster; the function corrects for this.
     """
     if not blocks:
         return 0.0

@@ -1,8 +1,7 @@
 """Describes a GPU for the time model, from measured rates of the GPU's units.
 
 The constants in `calibration` are shares of the rates in an H200's data sheet. Another chip's rate
-is the H200's rate times the ratio of the two chips' measured rates. So a chip with half of the
-measured bandwidth has half of the H200's bandwidth.
+is the H200's rate times the ratio of the two chips' measured rates.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
     """Return a `Device` with measured rates, relative to an H200's rates, for `predict`.
 
     The returned device has the name, the number of SMs and the capacities of `gpu`. `units` has the
-    measured rates, as for the function `rates`.
+    measured rates, as `rates` takes them.
     """
     sheet, found = Device.get("H200"), rates(units)
     share = {name: value / H200[name] for name, value in found.items()}

@@ -1,9 +1,9 @@
 """Predicts the time of the GPU kernel of `algorithm="flash-decode"`.
 
-In the model, a thread block waits for its first keys, streams its keys at the rate of an SM or
-multiplies them at the portable forward kernel's rate, whichever is slower, and merges its warps'
-results. HBM's bandwidth limits all blocks together. If keys are split, the last block of a sequence
-merges the splits' results, or a cluster merges them on chip.
+In the model, a thread block waits for its first keys, processes its keys, and merges its warps'
+results. The keys take as long as an SM needs to stream them or the portable forward kernel to
+multiply them, whichever is longer. HBM's bandwidth limits all blocks together. If keys are split,
+either the last block of a sequence or a cluster on chip merges the results.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ALGORITHM = decode_plan.ALGORITHM
 def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
     """Return how the decode kernel is launched for a problem.
 
-    Shared prefixes, latent attention, and sequences with different numbers of queries have no
-    prediction, and raise a `FlashSimError`.
+    Shared prefixes, latent attention, and different numbers of queries per sequence raise a
+    `FlashSimError`.
     """
     if splits == "fa3":
         raise OptionError(
@@ -75,7 +75,7 @@ def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traff
 def stages(
     made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Return the predicted times of the decode kernel's loop over keys, and of any merge."""
+    """Return the predicted times: the decode kernel's loop over keys, and the merge of splits."""
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block

@@ -17,11 +17,10 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 def least(traffic: Traffic) -> Prediction:
     """Return the shortest possible time of a pass, with all units of the GPU working in parallel.
 
-    A stage's time is that of a kernel launch plus the longest of the times that tensor cores,
-    exponentials, CUDA cores, L2 (requested bytes) and HBM need. Each stage transfers each of its
-    tensors from or to HBM once, except tensors that an earlier stage of the pass wrote and that fit
-    in L2. Real kernels take longer than this bound: `predict` predicts the real times for
-    FlashAttention-2's kernel families.
+    A stage takes the time of a kernel launch plus the time of its busiest unit: tensor cores,
+    exponentials, CUDA cores, L2 (requested bytes) or HBM. Each stage transfers each of its tensors
+    from or to HBM once, except tensors that an earlier stage of the pass wrote and that fit in L2.
+    Real kernels take longer than this bound; `predict` predicts their times.
 
     Raises
     ------

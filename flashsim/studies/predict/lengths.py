@@ -101,10 +101,10 @@ def when(
 def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
     """Return a table of bytes, memory and times of standard attention and FlashAttention-1, -2, -3.
 
-    The bytes are requested bytes, and the times those of a training step. The status is "OOM" if
-    the forward pass's tensors do not fit in the device's memory, and "OOM(backward)" if the
-    backward pass's tensors do not. The status is "needs Ampere" or "needs Hopper" on a GPU for
-    which the version was not written. A version that cannot run has no bytes and no times.
+    The table shows requested bytes, and times of a training step. The status is "OOM" if the
+    forward pass's tensors do not fit in the device's memory, and "OOM(backward)" if the backward
+    pass's tensors do not. If the version was not written for the GPU, the status is "needs Ampere"
+    or "needs Hopper".
     """
     device, p = Device.get(device), problem
     table = Table(

@@ -205,9 +205,9 @@ def _beside(
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
     The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for that
-    kernel's results. So the dQ kernel's blocks start without a launch's latency, on SMs without
-    blocks of the first kernel or whose blocks have ended. A block's number determines its first
-    work tile: while a block waits for an SM, no other block can take that tile.
+    kernel's results. So the dQ kernel's blocks start without a launch's latency, on SMs where no
+    block of the first kernel runs. A block's number determines its first work tile: while a block
+    waits for an SM, no other block can take that tile.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -224,7 +224,7 @@ def _beside(
 
 
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
-    """Return when a launch ends in which each thread block has a fixed first work tile.
+    """Return when a launch ends if each of its thread blocks has a fixed first work tile.
 
     The parameters are those of `cost_model.ends`.
     """
@@ -273,7 +273,7 @@ def made_for(device: Device) -> str:
 def _decoded(
     problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
 ) -> tuple[int | str, Problem]:
-    """Return the number of key splits, and the problem restricted to the keys in use."""
+    """Return the number of key splits, and the problem with only the keys that the cache holds."""
     beside = {} if splits == "auto" else {"splits": splits}
     fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
     if "pack_gqa" in fields:
@@ -286,7 +286,7 @@ def _decoded(
 
 
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
-    """Return the predicted time of `algorithm="flash-decode"`."""
+    """Return the predicted time of the algorithm "flash-decode"."""
     # Raises if the algorithm has no such pass.
     plans.stages(problem, decode_time.ALGORITHM, direction)
     made = decode_time.launch(problem, splits, device)
@@ -303,7 +303,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """Return the kernels that `run` would launch for a pass, and the pass's bytes and FLOPs."""
+    """Return the kernels that `run` would launch for a pass, and the `Traffic` of the pass."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
@@ -383,7 +383,7 @@ def stage_seconds(
 
     The four times are the whole time including the launch, the end of the last tile, the mean busy
     time of an SM, and the time that HBM needs. The argument `works` is the result of `works_of`.
-    The constants `c` are those of the last launch, which has most of the work tiles.
+    The constants `c` belong to the last launch, which has most of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -413,7 +413,7 @@ def stage_seconds(
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
-    """Return the fraction of a wave's HBM bytes that are not transferred during matrix products.
+    """Return the fraction of a wave's HBM bytes whose transfer overlaps with no matrix product.
 
     The thread blocks of a wave load their outer tiles, and the tiles of their first inner-loop
     iterations, at about the same time; they store their results together. The tiles of all later
@@ -428,7 +428,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the argument `launches` of `in_launches`, for work tiles that take equally long."""
+    """Return the argument `launches` of `in_launches`; the work tiles take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -441,9 +441,9 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """Return the `durations` of a launch's thread blocks, the launch's grid, and its usable SMs.
+    """Return four values of a launch: both results of `durations`, the grid, and the usable SMs.
 
-    The grid is the number of loops over all tiles, and the number of loops per head group.
+    The grid is a pair: how often the launch loops over all tiles, in total and per head group.
     """
     p, blocks = traffic.problem, one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
@@ -458,7 +458,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return a launch's time constants: those of its first name that has constants."""
+    """Return a launch's time constants: the entry under the first of its names in `constants`."""
     names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
@@ -469,7 +469,7 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_names(one: KernelPass, problem: Problem) -> list[str]:
-    """Return the names of a launch's time constants: for its head width, then for any width."""
+    """Return a launch's possible names in `constants`: for its head width, then for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
     return [named, without] if without == "forward" or width == "128" else [named]
@@ -497,7 +497,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return the seconds that each outer tile uses an SM, and the seconds that the tile waits."""
+    """Return two arrays: for how many seconds each outer tile uses an SM, and how long it waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
@@ -512,7 +512,7 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return the seconds lost once, when the first thread blocks of a launch end together."""
+    """Return the seconds that a launch loses when its first thread blocks end at the same time."""
     return c.changeover if blocks > places else 0.0
 
 

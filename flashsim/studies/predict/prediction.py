@@ -70,9 +70,9 @@ class Prediction(report.Tabled):
 
     @property
     def sustained(self) -> Sustained | None:
-        """The time, energy and clock of one of many repeated calls, under the board's power limit.
+        """The time, energy and clock of one call in a long series of calls, at the power limit.
 
-        The prediction is None if the device's energy was never measured.
+        The value is None if the device's energy was never measured.
         """
         energy = energy_of(self.traffic.device)
         if energy is None or self.joules is None:
@@ -80,7 +80,7 @@ class Prediction(report.Tabled):
         return energy.sustained([stage.use for stage in self.stages], self.seconds)
 
     def table(self) -> report.Table:
-        """Return a table with one row per stage: its time, time per unit, waves and tail."""
+        """Return a table with one row per stage: total time, time of each unit, waves and tail."""
         t = self.traffic
         units = (*UNITS, "HBM")
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
@@ -108,5 +108,5 @@ class Prediction(report.Tabled):
 
 
 def untested(device: Device) -> str:
-    """Return a table's warning if the model was not calibrated on the device, otherwise ""."""
+    """Return a warning for tables if the model was not calibrated on the device, otherwise ""."""
     return "" if device.name == "H200" else f", untested on {device.name}"

@@ -67,7 +67,7 @@ class SpreadTime(report.Tabled):
 
     @property
     def exposed(self) -> float:
-        """The seconds that communication adds to the pass."""
+        """The seconds that transfers add to the pass."""
         return self.seconds - self.alone
 
     @property
@@ -126,8 +126,8 @@ def spread(
     computed and all data that it sends and receives has arrived. The model assumes that links reach
     their nominal speed, and do not slow down kernels. Local attention takes the time that `predict`
     returns; merging takes the time that HBM needs for its bytes. The model assumes the clock of
-    short kernels: it ignores that a power limit slows down many blocks in sequence as much as one
-    long kernel.
+    short kernels. It ignores that a power limit slows down many short kernels in sequence as much
+    as one long kernel.
 
     Parameters
     ----------
@@ -225,7 +225,7 @@ def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
 def _run(
     account: Account, compute: np.ndarray, transfer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the times at which each step begins, and ends, on each rank."""
+    """Return two arrays: the times at which each step begins on each rank, and at which it ends."""
     group = account.group
     start, end = np.zeros_like(compute), np.zeros_like(compute)
     now = np.zeros(group.ranks)

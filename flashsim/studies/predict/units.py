@@ -1,7 +1,7 @@
 """Computes how long a block's tiles keep each unit of an SM busy, from instructions and bytes.
 
-Tensor cores compute matrix products of whole tiles with the kernel's padded head_dim. Kernels move
-rows that are padded to 16 bytes.
+Tensor cores multiply whole tiles, with head_dim padded to the kernel's width. Kernels move rows
+that are padded to 16 bytes.
 """
 
 from __future__ import annotations
@@ -72,13 +72,13 @@ class Work:
 
 
 def clock(device: Device) -> float:
-    """Return the SM clock in Hz that a device's float32 peak implies."""
+    """Return a device's SM clock in Hz, computed from its float32 peak."""
     lanes = LANES.get(device.compute_capability, 128)
     return device.peak("float32", tensor_cores=False) / (2 * lanes * device.sm_count)
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """Return how much work a launch's thread blocks give each unit of an SM of the GPU."""
+    """Return how much work the thread blocks of a launch give each hardware unit of an SM."""
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -133,8 +133,8 @@ def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]
     """Return the bytes that a portable kernel's warps read from shared memory per visit.
 
     The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps. For
-    each product, each warp reads the visited tiles for its own rows of the outer tile. In KV-outer
-    kernels, several warps may share the columns of a product (`FS_PARTS`).
+    each matrix product, every warp reads the visited tile for its own rows of the outer tile. In
+    KV-outer kernels, several warps may share the columns of a product (`FS_PARTS`).
     """
     if one.kernel.boxes:  # the tensor cores read operands from shared memory without warps' loads
         return 0
@@ -154,9 +154,9 @@ def _uneven_pieces(
 ) -> int:
     """Return the number of 16-byte pieces per visit whose addresses are computed separately.
 
-    Only portable kernels have such pieces (`load_async` in mma.cuh): if a block's threads do not
-    divide into whole rows of pieces, eight rows at a time, or if padded rows contain pieces that do
-    not exist in memory.
+    Only portable kernels have such pieces (`load_async` in mma.cuh), in two cases. Either a block's
+    threads do not load a multiple of eight whole rows at a time, or padded rows contain pieces that
+    do not exist in memory.
     """
     if one.kernel.boxes:
         return 0
@@ -207,16 +207,16 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
     """Return the bytes that a kernel reads from HBM again, because L2 did not keep them.
 
-    The result exceeds 0 only for fused kernels with grouped heads whose head group loops over more
-    data (Q, dO and dQ) than L2 holds. Only the data that exceeds L2's capacity is read again. The
-    L2 model (`flashsim.l2`), which takes seconds, agrees to within a seventh in the cases tried.
+    Only fused kernels with grouped heads read bytes again, if a head group loops over more data (Q,
+    dO and dQ) than L2 holds. Only the data that exceeds L2's capacity is read again. The slower L2
+    model (`flashsim.l2`) differed by at most a seventh in the cases tried.
 
-    If all blocks of a head group run at once, but not co-scheduled, the long and the short blocks
-    of a head soon work on different query heads. Then each request for data that does not fit in L2
-    goes to HBM, and each addition to such data is a read and a write.
+    If all blocks of a head group run at once and none waits for another, the long and the short
+    blocks of a head soon work on different query heads. Then each request for data that does not
+    fit in L2 goes to HBM, and each addition to such data reads and writes HBM.
 
     If a head group has more blocks than SMs, or if its blocks are co-scheduled, the blocks of one
-    wave read each row tile together, and each further wave that visits the row tile reads it again.
+    wave read each row tile together. Each later wave that visits the row tile reads it again.
     """
     p, stage, tables = traffic.problem, one.stage, one.tables
     asked = {"load": 0, "reduce": 0}
@@ -243,8 +243,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     """Return the number of waves of thread blocks that visit a row tile, averaged over row tiles.
 
-    A wave has as many consecutive outer tiles of each head as SMs per head, and visits all row
-    tiles from the first to the last of them.
+    Per head, a wave has as many consecutive outer tiles as there are SMs per head. A wave visits
+    all row tiles from its first to its last.
     """
     tables = one.tables
     visited = tables.order[tables.visits[tables.order] > 0]
@@ -258,7 +258,7 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Return the bytes of a stage's tensors, each counted once if read and once if written."""
+    """Return the bytes of a stage's tensors: once for each tensor read, once for each written."""
     return sum(
         whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
         for name, op, tensor in traffic.transfers

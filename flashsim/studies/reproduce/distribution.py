@@ -63,11 +63,11 @@ def decoding() -> list[Table]:
 
 
 def ring() -> list[Table]:
-    """Recompute table 2: the block size c = F / B at which computing hides the transfer of K, V.
+    """Recompute table 2: the block size c = F / B at which computing takes as long as sending K, V.
 
     The rate F is in FLOP/s and the bandwidth B in bytes per second. A block of c queries and keys
     has 4 d c^2 FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes longer
-    than the transfer if c > F / B, for any d. The ratio F / B is computed from a run of ring
+    than the transfer if c > F / B, whatever d is. The ratio F / B is computed from a run of ring
     attention on four ranks.
     """
     table = page(

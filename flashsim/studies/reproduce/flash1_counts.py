@@ -102,7 +102,7 @@ def memory() -> list[Table]:
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:
-    """Return a text: how many score matrices and tensors the paper has more than we, and why."""
+    """Return a text that explains why the paper's program needs more memory."""
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     matrices = 1 if rest >= scores + tensor else 0
     more = f"{(rest - matrices * scores) / tensor:.2g} T"

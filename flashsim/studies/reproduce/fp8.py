@@ -1,4 +1,4 @@
-"""Recomputes table 3 of FlashAttention-3 (FP8 and half precision), and FP8 accumulators' errors."""
+"""Recomputes table 3 of the FlashAttention-3 paper, and the errors of FP8 accumulators."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ BEST = "FP8, FlashAttention-3"
 
 
 def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
-    """Recompute table 3 for inputs N(0, 1) + N(0, 100) Bernoulli(0.001), with several accumulators.
+    """Recompute table 3, on inputs N(0, 1) + N(0, 100) Bernoulli(0.001), for several accumulators.
 
     All n queries and keys are quantised, and the first `queries` rows of the output are computed.
     """
@@ -107,7 +107,7 @@ def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict
 
 
 def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
-    """Return attention without tiles on dequantised inputs, with float16 intermediate results."""
+    """Compute attention of dequantised inputs without tiles; intermediate results are float16."""
     q, k, v = x.dequantized()
     problem = Problem(queries, k.shape[-2], D)
     return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]

@@ -16,10 +16,10 @@ from flashsim.studies.reproduce.page import line, page
 
 
 def bounds() -> list[Table]:
-    """Compare FlashAttention's HBM accesses, as M grows, with N^2 d^2 / M and the lower bounds.
+    """Compare FlashAttention's HBM accesses, for several M, with N^2 d^2 / M and the lower bounds.
 
     The tile sizes follow line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), with M in
-    elements. A run on the simulated memory counts the accesses.
+    elements. A simulated run counts the accesses.
     """
     n, d = 256, 32
     shape = f"N = {n}, d = {d}, float32, executed"

@@ -1,8 +1,6 @@
 """Recomputes the roofline, intensities, times and on-chip bytes of a write-up of Pallas attention.
 
-In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
-per score for the softmax. In the backward pass, the write-up counts each kernel's own products. The
-write-up counts one HBM transfer per tensor.
+The write-up counts one HBM transfer per tensor.
 """
 
 from __future__ import annotations
@@ -63,8 +61,8 @@ _ROOMY = Device.get("H100")
 class Textbook:
     """The FLOPs and bytes of one pass of one head, counted as in the write-up.
 
-    `n` is the number of queries and of keys. The bytes are those of 4-byte elements, the only size
-    that gives the printed figures.
+    `n` is the number of queries and of keys. Each element counts as 4 bytes, because only this size
+    gives the printed figures.
     """
 
     direction: str
@@ -82,10 +80,10 @@ class Textbook:
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
     """Return the FLOPs and bytes of one pass, counted as in the write-up's model.
 
-    The products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10
-    T^2 d in one); in the forward pass, the softmax adds 5 T^2. Each tensor is transferred once: q,
-    k, v, out, the naive P, and one float32 logsumexp per row if P is not stored; in the backward
-    pass also the gradients.
+    In the forward pass, the products have 4 T^2 d FLOPs, and the softmax 5 T^2. In the backward
+    pass, the products have 8 T^2 d FLOPs (naive), 14 T^2 d (two kernels) or 10 T^2 d (one kernel).
+    The tensors q, k, v and out are transferred once, in the backward pass also the gradients. The
+    naive kernel also transfers P; the others transfer one float32 logsumexp per row.
     """
     problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
     counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
@@ -101,7 +99,7 @@ def pallas() -> list[Table]:
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, its index) for each of the write-up's 36 figures."""
+    """Return (direction, kernel, length, index of the length) for the write-up's 36 intensities."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -159,7 +157,7 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the write-up's batch size times its heads, which its times and percentages imply."""
+    """Return batch size times heads, computed from the write-up's times and percentages."""
     peak = Device.get(DEVICE).peak(DTYPE)
     counts = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
@@ -170,7 +168,7 @@ def heads() -> int:
 
 
 def speed(direction: str, kernel: str, at: int) -> float:
-    """Return a kernel's FLOP/s from its printed time, with FLOPs as in the write-up."""
+    """Return a kernel's FLOP/s: FLOPs counted as in the write-up, divided by the printed time."""
     counted = textbook(direction, kernel, LENGTHS[at])
     return heads() * counted.flops / (TIMES[direction, kernel][at] / 1e3)
 
@@ -227,7 +225,7 @@ def _scores_on_chip() -> Table:
 
 
 def _fitting(size: int) -> str:
-    """Return the names of the devices on which a thread block may use `size` bytes on chip."""
+    """Return the names of the devices whose thread blocks can use `size` bytes on chip."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"

@@ -1,4 +1,4 @@
-"""The fused softmax-product on the CPU's cores, compiled by Numba, without counts."""
+"""The fused softmax-product on the CPU's cores, compiled by Numba; it counts no bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndar
 @keep
 @njit(nogil=True, fastmath={"contract"})
 def _walk(x, v, out, block_1, block_2, first, last):
-    """Compute the row tiles `first` to `last` - 1 of all matrices."""
+    """Compute the result's row tiles `first` to `last` - 1, numbered over all matrices."""
     _, d1, d2 = x.shape
     d3 = v.shape[2]
     tiles = (d1 + block_1 - 1) // block_1

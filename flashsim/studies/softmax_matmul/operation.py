@@ -58,7 +58,7 @@ class SoftmaxProduct(report.Tabled):
         )
 
     def compulsory(self) -> int:
-        """Return the compulsory bytes: X and V, read once, and O, written once, in float32."""
+        """Return the compulsory bytes: X and V are read once, and O is written once, in float32."""
         batch, d1, d2, d3 = self.shape
         return 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
 
@@ -91,8 +91,8 @@ def run(
 ) -> SoftmaxProduct:
     """Compute softmax(X) V in one pass over X, without storing P in HBM.
 
-    The function uses an online softmax along d2, as FlashAttention-2 does: if a block raises a
-    row's maximum, the sums so far are rescaled. A row of X that has only -inf has the result NaN.
+    The function uses an online softmax along d2, as FlashAttention-2 does. A row of X that has only
+    -inf has the result NaN.
 
     Parameters
     ----------
@@ -165,8 +165,8 @@ def count(
 ) -> SoftmaxProduct:
     """Return the bytes that `run` moves, in closed form.
 
-    With ``fused=False``, the bytes are those of two separate kernels: an online softmax, which
-    reads X twice and writes P, and a product, which reads P.
+    With ``fused=False``, two separate kernels move the bytes: an online softmax reads X twice and
+    writes P, and a product reads P.
     """
     for name, size in (("batch", batch), ("d1", d1), ("d2", d2), ("d3", d3)):
         checks.positive_int(name, size)
@@ -221,5 +221,5 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Return the bytes of the whole batch from one matrix's bytes; the ladder's S is named X."""
+    """Return the batch's bytes, computed from one matrix's bytes; rename the ladder's S to X."""
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

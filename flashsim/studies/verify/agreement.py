@@ -26,7 +26,7 @@ _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors writte
 
 @dataclass(frozen=True)
 class Difference:
-    """The predicted and the measured value of one quantity of one kernel on one shape.
+    """The predicted and the measured value of one quantity (such as DRAM reads) of one kernel.
 
     The field `fits` is true if all tensors of the shape stay in L2.
     """
@@ -47,7 +47,7 @@ class Difference:
 
 
 def read(text: str) -> list[Difference]:
-    """Return a `benchmarks/verify.py` table's rows with a prediction, or raise a `TraceError`."""
+    """Return the table rows that have a prediction; raise a `TraceError` for any other text."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
@@ -67,10 +67,7 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Return tables of requested bytes, DRAM reads, bank conflicts, and errors above the targets.
-
-    The argument `text` is the CSV that `benchmarks/verify.py` wrote.
-    """
+    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets."""
     rows = read(text)
     kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}
     for row in rows:

@@ -1,4 +1,4 @@
-"""`Case`, a problem with a backend that runs it; and `MeasuredPass`, a case's measured pass."""
+"""`Case`: a problem, and a backend to run it. `MeasuredPass`: a measured pass of a case."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Case:
-        """Return the case from its fields, the result of `to_dict`."""
+        """Build a case from the result of `to_dict`."""
         window = values["problem"]["window"]
         shape = values["problem"] | {"window": None if window is None else tuple(window)}
         forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
@@ -159,7 +159,7 @@ class Counted:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Counted:
-        """Return the reported counts from the result of `to_dict`."""
+        """Build the reported counts from the result of `to_dict`."""
         transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
         tiling = Tiling(*values["tiling"])
         return cls(values["algorithm"], values["direction"], tiling, transfers)
@@ -196,8 +196,8 @@ def predict(
 ) -> Traffic:
     """Return the predicted bytes and FLOPs of a pass by GPU kernels.
 
-    Unlike `flashsim.count`, the function accepts a tiling that exceeds the device's shared memory,
-    because GPU kernels keep tiles in registers too.
+    Unlike `flashsim.count`, the function accepts tiles that exceed shared memory, because GPU
+    kernels also keep tiles in registers.
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)

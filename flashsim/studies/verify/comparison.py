@@ -1,4 +1,4 @@
-"""Builds one table of predicted, kernel-reported and hardware-measured values, and their ratio."""
+"""Builds a table of predicted, kernel-reported and hardware-measured values, with ratios."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashsim.studies.verify.sectors import sectors_written
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the comparison: one quantity of one stage's kernel, in bytes or counts.
+    """A row of the comparison: one quantity of one stage's kernel, such as its requested bytes.
 
     A predicted or kernel-reported value that does not exist is None.
     """
@@ -142,12 +142,12 @@ _OPS = {"requested read": "load", "requested write": "store", "requested reduce"
 
 
 def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
-    """Return each quantity that was measured for a stage (kernel), averaged over its launches.
+    """Return the measured quantities of a stage (kernel), averaged over its launches.
 
-    The quantity "requested read" is the bytes that arrive at the SMs and, if `with_l1`, the bytes
-    that hit in L1, except reloads of spilled registers. A kernel that works row by row requests
-    each sector from L1 twice. For kernels written in Python, the number of L1 requests for the
-    schedule's tables is not known.
+    The quantity "requested read" has the bytes that arrive at the SMs, without reloads of spilled
+    registers. If `with_l1` is true, the quantity also has the bytes that hit in L1. Two kinds of
+    kernels have no L1 prediction: kernels that work row by row (which request each sector twice),
+    and kernels written in Python.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
@@ -193,7 +193,7 @@ def _predicted(
 
 
 class _Dram:
-    """Predicts the DRAM bytes of a pass's stages; replays equal launch parameters only once."""
+    """Predicts the DRAM bytes of a pass's stages; equal launches are replayed only once."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = _filled(traffic), l2
@@ -233,8 +233,8 @@ def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
     """Return how a Hopper kernel assigns its work tiles to thread blocks, as three values.
 
     The values are the heads per group, whether the kernel co-schedules these heads, and the blocks
-    that share a work tile (1 if launches differ). The Hopper kernels written in Python never
-    co-schedule heads, but the prediction for the C++ kernels is used for them too.
+    that share a work tile (1 if the launches of a pass differ in this). The Hopper kernels written
+    in Python never co-schedule heads, but the prediction for the C++ kernels is used for them too.
     """
     tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
     how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))

@@ -6,13 +6,13 @@ More bytes cross than the problem's tensors have, for these reasons:
 - L2 sends sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row begins
   in the middle of a sector, and a warp's combined request touches one more sector.
 - Hopper's TMA delivers whole boxes, with zeros past the ends of rows and sequences.
-- K and V arrive at each block of a cluster of thread blocks that share a tile of keys, and so do
-  the other blocks' parts of dK and dV.
-- A kernel reads LSE, delta and a few entries of the schedule's tables in sectors too.
+- If a cluster of thread blocks shares a key tile, K and V arrive at each block, and so do the other
+  blocks' parts of dK and dV.
+- Kernels also read LSE, delta and a few entries of the schedule's tables in sectors.
 
-Kernels multiply whole tiles with a padded head_dim. The rules were derived from counters
-(docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which follows from
-their code and was not measured.
+Tensor cores multiply whole tiles, with a padded head_dim. The rules were derived from hardware
+counters (docs/notebooks/counters.md). Only the rule for clusters in the Python kernels was derived
+from the code, and not measured.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SharedItems(NamedTuple):
     """How thread blocks share key tiles in one launch of a KV-outer Hopper backward kernel.
 
     All heads together have `items` key tiles, and a cluster of `blocks` thread blocks shares each
-    key tile. The launch's blocks compute and discard `unused` dQ products in all.
+    key tile. In total, the launch computes and discards `unused` dQ products.
     """
 
     items: int
@@ -59,12 +59,13 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """Return how a Hopper kernel's thread blocks share key tiles, with one entry per launch.
+    """Return how the thread blocks of a Hopper kernel share key tiles, one entry per launch.
 
-    The result is empty for a Q-outer stage. If a kernel defers dQ by one visit (inner-loop
-    iteration), a block computes one more dQ product per work tile than it has visits, and discards
-    the first. In the C++ kernels, a block without visits also computes one product. `in_turns` is
-    true if the kernel adds to dQ in a fixed order, and `python` for the kernels written in Python.
+    The result is empty for a Q-outer stage. A kernel may compute the dQ of a visit (inner-loop
+    iteration) in the next visit. A block of such a kernel computes one dQ product too many per work
+    tile, and discards the first. In the C++ kernels, a block without visits also computes one dQ
+    product. `in_turns` is true if the kernel adds to dQ in a fixed order, and `python` for the
+    kernels written in Python.
     """
     if stage.outer != "keys":
         return ()
@@ -91,8 +92,8 @@ def crossing(
 ) -> int:
     """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
 
-    Hopper kernels load through TMA. `launches` is the result of `shares`; by default, each outer
-    tile has one block. With `with_l1`, sectors that the SM reads from L1 count too.
+    `launches` is the result of `shares`; by default, each outer tile has one block. If `with_l1` is
+    true, sectors that the SM reads from L1 count too.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -148,7 +149,7 @@ MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 def arriving(width: int) -> float:
     """Return how many 32-byte sectors per row of K or V arrive at each block of a cluster.
 
-    The number leaves out empty TMA boxes past the row's end.
+    TMA boxes that begin past the row's end do not count.
     """
     return MULTICAST.get(width, _whole_boxes(width))
 
@@ -163,11 +164,11 @@ def _statistics(
 ) -> int:
     """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
 
-    One sector holds the values of eight rows, so most heads whose number of rows is no multiple of
-    eight begin in the middle of a sector. In a KV-outer loop, a warp reads the values of 32 rows at
-    a time, and the second read of a shared sector hits in L1, so only `with_l1` counts it. Hopper's
-    dQ kernel reads the values of eight rows at a time and bypasses L1; with tiles of 64 rows, each
-    of its two warpgroups reads all values.
+    One sector holds the values of eight rows. If heads have a number of rows that is no multiple of
+    eight, most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values
+    of 32 rows at a time. If two such reads touch the same sector, the second one hits in L1, so
+    only `with_l1` counts it. Hopper's dQ kernel reads the values of eight rows at a time and
+    bypasses L1. If the tiles have 64 rows, each of the kernel's two warpgroups reads all values.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -205,12 +206,11 @@ def table_reads(
     launches: Sequence[SharedItems] = (),
     warps: int = 1,
 ) -> int:
-    """Return the bytes that thread blocks request from the tables which describe the schedule.
+    """Return the bytes that thread blocks read from the tables which list work tiles and visits.
 
     The visits of each work tile must be contiguous. For each work tile, each of `warps` warps reads
-    two entries, one sector each: the number of the outer tile, and its visits. If a Hopper kernel
-    has more work tiles than SMs, a block also reads one sector for the number of its next work
-    tile.
+    two sectors: one with the number of the outer tile, one with its visits. If a Hopper kernel has
+    more work tiles than SMs, a block also reads one sector for the number of its next work tile.
     """
     schedule = traffic.schedule(stage)
     spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
@@ -226,12 +226,11 @@ def table_reads(
 
 
 def _split_sectors(width: int) -> int:
-    """Return how many half-sectors a tensor row needs in addition to 4 sectors per row of a box.
+    """Return how many half-sectors a tensor row needs in addition to 4 sectors in each TMA box.
 
-    The result is the mean of two neighbouring rows, which begin at different offsets in a sector.
-    The hardware splits a box's row at the ends of sectors and at the end of the tensor's row. If
-    the tensor's row ends in the middle of a sector, the last non-empty box has a fifth sector. A
-    full box before the last one has a fifth sector only in every other row, which begins in the
+    The result is a mean over two neighbouring rows: one begins at a sector's start, the other in a
+    sector's middle. If the tensor's row ends in the middle of a sector, the last non-empty box has
+    a fifth sector. All boxes before the last one have a fifth sector only in rows that begin in the
     middle of a sector.
     """
     return width // (4 * SECTOR) + 2 if width % SECTOR else 0
@@ -240,7 +239,7 @@ def _split_sectors(width: int) -> int:
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
     """Return the number of rows in all TMA boxes of a tensor that a stage loads, over all heads.
 
-    Ragged tiles count as whole tiles.
+    Tiles that the sequence's end cuts off count as whole tiles.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     walks, _ = plans.heads_of(stage, p)
@@ -265,8 +264,8 @@ def tensor_flops(
     """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
     Tiles that are masked in part, or cut off at an edge, count as whole tiles. The Hopper backward
-    kernels written in Python multiply whole chunks of 64 columns. The argument `launches` is the
-    result of `shares`. The dQ products that kernels compute and discard also count.
+    kernels written in Python multiply whole chunks of 64 columns. The dQ products that kernels
+    compute and discard also count.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0
@@ -296,8 +295,8 @@ def tensor_flops(
 def _columns_of_dq(traffic: Traffic) -> int:
     """Return the number of dQ columns that the portable fused kernel computes, with padding.
 
-    Each warp has equally many columns, a multiple of 16, and computes no columns past the last one,
-    except if its share is two pairs of fragments but only one pair is left.
+    Each warp gets the same number of columns, a multiple of 16. Columns past the last one are
+    skipped, except if a warp's share is 32 columns of which only 16 exist.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

@@ -1,4 +1,4 @@
-"""Measures cases on this machine: with kernels that count their bytes, and with Nsight Compute."""
+"""Measures cases on this machine, with kernels that count their bytes and with Nsight Compute."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def record(cases: Sequence[Case]) -> Record:
     """Measure all cases on this machine's GPU, and return the measurements.
 
     One process runs kernels that count their bytes, and another process runs under Nsight Compute.
-    A case without a device is predicted for this machine's GPU.
+    Predictions for a case that names no device are for this machine's GPU.
 
     Raises
     ------
@@ -103,7 +103,7 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
 def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     """Return the measured passes of each case in a record.
 
-    The record's launches must be in the order of the cases, and per case in the order of its
+    The record's launches must follow the order of the cases, and within a case the order of its
     stages.
 
     Raises
@@ -132,7 +132,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign measured launches to stages by kernel name; all launches must be of one shape.
+    """Assign measured launches to stages by kernel name. All launches must have one shape.
 
     Raises
     ------
@@ -160,7 +160,8 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
-    Successive launches belong to one pass (`KernelPass.before`): other kernels run between passes.
+    Successive launches belong to one pass (`KernelPass.before`), as other kernels run between
+    passes.
     """
     found: list[MeasuredLaunch] = []
     for one in launches:

@@ -48,11 +48,10 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """One launch of a kernel: its name, and its counters by flashsim's names.
+    """One launch of a kernel: the kernel's name, and its counters under flashsim's names.
 
-    The counters are in bytes, seconds or counts. The field `blocks` is the number of thread blocks,
-    `threads` the threads per block, and `ranges` the NVTX ranges as Nsight Compute writes them.
-    Fields whose columns the table lacks are 0 or "".
+    The field `blocks` is the number of thread blocks, `threads` the threads per block, and `ranges`
+    the NVTX ranges as Nsight Compute writes them. A field is 0 or "" if the table lacks its column.
     """
 
     kernel: str
@@ -72,8 +71,8 @@ class MeasuredLaunch:
 def stage_of(kernel: str) -> str | None:
     """Return the stage that a kernel runs, or None if the kernel is not flashsim's.
 
-    The kernel of the KV-outer pass, whose name contains ``dkdv`` or ``backward``, has the stage
-    "dkdv", also if it adds to dQ (stage "fused").
+    A KV-outer kernel (``dkdv`` or ``backward`` in its name) always gets the stage "dkdv", although
+    it may run the stage "fused", which also adds to dQ.
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:
@@ -106,7 +105,7 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 @own_errors
 def parse(text: str) -> list[MeasuredLaunch]:
-    """Return the launches in a table with one counter or one launch (``--page raw``) per row.
+    """Return the launches in ncu's table, with one counter or one launch (``--page raw``) per row.
 
     Raises
     ------
@@ -157,7 +156,7 @@ def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _launch(cell: dict[str, str]) -> MeasuredLaunch:
-    """Return the launch in one row of Nsight Compute's table, without counters."""
+    """Return the launch that a row of Nsight Compute's table describes, without counters."""
     return MeasuredLaunch(
         cell["Kernel Name"],
         _number(cell["ID"]),

@@ -39,8 +39,7 @@ MOST_CASES = 10_000
 def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
     """Return cases with random lengths, head dims, heads, groups and masks.
 
-    Each case has a forward, a three-pass backward and a fused backward pass. The same seed gives
-    the same cases.
+    Each case has a forward, a three-pass backward and a fused backward pass.
 
     Parameters
     ----------
@@ -94,13 +93,13 @@ class Apart:
 
     @property
     def misses(self) -> bool:
-        """Whether the prediction's error exceeds the largest allowed error."""
+        """Whether the prediction's error exceeds its target."""
         return abs(self.difference) > self.target
 
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Return every quantity that has an error target, with the largest |error| / target first.
+    """Return each prediction that has an error target, sorted by |error| / target, largest first.
 
     The argument `passes` has the measured passes of each case, from `passes_of`.
     """

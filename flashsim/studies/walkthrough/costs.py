@@ -53,7 +53,7 @@ def corrections(
 ) -> Table:
     """Return a table that counts FlashAttention-1's and -2's operations outside matrix products.
 
-    FlashAttention-1 divides O by l at every key tile, and multiplies O by l again at the next.
+    FlashAttention-1 divides O by l at every key tile, and multiplies O by l at the next key tile.
     FlashAttention-2 divides O by l once, after the last tile (arXiv:2307.08691, section 3.1.1).
     """
     tiling, problem = tiling or Tiling(64, 64), Problem(n, head_dim=head_dim, dtype="bfloat16")
@@ -77,7 +77,7 @@ def corrections(
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
     """Return a table of the time that each device needs to read P from HBM.
 
-    The table also has the time to store and load S and P once each.
+    The table also has the time to store and load both S and P once.
     """
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")

@@ -1,9 +1,10 @@
 """Infers the tiles of a kernel from its hardware counters, with the closed forms.
 
-A forward pass reads K and V once for each query tile that sees them, so the bytes that arrive at
-the SMs determine the number of query tiles. A fused backward pass adds to each query row's dQ once
-for each key tile, so the bytes added in L2 determine the size of the key tile. The function `infer`
-returns all plausible tiles that agree with the counters, because some tiles move the same bytes.
+A forward pass reads K and V once for each query tile that needs them. So the bytes that arrive at
+the SMs determine the number of query tiles. A fused backward pass adds to the dQ of each query row
+once for each key tile. So the bytes added in L2 determine the size of the key tile. The function
+`infer` returns all plausible tiles that agree with the counters, because some tiles move the same
+bytes.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ class LaunchCounters:
     """The hardware counters of one kernel launch.
 
     The SMs read `read` bytes from L2, store `written` bytes in L2, and add `reduced` bytes in L2 by
-    atomics. `blocks` counts thread blocks (0 if unknown), and `tensor_flops` the FLOPs on tensor
-    cores (None if unknown).
+    atomics. `blocks` is the number of thread blocks (0 if unknown), and `tensor_flops` the number
+    of FLOPs on tensor cores (None if unknown).
     """
 
     read: float
@@ -167,8 +168,8 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
     """Infer the form and the tile of each kernel of one pass of an attention call.
 
     `problem` is the shape and the mask of the call, and `launches` has the counters of the pass's
-    kernels in the order in which they ran. The result has one `Inference` per launch; if nothing
-    agrees with the counters, the form is "other" and there are no fits.
+    kernels in the order in which they ran. The result has one `Inference` per launch. If no form
+    agrees with a launch's counters, its form is "other", without fits.
     """
     if direction != "forward":
         return _backward(problem, launches)
@@ -192,11 +193,12 @@ def _products(problem: Problem, seen: LaunchCounters) -> bool:
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """Return the number of key parts that kernel `before` computed and kernel `after` merges, or 1.
+    """Return how many parts of the keys kernel `before` computed and kernel `after` merges, or 1.
 
-    A kernel that merges parts reads a float32 O and an LSE for each part. An LSE takes 4 B, or two
-    sectors if the LSEs of rows are not contiguous. If several numbers of parts remain possible, the
-    number of thread blocks of the kernel `before` decides.
+    A kernel that merges parts reads a float32 O and an LSE for each part. Per row, the LSE takes 4
+    B, or two sectors if the LSEs of neighbouring rows are not contiguous. If several numbers of
+    parts are possible, the function chooses one that divides the thread blocks of the kernel
+    `before`.
     """
     if before is None or not _products(problem, before) or _products(problem, after):
         return 1
@@ -215,8 +217,9 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of a backward pass.
 
-    If two kernels have products and no atomic additions, the kernel that stores more bytes computes
-    dK and dV, and the other computes dQ. A kernel that does not fit its task has the form "other".
+    If two kernels have matrix products but no atomic additions, the one that stores more bytes
+    computes dK and dV, and the other computes dQ. If no tile agrees with a kernel's counters, the
+    kernel has the form "other".
     """
     found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
@@ -233,7 +236,8 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
     """Infer the form of a kernel whose counters alone identify it, or return None.
 
-    The counters identify kernels that add to dQ, only sum or round, or have no matrix products.
+    The counters identify kernels that add to dQ, that only compute row sums, that only round dQ,
+    and others without matrix products.
     """
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
@@ -256,9 +260,9 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
     """Return the tiles with which a kernel of one form would have the given counters.
 
-    The bytes that the kernel read must agree closely with those of the tile. If no tile agrees in
-    bytes and FLOPs, a tile with exactly the measured FLOPs also fits if somewhat more bytes were
-    read.
+    The bytes that the kernel read must agree closely with the bytes that the tile requires. If no
+    tile agrees in bytes and FLOPs, the function accepts tiles with exactly the measured FLOPs that
+    require somewhat fewer bytes than were read.
     """
     tried = [
         fit
@@ -300,8 +304,8 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
     """Return whether a kernel with this tile would execute the measured number of FLOPs.
 
-    The function pads head_dim as kernels do. For the form "dkdv and dq", the two passes visit
-    different tiles, so only a range of FLOPs is known.
+    The function pads head_dim as kernels do. For the form "dkdv and dq", a range of FLOPs is
+    accepted, because the two passes visit different tiles.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim
@@ -327,9 +331,9 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return the bytes that a kernel stored beyond its results.
+    """Return how many bytes more than its results a kernel stored, such as spilled registers.
 
-    A difference that partly written sectors may explain counts as 0.
+    The result is 0 if partly written sectors may explain the difference.
     """
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
@@ -367,7 +371,7 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
     """Yield the tile sizes (rows, columns) to try for a kernel of one form.
 
-    The scores of a tile, and its accumulators (O, or dK and dV), must fit in an SM's registers.
+    A tile's scores and accumulators (O, or dK and dV) must fit together in an SM's registers.
     """
     rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
     forward = form in ("forward", "split keys")
@@ -381,8 +385,8 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 def _up_to(n: int) -> Sequence[int]:
     """Return the tile sides to try for n rows or n keys.
 
-    All sides below n or up to 128 are tried, and the next larger one, because kernels pad the tiles
-    of short sequences.
+    Sides below n or up to 128 are tried, and the next larger side, because kernels pad short
+    sequences.
     """
     beyond = [side for side in SIDES if side >= n]
     return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
@@ -400,9 +404,10 @@ _STAGES = {
 def _counted(
     form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
 ) -> Iterator[Fit]:
-    """Yield the bytes that a kernel with this tile would move if it cuts off tiles at the edges.
+    """Yield the bytes that a kernel with this tile would move, as one or several fits.
 
-    If a kernel that moves whole boxes would move other bytes, a second fit is for such a kernel.
+    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes. If the bytes
+    differ, each case has its own fit.
     """
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
@@ -454,7 +459,7 @@ CLUSTERS = (2, 4, 8)
 def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
     """Return a fit in which a cluster of `blocks` thread blocks shares each key tile.
 
-    K and V arrive at each block of the cluster by multicast. Each block also reads the other
+    K and V arrive at each block of the cluster (by multicast). Each block also reads the other
     blocks' float32 parts of dK and dV, in pieces of 32 columns (see `verify.crossing`).
     """
     more = 0
@@ -471,9 +476,9 @@ _ANY = Device.get("H100")
 
 
 def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
-    """Return the bytes of Q that a kernel loads if all row tiles split the keys equally.
+    """Return the bytes of Q that a kernel loads if every row tile splits its keys into equal parts.
 
-    For each part of the keys, the kernel loads the row tile's Q again.
+    For each part of the keys, the kernel loads Q of the row tile once.
     """
     p, schedule = traffic.problem, traffic.schedule(stage)
     every = -(-len(schedule.cols) // splits)
@@ -492,10 +497,10 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """Return the bytes of a tensor's tiles if tiles that are cut off at an edge are moved whole.
+    """Return the bytes of a tensor's tiles if the last, partial tiles are moved as whole tiles.
 
-    With `columns`, each row is also padded to whole boxes. With `pairs`, thread blocks run in
-    clusters of two, so that the number of outer tiles is rounded up to an even number.
+    If `columns` is true, rows are padded to whole TMA boxes. If `pairs` is true, thread blocks run
+    in clusters of two, so the number of outer tiles is rounded up to an even number.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)

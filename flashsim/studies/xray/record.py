@@ -44,7 +44,7 @@ class ProfiledLaunch:
 
     @classmethod
     def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
-        """Return a measured kernel launch as a launch of attention call `call`."""
+        """Return a measured kernel launch as a part of attention call number `call`."""
         return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
@@ -64,7 +64,7 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one program, which any machine can evaluate.
+    """The measurements of one program. Any machine can evaluate these measurements.
 
     Attributes
     ----------
@@ -93,7 +93,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a record that `save` wrote; raise a `TraceError` if the file is not one."""
+        """Read a record that `save` wrote; raise a `TraceError` for any other file."""
         try:
             values = json.loads(path.read_text())
             launches = tuple(ProfiledLaunch(**one) for one in values.pop("launches"))
@@ -110,7 +110,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `Problem`'s fields that were read from JSON, with lists replaced by tuples."""
+    """Return the fields of a `Problem`, which were read from JSON, with tuples instead of lists."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -121,8 +121,8 @@ def measure(
     """Run a PyTorch program under Nsight Compute, and record the kernels of its attention calls.
 
     The attention calls are those that `flashsim.torch.watch` records. By default, `device` is the
-    preset that matches the GPU. At most `launches` kernels are measured; each runs again for each
-    group of counters.
+    preset that matches the GPU. At most `launches` kernels are measured. Each kernel is repeated,
+    once for each group of counters.
 
     Raises
     ------
@@ -169,8 +169,8 @@ def measure_kernels(
 
     Use this function for kernels that `watch` does not record, such as your own. `problem` is the
     shape and the mask of the program's attention. `kernel` is a regular expression of Nsight
-    Compute's ``--kernel-name``. Each launch of the first kernel that ran begins a new call of the
-    same shape. All other arguments and the errors are those of `measure`.
+    Compute's ``--kernel-name``. The first kernel that runs marks calls: each of its launches begins
+    a new call of the same shape. The other arguments and the errors are the same as for `measure`.
     """
     words = [sys.executable, str(program), *arguments]
     taken = launches_of(profile(words, launches=launches, kernel=kernel))
@@ -192,10 +192,10 @@ def measure_kernels(
 def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel: str = "") -> str:
     """Run a program under Nsight Compute, and return the table that ``ncu`` prints.
 
-    At most `launches` kernels are measured. With `ranges`, only kernels in NVTX ranges whose names
-    begin with "flashsim.watch" are measured. With `kernel`, only kernels whose names match the
-    regular expression are measured. If ``ncu`` is missing or the program fails, the function raises
-    `BackendUnavailable`, whose message ends with the last output.
+    At most `launches` kernels are measured. If `ranges` is true, only kernels in NVTX ranges whose
+    names begin with "flashsim.watch" are measured. If `kernel` is set, only kernels whose names
+    match this regular expression are measured. A missing ``ncu`` or a failed program raises
+    `BackendUnavailable`; the message ends with the last output.
     """
     chosen = ["--launch-count", str(launches)]
     chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
@@ -205,9 +205,10 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the launches in Nsight Compute's table, each with its NVTX range's name or "".
+    """Return the launches in Nsight Compute's table, each with the name of its NVTX range or "".
 
-    A launch without the bytes that it read, or a text without a table, raises a `TraceError`.
+    A text without a table raises a `TraceError`, and so does a launch without the counter of bytes
+    read.
     """
     found = []
     for launch in parse(text):
