@@ -19,6 +19,7 @@ from flashsim.schedule.schedule import Schedule
 from flashsim.schedule.split import WHOLE, Split
 from flashsim.schedule.tensors import ROW
 from flashsim.schedule.tiling import Tiling
+from flashsim.trace.timeline import numbers
 
 #: The stage of FlashAttention-2 that stores a tensor.
 _STAGE_OF = {
@@ -195,15 +196,8 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
     """Number the accesses; accesses of one program to the same tile get the same number."""
-    columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
-    columns.append(g.record.accesses["launch"][accesses])
-    order = np.lexsort(columns)
-    new = np.zeros(len(accesses), bool)
-    for column in columns:
-        new[1:] |= np.diff(column[order]) != 0
-    found = np.empty(len(accesses), np.int64)
-    found[order] = np.cumsum(new)
-    return found
+    its = g.record.accesses[accesses]
+    return numbers(*(its[x] for x in ("launch", "program", "tensor", "first", "last")))
 
 
 def _repeated(g: Geometry, accesses: np.ndarray) -> np.ndarray:
