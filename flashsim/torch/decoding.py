@@ -108,7 +108,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     return given if given.dtype == torch.int32 else given.to(torch.int32)
 
 
-class _Call(NamedTuple):
+class _DecodeCall(NamedTuple):
     """The arguments of ``flashsim::decode``; `left` and `right` limit the sliding window."""
 
     q: Tensor
@@ -147,7 +147,7 @@ def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
     try:
         call = _DECODERS[key]
     except KeyError:
-        problem = _problem(_Call(*given))
+        problem = _problem(_DecodeCall(*given))
         call, widest = None, max(problem.head_dim, problem.head_dim_v)
         if problem.dtype in ("float16", "bfloat16") and widest <= 256:
             import flashsim.backends.cupy_gpu.engine as cupy_engine
@@ -162,7 +162,7 @@ def _on_gpu(*given: Any) -> tuple[Tensor, Tensor]:
     return call(q, k, v, lengths, table, starts, entries)
 
 
-def _problem(call: _Call) -> Problem:
+def _problem(call: _DecodeCall) -> Problem:
     """Check shapes and types, and return a `Problem` as if all keys of the cache were in use."""
     q, k, v, table = call.q, call.k, call.v, call.table
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
@@ -257,7 +257,7 @@ def _written_out(*given: Any) -> tuple[Tensor, Tensor]:
 
 def _packed(*given: Any) -> tuple[Tensor, Tensor]:
     """Decode on any engine, after copying the live keys of all sequences into one packed array."""
-    call = _Call(*given)
+    call = _DecodeCall(*given)
     q, k, v, lengths, table, starts, entries, *_ = call
     problem = _problem(call)
     n, batch, n_q = problem.n_kv, q.shape[0], q.shape[2]

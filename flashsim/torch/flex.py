@@ -81,13 +81,10 @@ def flex_attention(
         key, value = (x.expand(batch, -1, -1, -1) for x in (key, value))
     if sinks is not None:
         check_sinks(sinks, query)
-    if torch.compiler.is_dynamo_compiling() and flex_compiled.known():
-        out, lse = _compiled(query, key, value, score_mod, block_mask, scale, sinks, backend)
-        return (out, lse) if return_lse else out
-    out, lse = uncompiled(
-        *(query, key, value, score_mod, block_mask, scale, sinks),
-        backend=backend or default_backend(query),
-    )
+    traced = torch.compiler.is_dynamo_compiling() and flex_compiled.known()
+    run = _compiled if traced else uncompiled
+    backend = backend or default_backend(query)
+    out, lse = run(query, key, value, score_mod, block_mask, scale, sinks, backend)
     return (out, lse) if return_lse else out
 
 
@@ -140,7 +137,7 @@ def _compiled(
     block_mask: Any,
     scale: float | None,
     sinks: Tensor | None,
-    backend: str | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Call `flex_compiled.compiled` from code that Dynamo, torch.compile's tracer, traces."""
 
@@ -158,7 +155,7 @@ def _compiled(
         plain if score_mod is None else score_mod,
         (sinks, mask),
         scale,
-        {"backend": backend or default_backend(query)},
+        {"backend": backend},
     )
 
 
