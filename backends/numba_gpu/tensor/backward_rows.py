@@ -81,7 +81,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``: each sum goes to the next `apart`-th row in HBM."""
+    """Return ``write_rows(to, sums, left)``, which writes sums to every `apart`-th row in HBM."""
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
