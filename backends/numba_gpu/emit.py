@@ -128,7 +128,7 @@ def asm(
 
 
 def struct_values(builder: ir.IRBuilder, value: ir.Value, count: int) -> Values:
-    """Return the values in an instruction's struct result, one by one."""
+    """Return the fields of an instruction's struct result as separate values."""
     return [builder.extract_value(value, x) for x in range(count)]
 
 

@@ -13,8 +13,8 @@ shared memory. The producer's "load" lasts from its first to its last TMA instru
 has no phases other than "visit" and "load". A consumer's "load" is the time it waits for tiles.
 
 If a kernel divides a tile, "scores" and "softmax" belong to the first part, and "output" to
-everything else. The fused backward adds a visit's dQ at the start of the next visit, whose "scores"
-include this time.
+everything else. The fused backward adds a visit's dQ at the start of the next visit, in the phase
+"scores".
 """
 
 from __future__ import annotations

@@ -151,6 +151,4 @@ class Engine(Protocol):
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array of `value` in the job's library and on its device; raise as `forward`
-        would.
-        """
+        """Return an array of `value` in the job's library; raise the same errors as `forward`."""

@@ -134,13 +134,13 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
     The function's signature is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The
     tile has `n` queries, and dO has `d` columns. The `n` queries are divided into `slices` slices.
     Each slice's product is queued as soon as the slice's part of P is ready. So the exponentials
-    overlap with products of earlier slices, and with the product dP. The function waits until the
+    overlap with products of earlier slices, and with the product dP. The function returns after the
     product dP is complete.
 
-    If n = 128, this wait comes after half of the slices, and the second half computes a part of dS
-    = P dP. If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If `start` is
-    true, the initial scores include the log-sum-exp, and `lse` is not used. If `start` is false,
-    `lse` is the shared-memory address of each column's negative log-sum-exp in base 2.
+    If n = 128, the function waits for dP after half of the slices; the second half computes a part
+    of dS = P dP. If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If
+    `start` is true, the initial scores include the log-sum-exp, and `lse` is not used. If `start`
+    is false, `lse` is the shared-memory address of each column's negative log-sum-exp in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)

@@ -163,10 +163,10 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
         """Load a work tile's V before its K, because V's buffer becomes free first.
 
         In a cluster, a block has only one work tile, so the producer need not wait for free
-        buffers. In a cluster, the producer must not wait at all. Blocks of a cluster load each
-        other's tiles, so a block without visits may be done with K and V before its producer starts
-        to wait. A late wait would take the barrier's current phase for the previous one, and never
-        end.
+        buffers. In a cluster, the producer must not wait for free buffers. Blocks of a cluster load
+        each other's tiles, so a block without visits may be done with K and V before its producer
+        starts to wait. A late wait would take the barrier's current phase for the previous one, and
+        never end.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)

@@ -230,8 +230,8 @@ def twice(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> Values:
     """Copy two floats to four separate registers: x, y, x, y ("mov").
 
     A register can be the accumulator of only one product, so a value that initialises two
-    accumulators must be copied. This instruction keeps LLVM from placing the copies between two
-    products.
+    accumulators must be copied. The `mov` instruction keeps LLVM from placing these copies between
+    two products.
     """
     text = "mov.f32 $0, $4; mov.f32 $1, $5; mov.f32 $2, $4; mov.f32 $3, $5;"
     copies = asm(b, text, "=f,=f,=f,=f,f,f", [x, y], _FOUR_FLOATS, effects=True)
@@ -254,11 +254,10 @@ def registers(b: ir.IRBuilder, count: int, *, more: bool) -> None:
 def descriptor(b: ir.IRBuilder, address: ir.Value, leading: int) -> ir.Value:
     """Return the lower half of a tile's 64-bit matrix descriptor ("Matrix descriptor format").
 
-    Bits 0 to 13 hold the start address in units of 16 bytes, and the bits from 16 on hold `leading`
-    (a number of bytes) in the same unit. The upper half is the same for every tile: eight rows take
-    1024 bytes, and the swizzle is 128 bytes wide. The hardware ignores `leading` if the product's k
-    dimension runs along a row. If k runs down the rows, `leading` is the distance from one chunk to
-    the next.
+    Bits 0 to 13 hold the start address, and the bits from 16 on hold `leading`, both divided by 16
+    bytes. The upper half is the same for every tile: eight rows take 1024 bytes, and the swizzle is
+    128 bytes wide. The hardware ignores `leading` if the product's k dimension runs along a row. If
+    k runs down the rows, `leading` is the distance from one chunk to the next.
     """
     start = b.lshr(b.and_(address, ir.Constant(I32, 0x3FFFF)), ir.Constant(I32, 4))
     return b.or_(start, ir.Constant(I32, leading >> 4 << 16))

@@ -168,7 +168,7 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     q, k = (down, across) if by_row else (across, down)
 
     def over(fragments: str, element: str, **names: Any) -> Any:
-        """Return a function of fragments, made from the text that computes one element."""
+        """Return a function that applies the generated code of one element to a fragment."""
         values = [element.format(n=n, at=at) for n, at in enumerate(places)]
         text = f"def made(a, b, h, {fragments}, query, key, last_query, last_key):\n"
         text += "    lane = I(cuda.threadIdx.x) % 32\n"

@@ -38,7 +38,7 @@ VISITS, WORK_TILES = 4, 64
 
 
 def parts_of(loops: int, visits: int) -> int:
-    """Return how many parts each of `loops` key heads has for `visits` key tiles."""
+    """Return the number of parts into which a key head's `visits` key tiles are split."""
     return max(1, min(visits // VISITS, -(-WORK_TILES // loops)))
 
 

@@ -23,7 +23,7 @@ ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
 class Code:
     """Writes the body of one LLVM function, whose vectors all have one type.
 
-    The function is added to `module`, unless it is already in it. `itemsize` is 4 (float) or 8
+    If `module` lacks the function, it is added to the module. `itemsize` is 4 (float) or 8
     (double). `args` has one letter per argument: ``p`` for an address of elements, ``i`` for an
     integer.
     """
