@@ -90,9 +90,9 @@ def _parts(
     """Return the addresses that `Workspace.partial` returns, and the owner of that memory.
 
     The owner is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
-    is captured, a call without a workspace allocates from the graph's private memory. The graph may
-    later run in any stream, beside other work. The arrival counters of a captured graph are never
-    freed.
+    is captured, a call without a workspace allocates from the graph's private memory. A captured
+    graph may later run in any stream, at the same time as other work. The arrival counters of a
+    captured graph are never freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -371,8 +371,8 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     """Return each sequence's number of keys, and the number of keys that all sequences share.
 
     The function does not check a block table in GPU memory, since reading it would wait for the
-    GPU. The kernel skips page numbers outside the page pool; the output of such a sequence is NaN.
-    The function does not check whether all sequences really share these keys.
+    GPU. The kernel skips page numbers outside the page pool; the output of a sequence with such a
+    page number is NaN. The function does not check whether all sequences really share these keys.
     """
     p, options = job.problem, job.options
     lengths = live_keys.live_lengths(

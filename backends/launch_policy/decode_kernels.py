@@ -136,9 +136,9 @@ def on_chip(
 ) -> tuple[int, int, int, int]:
     """Return a decode block's (warps, pipeline stages, bytes of shared memory, most splits).
 
-    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The most splits is the number
-    that one block can merge. The splits' weights must fit into the pipeline stages' memory. `ring`
-    limits the bytes of K and V in flight per SM.
+    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The last number is how many
+    splits one block can merge. The splits' weights must fit into the pipeline stages' memory.
+    `ring` limits the bytes of K and V in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):

@@ -2,7 +2,7 @@
 
 A thread block computes one row tile of a head, in a loop over the column tiles that the schedule
 lists. K and V have two stages of shared memory each, so that copies overlap with the previous
-visit. O, m, l, S and P are in registers. Q stays in registers if these suffice, and otherwise in
+visit. O, m, l, S and P are in registers. Q stays in registers if there are enough, and otherwise in
 shared memory.
 """
 

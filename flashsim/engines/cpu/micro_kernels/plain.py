@@ -81,10 +81,10 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """Run one online-softmax step in each lane: replace S by P, and update m, l and alpha.
 
-    The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The function subtracts first,
-    because users often mask padding with the smallest finite number, for which S log2 e overflows.
-    If a lane has seen no key, or only scores that count as masked, 0 replaces m (to avoid inf -
-    inf), and the lane's P and l are 0.
+    The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The maximum m is subtracted before
+    the scaling, because users often mask padding with the smallest finite number, for which S log2
+    e overflows. If a lane has seen no key, or only scores that count as masked, 0 replaces m (to
+    avoid inf - inf), and the lane's P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):

@@ -3,7 +3,7 @@
 By default, Numba compiles every called `@njit` function separately to machine code, which never
 runs. Numba also optimises a called function's LLVM IR in every caller. A `part` is a function that
 this module only lowers to LLVM IR. The library of a `Whole`, a kernel's entry function, links in
-every part that the kernel calls, directly or not, and optimises all once.
+every part that the kernel calls, directly or indirectly, and optimises everything once.
 """
 
 from __future__ import annotations
