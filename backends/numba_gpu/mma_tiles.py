@@ -155,8 +155,8 @@ class Operand:
     """An operand of a matrix product, stored in shared memory.
 
     If `swapped` is true, the tile is stored transposed. Tiles A [k][m] and B [n][k] (such as K in Q
-    K^T) count as swapped. If `extra` is true, the operand begins at a column that only run time
-    determines.
+    K^T) count as swapped. If `extra` is true, the operand begins at a column that is known only at
+    run time.
     """
 
     tile: Tile
