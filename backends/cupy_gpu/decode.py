@@ -225,9 +225,9 @@ class Decoder:
 
         `q` is (batch, heads, n_q, head_dim). `k` and `v` are (entries, kv_heads, n, width), or with
         a `table` (pages, kv_heads, page, width). `lengths`, `starts` and `entries` are contiguous
-        int32 arrays of shape (batch,). These arrays hold the end and the start of each sequence's
-        live keys, and the sequence's index in the cache. `table` is an int32 array (batch, pages
-        per sequence) with contiguous rows.
+        int32 arrays of shape (batch,). `lengths`, `starts` and `entries` hold the end and start of
+        each sequence's live keys, and the sequence's index in the cache. `table` is an int32 array
+        (batch, pages per sequence) with contiguous rows.
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
         with _EXPLAINING, space.on_device():

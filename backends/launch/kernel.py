@@ -77,8 +77,9 @@ class Gpu:
 
     `shared_bytes` is the largest shared memory that a thread block may request. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs:
-    a cluster size in blocks, and how many such clusters run at once with one block per SM. These
-    pairs must be measured on each chip, because chips of one model group their SMs differently.
+    a cluster size in blocks, and how many such clusters run at once with one block per SM. The
+    pairs in `clusters` must be measured on each chip, because chips of one model group their SMs
+    differently.
     """
 
     name: str

@@ -348,8 +348,8 @@ class Roles(ByKeys):
         """The (number of barriers, arrivals per phase) of each kind of mbarrier, by name.
 
         The barrier "full" waits for the same arrivals as in `KeysOutside`. The warps that compute
-        dK release each pipeline stage of Q. These warps wait for dS, so all other warps have
-        finished reading Q. The warps for dP and those for dV read each chunk of dO.
+        dK release each pipeline stage of Q. The warps that compute dK wait for dS, so all other
+        warps have finished reading Q. The warps for dP and those for dV read each chunk of dO.
         """
         chunks = self.chunks
         return {

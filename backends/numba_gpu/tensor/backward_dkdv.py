@@ -5,7 +5,7 @@ thread block loops over the row tiles that the schedule lists. The block compute
 S^T = K Q^T. So the registers of P^T and dS^T are already a left operand of dV += P^T dO and dK +=
 dS^T Q.
 
-The fused backward also adds dS K to a float32 accumulator of dQ in HBM. These additions have no
+The fused backward also adds dS K to a float32 accumulator of dQ in HBM. The additions to dQ have no
 fixed order, so the last bits of dQ vary. In the three-pass backward, the kernel in the module
 `backward_dq` computes dQ. A visit's dQ product is computed in the next visit. With `halves`, half
 of the warps compute dQ before their scores, and the other half after them. So while one of a

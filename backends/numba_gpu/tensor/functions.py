@@ -140,7 +140,7 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     The fragment has 16 `blocks` rows and `n` columns. Rows are queries if `by_row` is true, and
     keys if not. All functions take the kernel's arguments `a`, batch entry b, head h, and
     fragments. All functions also take the warp's first query and key, and the last existing query
-    and key. Later positions are replaced by the last existing one.
+    and key. Positions past the last query or key are replaced by the last one.
 
     The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and these functions:
 
