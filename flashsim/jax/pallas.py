@@ -1,4 +1,4 @@
-"""`trace_kernel` traces the loads and stores of the Pallas kernels that a function calls."""
+"""`trace_kernel`: traces the loads and stores of the Pallas kernels that a function calls."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def record_kernels(
     model: str | None,
     watched: tuple[int, tuple[int, ...], Look] | None = None,
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
-    """Run `function(*args)`; return its kernels' record, the tensors by code, and the result.
+    """Run `function(*args)`; return a record of all kernels, the tensors by code, and the result.
 
     `watched` is (launch, program, callback): the callback gets each access of that program.
     """
@@ -224,7 +224,7 @@ class PallasNotes:
             self._buffer(array)
 
     def _buffer(self, array: Any) -> int:
-        """Return the number of a JAX array; each distinct array has its own number."""
+        """Return a number that is unique to this JAX array."""
         if id(array) not in self._buffers:
             self._buffers[id(array)] = len(self._kept)
             self._kept.append(array)

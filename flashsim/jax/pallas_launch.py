@@ -1,4 +1,4 @@
-"""Run the grid of a `pallas_call`; one of two models decides which accesses move bytes.
+"""Runs the grid of a `pallas_call`; a GPU model or a TPU model decides which accesses move bytes.
 
 In the model ``gpu``, a block is a view of device memory, and bytes move when the kernel reads or
 writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs to Triton.
@@ -47,7 +47,7 @@ class Programs(Observer, Protocol):
 
 @dataclass(eq=False)
 class BlockOperand:
-    """An operand of a kernel: a tensor in device memory, and its division into blocks."""
+    """An operand of a kernel: a tensor in device memory, divided into blocks."""
 
     tensor: HbmTensor
     mapping: Any
@@ -68,7 +68,7 @@ class BlockOperand:
 
 @dataclass(eq=False)
 class KernelCall:
-    """One call of a kernel: its name, its grid, and its operands with their final values."""
+    """One call of a kernel: the kernel's name, grid, and operands with final values."""
 
     name: str
     grid: tuple[int, ...]
@@ -281,9 +281,9 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return the shape and bytes of each block and scratch buffer in VMEM, by name.
+    """Return, by name, the shape and bytes of each block and scratch buffer in VMEM.
 
-    One buffer per input is not counted, because the trace contains it as a loaded tile.
+    One buffer per input is not counted, because the trace lists that buffer as a loaded tile.
     """
     found = {}
     for operand in here.operands:
@@ -457,7 +457,7 @@ def space_of(mapping: Any) -> str:
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """Return the kernel's parameter names without "_ref"; a nameless parameter gets a number."""
+    """Return the kernel's parameter names without "_ref", with numbers for nameless parameters."""
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))

@@ -1,4 +1,4 @@
-"""Refs (array references) of a Pallas kernel: which elements an access has, and their values.
+"""Refs (array references) of a Pallas kernel: which elements an access touches, and element values.
 
 A `Ref` is a window of a NumPy array, which is a tensor in device memory or an on-chip buffer.
 `locate` converts the transforms of one access (`ref[...]`, `ref.at[...]`, reshape, transpose) to
@@ -54,10 +54,10 @@ class Ref:
 class Lanes:
     """The array elements that one load or store accesses, one lane per element.
 
-    `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
-    array, or is None if any lane is outside of the array. If the lanes are a box, `axes` has
-    (first, length, step) per dimension of the array, and `dims` lists the dimensions of the value.
-    If the lanes are not a box, `arrays` holds their coordinates.
+    `shape` is the shape of the loaded or stored value. `index` selects the lanes in the array, or
+    is None if any lane is outside of the array. For a box of lanes, `axes` has (first, length,
+    step) per dimension of the array, and `dims` lists the value's dimensions. For lanes that form
+    no box, `arrays` holds the coordinates.
     """
 
     ref: Ref
@@ -152,7 +152,7 @@ def is_slice(index: Any) -> bool:
 
 
 def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
-    """Return the lanes (elements) of a ref that `transforms` select."""
+    """Return the lanes (elements) that transforms of a ref, such as indices, select."""
     axes = [(first, length, 1) for first, length in zip(ref.start, ref.shape, strict=True)]
     dims = [d for d, gone in enumerate(ref.squeezed) if not gone]
     arrays: tuple[np.ndarray, ...] | None = None
@@ -191,7 +191,7 @@ def plain(transform: Any) -> bool:
 def sliced(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return the `axes` and `dims` (as in `Lanes`) of a box indexed by slices and integers."""
+    """Return `Lanes.axes` and `Lanes.dims` of a box that is indexed by slices and integers."""
     axes, left = list(axes), []
     for d, index in zip(dims, indices, strict=True):
         first, _, step = axes[d]

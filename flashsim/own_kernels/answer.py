@@ -1,4 +1,4 @@
-"""The terminal report on a user's kernel: its mistakes and its bytes, in at most 32 lines."""
+"""The terminal report on a user's kernel: mistakes and bytes, in at most 32 lines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def answer(
 ) -> str:
     """Return the text of the terminal report on a user's kernel, in at most `most` lines.
 
-    The last lines name the written `files`. If results were not checked, `note` says why.
+    The last lines list the files written (`files`). If results were not checked, `note` says why.
     """
     launches = traced.record.launches
     programs = sum(one.programs for one in launches)

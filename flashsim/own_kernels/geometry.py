@@ -1,6 +1,6 @@
 """`Geometry`: the tile and matrix of each access, and which tensors have queries or keys as rows.
 
-A kernel only has pointers, so its record only says which elements were accessed. From the elements,
+A kernel gets only pointers, so a record only says which elements were accessed. From the elements,
 `Geometry` derives each access's rows, columns and head, the tile sizes, and the attention problem.
 `Geometry` also finds the axis along which each tensor is tiled: queries, keys or, for scores, both.
 """
@@ -81,7 +81,7 @@ class Geometry:
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Convert each access's first and last element to indices along the axes of its tensor."""
+        """Convert each access's first and last element to indices along the tensor's axes."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -307,7 +307,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """Return, per launch, how many rows a query tile has, and how many a key tile has."""
+        """Return two lengths per launch: the rows of a query tile, and the rows of a key tile."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -352,7 +352,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return True if any two accesses of the same program have different numbers in `value`."""
+    """Return True if `value`, a number per access, differs between accesses of the same program."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

@@ -28,7 +28,7 @@ MOST_PIECES = 50_000_000
 
 
 class Pieces:
-    """Numbers the equal-sized pieces of each tensor, as `TileNumbers` numbers tiles."""
+    """Numbers the equal-sized pieces of each tensor; L2 treats a piece as a tile."""
 
     def __init__(self, traced: Any) -> None:
         record = traced.record
@@ -75,7 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return a launch's requests to L2, in order; each is for one piece of a tensor."""
+    """Return a launch's requests to L2 in order, one request per piece of a tensor."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))

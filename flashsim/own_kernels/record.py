@@ -114,7 +114,7 @@ class Clash:
 
 @dataclass(frozen=True, eq=False)
 class KernelRecord:
-    """All that a `Recorder` recorded: tensors, launches, accesses in order, FLOPs, data races.
+    """A `Recorder`'s results: tensors, launches, accesses in order, FLOPs and data races.
 
     Attributes
     ----------
@@ -167,7 +167,7 @@ class KernelRecord:
 
     @property
     def nbytes(self) -> int:
-        """Return the number of bytes of memory that the record's arrays take."""
+        """Return the memory size of the record's arrays in bytes."""
         return self.accesses.nbytes + self.work.nbytes
 
 

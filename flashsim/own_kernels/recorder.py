@@ -65,7 +65,7 @@ class Recorder:
         start: int = 0,
         unlike: Iterable[int] = (),
     ) -> int:
-        """Record a tensor and return its code; an already recorded tensor keeps its code and name.
+        """Record a tensor and return the tensor's code; a known tensor keeps its code and name.
 
         Parameters
         ----------
@@ -196,7 +196,7 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record a program's tile values (shape, bytes), unless an earlier program's took more."""
+        """Record a program's tile values (shape, bytes) if they take the most bytes so far."""
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
             self._held_most = total
@@ -384,7 +384,7 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows so far, read-only, in memory that later rows do not change."""
+        """Return all rows so far, as a read-only array that later rows do not change."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
         self._full, self._before, self._used = [whole], len(whole), 0

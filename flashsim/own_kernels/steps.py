@@ -96,7 +96,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find out, by their values, which variables hold m, l and the accumulator."""
+        """Find the variables that hold m, l and the accumulator, by comparing values."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(

@@ -4,7 +4,7 @@ Code written for the ``flash_attn`` package (FlashAttention-2) runs after you ch
 `flashsim.torch.flash_attn_interface` is for FlashAttention-3's package. Tensors are (batch, n,
 heads, head_dim), or (tokens, heads, head_dim) for packed sequences. The causal mask and the window
 are aligned to the end of the keys. Errors are `FlashSimError`; dropout raises UnsupportedError.
-ALiBi needs no bias matrix, because it is computed as a score function.
+ALiBi needs no bias matrix, because a score function computes ALiBi.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def described(call: AttentionCall) -> dict[str, Any]:
 
 
 def main(out: str, script: str, *arguments: str) -> int:
-    """Run the program, write the descriptions of its attention calls, and return its exit code."""
+    """Run the program, write descriptions of all attention calls, and return the exit code."""
     if not torch.cuda.is_available():
         print("flashsim xray: torch sees no GPU", file=sys.stderr)
         return 1
