@@ -1,4 +1,4 @@
-"""`Builder` makes and simplifies expression graphs; `graph_of` reads a graph from a file."""
+"""`Builder` builds and simplifies expression graphs; `graph_of` reads a graph from a file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Builder:
         self._known = {_key(node): n for n, node in enumerate(self.nodes)}
 
     def graph(self, root: int, name: str = "function") -> Graph:
-        """Return the graph that computes node `root`, with only the nodes and arrays it needs."""
+        """Return the graph that computes node `root`, with no unneeded nodes or arrays."""
         kept = needed(self.nodes, [root])
         arrays = sorted({self.nodes[n].value for n in kept if self.nodes[n].op == "load"})
         number = {old: new for new, old in enumerate(kept)}
@@ -148,7 +148,7 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a dict key for a node; equal nodes have equal keys.
+    """Return a dict key that is equal for equal nodes.
 
     A constant's key contains the constant as text, because 0, 0.0 and False are equal in Python.
     """

@@ -17,9 +17,9 @@ from flashsim.functions.tracing import Traced, host_values, trace_mask
 class MaskFunction:
     """A mask function ``mask_mod(b, h, q, k)``: its graph, and the values of its captured arrays.
 
-    `arrays` has read-only copies of the captured arrays, because the schedule of tiles depends on
-    their values; `originals` has the array objects that the user passed. Two mask functions are
-    equal if their graphs and their arrays' values are equal.
+    `arrays` has read-only copies of the captured arrays, because the schedule depends on their
+    values; `originals` has the user's array objects. Two mask functions are equal if their graphs
+    and their arrays' values are equal.
     """
 
     def __init__(self, graph: Graph, originals: Iterable[Any]) -> None:
@@ -40,7 +40,7 @@ class MaskFunction:
 
     @cached_property
     def digest(self) -> str:
-        """A hash as hexadecimal digits; equal mask functions have the same digest."""
+        """A hexadecimal hash, which is equal for equal mask functions."""
         found = hashlib.sha256(self.graph.digest.encode())
         for array in self.arrays:
             found.update(np.ascontiguousarray(array).view(np.uint8).data)

@@ -262,7 +262,7 @@ class Captured(_Arithmetic):
 
 
 def _plain(value: Any) -> Any:
-    """Return a value in which `Captured` objects are replaced by the original arrays."""
+    """Return a value with the original arrays in place of `Captured` objects."""
     if isinstance(value, Captured):
         return value._array
     if isinstance(value, (tuple, list)):
@@ -277,7 +277,7 @@ def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return array indices without None and Ellipsis, and the array; a slice raises an error."""
+    """Return indices without None and Ellipsis, and the indexed array; a slice raises an error."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1

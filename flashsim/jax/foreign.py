@@ -56,7 +56,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions, which take arrays from `arrays`."""
+    """Replace graphs in the dict `question` by traced functions, with captured arrays `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -107,7 +107,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Return (launch, positions of q, k and v among operands) for a forward pass, or None."""
+    """Return a prepared launch and the operand numbers of q, k and v, or None if impossible."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]

@@ -149,7 +149,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Return a call's traced functions, and the arrays that these functions capture, by name."""
+    """Return the traced functions of a call, and a dict of the arrays that they capture."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -279,7 +279,7 @@ def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tu
 
 
 def _keep(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Run the forward pass; also return what the backward pass needs: inputs, out and LSE."""
+    """Run the forward pass; return the results, and the backward pass's inputs, out and LSE."""
     out, lse = _attention(question, gives_lse, operands)
     return (out, lse), (operands, out, lse)
 

@@ -408,7 +408,7 @@ ATOMICS: dict[str, np.ufunc | None] = {
 
 
 def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
-    """Return the results of a primitive, which is compiled if JAX cannot compute it eagerly."""
+    """Return a primitive's results; compile a primitive that JAX cannot compute eagerly."""
     try:
         return primitive.bind(*inputs, **params)
     except NotImplementedError:
@@ -464,7 +464,7 @@ def split(values: Sequence[Any], first: int, second: int) -> tuple[list[Any], li
 
 
 def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Return a mask broadcast to the shape of an access's lanes, or None if there is no mask."""
+    """Return an access's mask, broadcast to the shape of the access's lanes; None if unmasked."""
     return None if mask is None else np.broadcast_to(np.asarray(mask, bool), shape)
 
 

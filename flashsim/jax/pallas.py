@@ -269,7 +269,7 @@ class PallasNotes:
             )
 
     def _place(self, index: Sequence[int]) -> tuple[int, ...]:
-        """Return a program's coordinates in the record's grid, whose first axis runs fastest."""
+        """Return a program's coordinates in the recorded grid; the first axis runs fastest."""
         launch = self._launch
         assert launch is not None
         return tuple(index[axis] for axis in launch.axes)
@@ -280,7 +280,7 @@ class PallasNotes:
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Add a note: the TPU's grid returns to an output block that it has already copied back."""
+        """Note that a TPU kernel's grid returns to an output block that was already copied back."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "

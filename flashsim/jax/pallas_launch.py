@@ -39,7 +39,7 @@ class Programs(Observer, Protocol):
         """Report that a program (on a TPU, a grid step) starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Report that a TPU's grid returns to an output block that it has already copied back."""
+        """Report that a TPU's grid returns to an output block that was already copied back."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
         """Report that the kernel has ended; `outputs` are the kernel's results as JAX arrays."""
@@ -62,7 +62,7 @@ class BlockOperand:
 
     @property
     def in_hbm(self) -> bool:
-        """Return True if the kernel gets the operand's whole tensor, and copies from it itself."""
+        """Return True if the operand stays in HBM, and the kernel itself copies parts on chip."""
         return self.space in ("any", "hbm")
 
 
@@ -357,7 +357,7 @@ def held(value: Any) -> np.ndarray:
 
 
 def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
-    """Return the length, the squeezed flag and the padding of each dimension of a block."""
+    """Return each block dimension's length, squeezed flag and padding, as three sequences."""
     lengths, squeezed, before = [], [], []
     for dimension in mapping.block_shape:
         kind = type(dimension).__name__

@@ -113,7 +113,7 @@ class Lanes:
         self.ref.array[tuple(at[kept] for at in self.coordinates)] = value[kept]
 
     def combine(self, operation: np.ufunc, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Combine `value` with the lanes' elements in place; lanes may share an element."""
+        """Combine `value` with the lanes' elements in place; two lanes may share one element."""
         self.ref.written = True
         kept = self.inside if kept is None else self.inside & kept
         operation.at(self.ref.array, tuple(at[kept] for at in self.coordinates), value[kept])

@@ -56,7 +56,7 @@ def answer(
 
 
 def _fitting(blocks: list[list[str]], most: int) -> list[str]:
-    """Shorten the longest blocks of lines until all fit; say how many lines each block lost."""
+    """Shorten the longest blocks of lines until all fit; note how many lines each block lost."""
     lost = [0] * len(blocks)
     # A block that was cut ends in one more line, which says so.
     while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:

@@ -181,7 +181,7 @@ def _is_m(g: Geometry) -> bool:
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a kernel's inputs by label: the tensors that it loads before it stores to them."""
+    """Return a kernel's inputs by label: tensors that are loaded before any store to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]

@@ -59,7 +59,7 @@ def _told(path: Path, error: Exception) -> str:
 
 @contextmanager
 def beside(path: Path, *more: str) -> Iterator[None]:
-    """In the ``with`` block, let a file import modules from its folder and the folders `more`."""
+    """In the ``with`` block, let a file import modules of its own folder and folders `more`."""
     places = [str(path.resolve().parent), *more, *sys.path]
     argv = mock.patch.object(sys, "argv", [str(path)])
     with mock.patch.object(sys, "path", places), argv:

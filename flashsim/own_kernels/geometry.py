@@ -100,7 +100,7 @@ class Geometry:
                 self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Find out whether each tensor is a matrix or a vector, and which axis holds its rows."""
+        """Find out whether each tensor is a matrix or a vector, and which axis holds the rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
@@ -222,7 +222,7 @@ class Geometry:
         return float(given) if isinstance(given, (int, float)) else None
 
     def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
-        """Return the offsets of packed sequences that a kernel loads, or {} if it loads no offsets.
+        """Return the sequence offsets that a kernel loads, or {} if sequences are not packed.
 
         Offsets are integers that begin with 0 and end with the number of queries or keys.
         """

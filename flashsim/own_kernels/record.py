@@ -152,7 +152,7 @@ class KernelRecord:
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
-        """Group `chosen` accesses into tuples (index into `lines`, operation, tensor, accesses)."""
+        """Return `chosen` accesses in groups: (index into `lines`, operation, tensor, accesses)."""
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1
         key = a["line"][at].astype(np.int64)

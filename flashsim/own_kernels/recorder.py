@@ -236,7 +236,7 @@ class Recorder:
 
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
-        """Return row-major numbers of the first and last element of an access's bounding box."""
+        """Return row-major numbers of the first and last elements of an access's bounding box."""
         if its.contiguous and _is_run(unique):
             first, last = int(unique[0]), int(unique[-1])
             width = its.shape[-1] if its.shape else 1

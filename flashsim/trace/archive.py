@@ -1,9 +1,9 @@
 """Reads an ``.npz`` file safely, although the file may come from an untrusted source.
 
 NumPy's own reader allocates as much memory as an array's header declares, and does not always
-verify the checksum of an archive's member. So before this module reads an array, the zip directory
-and the array's own header must both state the size that the caller expects. The module then reads
-the member to its end, where `zipfile` compares the checksum.
+verify the checksum of an archive's member. So this module reads an array only if the zip directory
+and the array's header both state the expected size. The module then reads the member to its end,
+where `zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class Archive:
     ) -> np.ndarray:
         """Return an array, after checking that its type and shape are `dtype` and `shape`.
 
-        The function `check` receives each chunk of the array as it is read, and may change the
-        chunk, or raise an error before the rest of a large array is read.
+        The function `check` gets each chunk as it is read, and may change the chunk or raise an
+        error early.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):

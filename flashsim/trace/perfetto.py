@@ -148,7 +148,7 @@ def _real_counters(
 
 
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
-    """Return how many bytes each visit or outer step in `parts` requests, int64 (n_parts,).
+    """Return the requested bytes of each visit or outer step in `parts`, as int64 (n_parts,).
 
     If several blocks store parts of one row tile, the bytes of its outer step are divided equally
     among these blocks.
@@ -202,7 +202,7 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """Return one array of events per outer step (one thread block of the export), in order."""
+    """Return one array of events per outer step, in order; the export shows a step as a block."""
     last = step_ends(stage.events)
     return np.split(stage.events, last + 1)[: len(last)]
 
@@ -295,7 +295,7 @@ def _slice(
 
 
 def _thread(sm: Any, row: Any) -> Any:
-    """Return the thread id for a row of an SM; both arguments may be arrays."""
+    """Return the thread id of one row of an SM; both arguments may be arrays."""
     return (sm + 1) * _LANES + row
 
 

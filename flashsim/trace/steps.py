@@ -22,7 +22,7 @@ _Trace = TypeVar("_Trace", bound=Recording)
 
 
 class Frame(NamedTuple):
-    """The state of the loops over one head right after visit `step`, for drawing."""
+    """The state of the loops over one head after visit number `step`, for drawing."""
 
     step: int
     stage: str
@@ -47,7 +47,7 @@ class Steps(Generic[_Trace]):
 
     `events`, of dtype `EVENT`, has the events of one head in each stage. `ends`, int64 (n_steps,),
     has the index of the "compute" event that ends each step. `stage`, `i`, `j` and `visit`,
-    (n_steps,), are -1 where a step has no such number.
+    (n_steps,), are -1 where a number does not exist.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -121,7 +121,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """One text per step, such as "part 2 of 4", or "" if the keys are not split."""
+        """One text per step, such as "part 2 of 4", or "" if a row tile's keys are not split."""
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
@@ -179,7 +179,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state after a visit, for the run of the loops whose first head is `head`."""
+        """Return the state after a visit in the run of the loops that starts at head `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

@@ -87,7 +87,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, as in a tensor of pointers, to simulated addresses."""
+        """Translate real addresses to simulated addresses, for a tensor that holds pointers."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses

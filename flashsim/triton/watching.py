@@ -20,7 +20,7 @@ from flashsim.triton.machine import Interpreter
 
 
 class Watch:
-    """The kernel launches that `watch` recorded; `result()` returns their trace."""
+    """The kernel launches that `watch` recorded; `result()` returns the trace."""
 
     def __init__(
         self, machine: Interpreter, options: Mapping[str, Any], check: bool | Reference
