@@ -52,7 +52,7 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the number of an argument's node: the float score, or the integer b, h, q or k."""
+        """Return the node number of an argument: the float score, or the integer b, h, q or k."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:

@@ -47,7 +47,7 @@ class Adjoints(NamedTuple):
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph, extended by gradients of the captured arrays `wanted`."""
+    """Return a score function's graph, extended by gradients of arrays `wanted` (None: all)."""
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []

@@ -80,7 +80,7 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of the struct `FlashCaptured`: an array's "data", "gradient", or axis "length"."""
+    """A member of the struct `FlashCaptured`: data, gradient or an axis's length of an array."""
 
     name: str
     what: str
@@ -424,7 +424,7 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return C++ for a distance between positions (or its absolute value) as a float, or None.
+        """Return a distance between positions, or its absolute value, as a C++ float, or None.
 
         Positions are below 2^24, so float32 arithmetic on positions is exact.
         """
@@ -435,7 +435,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return C++, one multiply-add, for a distance times a per-head factor; otherwise None."""
+        """Return C++ for a distance times a per-head factor (one multiply-add); None if not one."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])

@@ -232,7 +232,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """Return the traceable function of a name such as "__rsub__" or "add_", or None without one."""
+    """Return the traceable function named, for example, "__rsub__" or "add_"; None if unknown."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

@@ -100,7 +100,7 @@ def _line(error: BaseException) -> str:
 
 
 class _Tracing:
-    """The data that tracing a function collects: a graph, captured arrays and function copies."""
+    """The data collected while tracing a function: a graph, captured arrays and function copies."""
 
     def __init__(self) -> None:
         self.builder = Builder()

@@ -299,7 +299,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Count the bytes of results that JAX computes outside of kernels; `done` notes the sum."""
+        """Count the bytes of a primitive's results, which JAX computes outside of kernels."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize

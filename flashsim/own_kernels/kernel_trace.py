@@ -88,7 +88,7 @@ class KernelTrace:
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """Return each tensor's name, from the FlashAttention papers or else from the kernel."""
+        """Return each tensor's name: the FlashAttention papers' if known, else the kernel's."""
         return tuple(self.geometry.labels)
 
     @property

@@ -3,9 +3,8 @@
 An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
 *moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
 at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
-HBM, or allocates an on-chip buffer. The modules in `flashsim.algorithms`, which execute the
-algorithms, and the closed forms in `counts.forms` do not use this module. Tests compare the bytes
-of the algorithms and the closed forms with this table's.
+HBM, or allocates an on-chip buffer. The algorithms in `flashsim.algorithms` and the closed forms in
+`counts.forms` do not use this module. Tests compare the bytes of both with this table's bytes.
 
 Five rules keep one dataflow valid for many problems:
 
@@ -35,12 +34,12 @@ Per = Literal["head", "group", "bias"]
 class StageDataflow(NamedTuple):
     """One stage (one pass over the score matrix) and the tensors that it moves.
 
-    `outer` is the outer loop, over query tiles or key tiles. `per` says how often the stage runs
-    its loop: once per query head; once per group of query heads that share a key head; or once per
-    matrix of a bias that several heads share. A `dense` stage visits every tile, even fully masked
-    ones (as standard attention does). A stage with `whole_rows` works on whole rows of scores, as
-    many at a time as fit (standard attention's softmax), and `visit` lists the moves per row. A
-    stage that `converts` only rounds an accumulator to the input's type.
+    `outer` is the outer loop, over query tiles or key tiles. The stage runs the loop once for each
+    `per`: a query head, a group of query heads that share a key head, or a bias matrix that several
+    heads share. A `dense` stage (standard attention) visits every tile, even fully masked tiles. A
+    stage with `whole_rows` (standard attention's softmax) processes as many complete rows of scores
+    as fit on chip, and `visit` lists the moves per row. A stage with `converts` only rounds an
+    accumulator to the input's type.
 
     With ``parts="walks"``, an outer step processes one part of a row tile's keys (see `Split`). The
     step stores `O_part` and `L_part`, or O and L if the keys are not split. With
@@ -65,7 +64,7 @@ class StageDataflow(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in order, its title, and the variant (`form`) of its backward pass."""
+    """An algorithm's stages in order, title, and variant of the backward pass (`form`)."""
 
     title: str
     forward: tuple[StageDataflow, ...]
@@ -73,7 +72,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return a text such as "backward in three passes": a direction and the variant."""
+        """Return a direction and the variant as text, such as "backward in three passes"."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

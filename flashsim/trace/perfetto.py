@@ -223,7 +223,7 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Return a step's slices, its end in ns, and its transfers as pairs (time, bytes)."""
+        """Return a step's slices, end time in ns, and transfers as pairs (time, bytes)."""
         self.used.add(sm)
         trace = self.trace
         work = StageWork()

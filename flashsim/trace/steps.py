@@ -145,7 +145,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """The bytes in each buffer when a step uses the most SRAM, int64 (n_steps, n_buffers)."""
+        """The bytes in each buffer at a step's moment of most SRAM, int64 (n_steps, n_buffers)."""
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)

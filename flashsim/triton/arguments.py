@@ -92,7 +92,7 @@ class Arguments:
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Convert an argument's arrays to `Pointer`s; add the arrays' tensor codes to `taken`."""
+        """Convert an argument's arrays to `Pointer`s; add each array's tensor code to `taken`."""
         if isinstance(given, np.generic):
             return given.item()
         if given is None or isinstance(given, (bool, int, float, str)) or not visible(name):

@@ -182,7 +182,7 @@ def _refused(what: str) -> Callable[..., Any]:
 
 
 def checking(plain: Any) -> Any:
-    """Extend `plain`, the check of a reduction's operands, to refuse bfloat16 and FP8."""
+    """Return a stricter `plain` (a check of reductions), which also refuses bfloat16 and FP8."""
 
     def check(ops: Any, given: Any) -> None:
         plain(ops, given)

@@ -468,7 +468,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return a dict from tensor code to array; for a JAX array, the copy that was written."""
+        """Return a dict from tensor code to array; a JAX array is replaced by the written copy."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:

@@ -148,7 +148,7 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find which elements outside of `its` tensor belong to other tensors in its allocation."""
+        """Find elements past the tensor `its` that belong to another tensor in the allocation."""
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:
