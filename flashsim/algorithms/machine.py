@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Machine:
-    """One run of one algorithm: its HBM, and a trace of each stage (simulated kernel) that has run.
+    """One run of one algorithm: the simulated HBM, and a trace of each completed stage (kernel).
 
     `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """
@@ -57,7 +57,7 @@ class Machine:
         )
 
     def note_lse(self, rows: slice, lse: np.ndarray) -> None:
-        """Keep the LSE of some rows as a result, without storing it in HBM or counting bytes."""
+        """Keep the LSE of rows as a result, without a store to HBM and without counting bytes."""
         self.noted_lse[..., rows] = lse
 
     @property
@@ -69,7 +69,7 @@ class Machine:
         return int(Schedule(self.problem, self.tiling, "queries", *how).slots[:, 1].max())
 
     def has(self, name: str) -> bool:
-        """Return whether the algorithm runs this stage (kernel) for this problem."""
+        """Return True if the algorithm runs this stage (kernel) for this problem."""
         return name in self._plan
 
     @contextmanager

@@ -452,7 +452,7 @@ class _Cuda:
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return two C++ floats whose sum is a distance between positions, or None for other nodes.
+        """Return a distance between positions as two C++ floats, base + step; None for other nodes.
 
         The base is the same for several scores.
         """
@@ -490,7 +490,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return C++ for a loaded element's offset in its array, or in the first `axes` axes."""
+        """Return C++ for the array offset of a loaded element, using only the first `axes` axes."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):

@@ -51,7 +51,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Check `variables` before another key tile is loaded; the earlier tiles are complete."""
+        """Check a program's `variables` after a complete key tile, as the next tile is loaded."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:

@@ -62,7 +62,7 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """The index of the key on a query's diagonal, minus the query's index.
+        """The distance from a query's index to the index of the key on the query's diagonal.
 
         The diagonal ends at the bottom right, with the last query and the last key. No key of a
         shared prefix lies to the right of the diagonal.
@@ -426,7 +426,7 @@ class Problem:
 
     @property
     def pages(self) -> int:
-        """Number of block-table entries that live keys use in the whole batch, or 0 if unpaged."""
+        """The number of block-table entries that the batch's live keys use, or 0 if unpaged."""
         size = self.page_size
         if size is None:
             return 0
@@ -439,7 +439,7 @@ class Problem:
 
     @property
     def right(self) -> int:
-        """How many keys right of its diagonal a query sees; 0 with a causal mask."""
+        """The number of keys that a query sees right of the diagonal; 0 with a causal mask."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:
@@ -454,7 +454,7 @@ class Problem:
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
-        """Round `array` to the results' type, and convert it back to the accumulators' type."""
+        """Return `array` rounded to the results' type, in the accumulators' type."""
         if self.result_dtype == self.compute_dtype:
             return array
         return array.astype(numpy_dtype(self.result_dtype)).astype(array.dtype)
@@ -481,10 +481,10 @@ class Problem:
         return kept
 
     def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
-        """Return an array of booleans: True where the masks that all heads share keep the score.
+        """Return booleans, True for scores that the masks common to all heads keep.
 
-        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
-        `rel` is the distance of each key from the query's diagonal.
+        `q` and `k` count from the start of a sequence, and are broadcast. `rel` is the distance of
+        each key from the query's diagonal.
         """
         kept = (rel >= -self.left) & (rel <= self.right)
         if self.block_mask is not None:

@@ -103,7 +103,7 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """For the largest outer tiles, return their rows, and their largest inner tiles' positions.
+        """Return, for the largest outer tiles, the rows and the largest inner tile's positions.
 
         Only the last inner tile of a sequence is smaller than the others. A later outer tile never
         starts at an earlier inner tile. So the first outer tile that sees any position visits the

@@ -77,7 +77,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """A tile's rows and keys, each at most the problem's length plus 1 to avoid overflows."""
+        """The rows and keys of a tile, each at most the problem's length plus 1 (no overflow)."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -149,7 +149,7 @@ class Grid:
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Return booleans (rows, cols): which scores of tile (i, j) are kept; None if all are.
+        """Return booleans (rows, cols), True for kept scores of tile (i, j); None if all are kept.
 
         The mask function `mask_mod` is applied only if `functions` is true.
         """

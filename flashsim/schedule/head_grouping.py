@@ -9,7 +9,7 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """Return how many heads (or GQA groups) a kernel processes together so that L2 has their data.
+    """Return how many heads (or GQA groups) a kernel processes at once, so that L2 has all data.
 
     The kernel processes one head group after another, and starts each group with its longest outer
     tiles. A last group with few heads leaves most of the GPU idle, because no further group

@@ -291,8 +291,8 @@ def fastest_backward(
     """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
     ``deterministic=None`` keeps the backward pass of `algorithm`. With a tiling from the caller
-    (`tiled`), the algorithm stays as chosen. `stores_dq` says whether "flash2-once" is faster on
-    this backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order, and is
+    (`tiled`), `stores_dq` and `fuses` are ignored. `stores_dq` says whether "flash2-once" is faster
+    on this backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order, and is
     then fastest. `fuses` says whether the fused pass is faster than three passes.
     """
     form = backward_form(algorithm, deterministic)

@@ -170,7 +170,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Return `row_csr`, from the mask evaluated score by score, one row of tiles at a time."""
+        """Return `row_csr`, by evaluating the mask at every score, one row of tiles at a time."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -200,7 +200,7 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Evaluate all scores of tiles (i, j): return whether any, and whether all, are kept."""
+        """Evaluate all scores of tiles (i, j); return two booleans per tile: any kept, all kept."""
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
@@ -227,7 +227,7 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return, for each tile lo .. hi - 1 of row i, whether any score is kept, and whether all.
+        """Return two booleans per tile lo .. hi - 1 of row i: any score kept, and all scores kept.
 
         For a tile with fewer than `block_k` keys, the second boolean is always False.
         """
@@ -392,7 +392,7 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return each outer tile's size, and the size of its largest visited inner tile, or 0.
+        """Return two arrays: each outer tile's size, and each largest visited inner tile's size.
 
         If tables of all tiles would be too large, only the largest outer tiles are returned.
         """

@@ -141,7 +141,7 @@ def fa3(blocks: int, processors: int, visits: int) -> int:
 
 
 def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) -> int:
-    """Return the smallest number of key tiles per part that makes at most `capacity` parts in all.
+    """Return the smallest number of key tiles per part that gives at most `capacity` parts in all.
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
     tiles have key tiles, the result is the average load: all key tiles divided by `capacity`. The

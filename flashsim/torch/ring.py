@@ -384,7 +384,7 @@ class _Part:
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
-        """Cut tensors along `split`, send piece n to the team's rank n; join received pieces."""
+        """Cut tensors along axis `split`; send piece n to team rank n; join received pieces."""
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
             return [ops.readable(x) for x in tensors.values()]
