@@ -40,7 +40,7 @@ class Tensor:
         return len(range(self.n)[rows]) * len(range(self.width)[cols]) * self.itemsize
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the tile [rows, cols] of all heads, or of query head number `member` per group."""
+        """Return the tile [rows, cols] of all heads, or of one query head (`member`) per group."""
         part = self.data[:, _heads(member), rows]
         return part if self.vector else part[..., cols]
 

@@ -87,12 +87,12 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return the slice of `O_part` and `L_part` for some rows and one part of the keys."""
+        """Return the slice of `O_part` and `L_part` for a range of rows and a part of the keys."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 
     def strips(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield slices of row tile `i`, each with as many whole rows of scores as fit on chip."""
+        """Yield slices of row tile `i`, each with as many full rows of scores as fit on chip."""
         rows = sram.schedule.row_slice(i)
         height = strip_rows(sram.stage, sram.schedule, self.device)
         for start in range(rows.start, rows.stop, height):

@@ -12,7 +12,7 @@ def merged(
 
     Each LSE has the shape of its output without the last axis. The formulas are lse =
     log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. A row
-    with lse = -inf, which saw no key, leaves the second set's row unchanged.
+    that saw no key of one set (lse = -inf) gets the result of the second set.
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # avoids inf - inf if a row saw no key of either set

@@ -216,7 +216,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Store a tile in HBM, or one number in all its elements, rounded once to HBM's type."""
+        """Store a tile, or one number for all elements, rounded once to the type in HBM."""
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)

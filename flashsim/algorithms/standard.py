@@ -83,7 +83,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the backward pass (Algorithm 3) with the saved P and any softcap's saved derivative."""
+    """Run the backward pass (Algorithm 3) with the saved P and the softcap's saved derivative."""
     _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:

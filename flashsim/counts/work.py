@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Return the cost of a tile, or of many tiles if the arguments are sums over them."""
+        """Return the cost of one tile, or of many tiles if the arguments are sums over tiles."""
         return self.row * rows + self.col * cols + self.score * scores
 
 

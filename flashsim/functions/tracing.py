@@ -113,7 +113,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with its arrays, also in items and functions, replaced by `Captured`."""
+        """Return `value` with `Captured` in place of arrays, also inside items and functions."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):

@@ -47,7 +47,7 @@ class ElementAccess(NamedTuple):
 
     @property
     def side(self) -> str:
-        """What the array index depends on: one of the names in SIDES, such as "row"."""
+        """The part of a tile that the array index depends on: a name in SIDES, such as "row"."""
         return self.graph.side(self.node)
 
 

@@ -53,7 +53,7 @@ class _Disk(FunctionCache):
         )
 
     def open_to_others(self, source: str) -> Path | None:
-        """Return the path of the cache's folder, or of a file in it, that another user can change.
+        """Return a path (the cache's folder or a file in it) that another user can change, or None.
 
         The owner of the folder must be this user, root, or the owner of the source file, whose code
         runs anyway. The folder's group may have write access only if it is one user's private

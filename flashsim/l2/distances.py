@@ -41,8 +41,8 @@ def distances(ids, codes, size):
     A request's stack distance is the size of all distinct tiles requested since the tile's last
     request, the tile included (COLD for a first request). A request hits in a cache of C bytes
     exactly if its distance is at most C (Mattson et al. 1970). Between two writes of a tile, a
-    cache of C bytes evicts the tile exactly if a later request's distance, up to the second write,
-    exceeds C.
+    cache of C bytes writes the tile to DRAM exactly if a request after the first and up to the
+    second write has a distance above C.
 
     The second result has, per store or reduction, the largest distance of the tile's requests up to
     the next write. After a tile's last write, an imagined request at the end also counts. For a

@@ -70,7 +70,7 @@ def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if its type is `kind`; otherwise raise an error that names `how`."""
+    """Return `value` if it is a `kind`; otherwise raise an error that calls the type `how`."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
@@ -186,7 +186,7 @@ def window(window: Any) -> tuple[int, int] | None:
 
 
 def cu_seqlens(name: str, values: Any, total: int, first: int = 0) -> tuple[int, ...]:
-    """Return the offsets of packed sequences, which must ascend from `first` to `total`.
+    """Return packed sequences' offsets, which start at `first`, never decrease, and end at `total`.
 
     Two equal consecutive offsets are valid, and stand for an empty sequence.
     """

@@ -294,6 +294,6 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
 
 def _unit(size: np.ndarray) -> np.ndarray:
-    """Return the value of the last bit that a tensor core keeps if it adds numbers of this size."""
+    """Return the value of the last bit that a tensor core keeps in sums of numbers of this size."""
     _, exponent = np.frexp(size)
     return np.ldexp(np.float32(1), np.maximum(exponent - 1 - FRACTION, -126)).astype(np.float32)

@@ -62,7 +62,7 @@ class Segment:
 
     @property
     def offset(self) -> int:
-        """The distance from a query's index to the index of the key on the query's diagonal.
+        """The index of a query's diagonal key minus the index of the query.
 
         The diagonal ends at the bottom right, with the last query and the last key. No key of a
         shared prefix lies to the right of the diagonal.
@@ -260,7 +260,7 @@ class Problem:
         put("score_grads", tuple(name for name in able if name in wanted))
 
     def _extents(self) -> dict[str, int]:
-        """Return how many values each argument b, h, q, k of a score or mask function can have."""
+        """Return how many values the arguments b, h, q and k of a user's function can have."""
         longest_q = max(s.q_stop - s.q_start for s in self.sequences)
         longest_k = max(s.k_stop - s.k_start for s in self.sequences)
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
@@ -416,7 +416,7 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences, after any shared prefix; without `cu_seqlens`, one sequence."""
+        """The shared prefix, if any, and the packed sequences (one without `cu_seqlens`)."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
@@ -434,12 +434,12 @@ class Problem:
 
     @property
     def left(self) -> int:
-        """How many keys left of its diagonal a query sees, or `n_q + n_kv` if there is no limit."""
+        """How many keys a query sees left of the diagonal; `n_q + n_kv` without a limit."""
         return self._side(0)
 
     @property
     def right(self) -> int:
-        """The number of keys that a query sees right of the diagonal; 0 with a causal mask."""
+        """How many keys a query sees right of the diagonal; 0 with a causal mask."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:

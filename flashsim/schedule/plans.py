@@ -85,7 +85,7 @@ class Move(NamedTuple):
 
     @property
     def for_masked(self) -> bool:
-        """Whether the move occurs only in MASKED tiles; its buffer is unused in FULL tiles."""
+        """Whether the move occurs only in MASKED tiles; FULL tiles do not use the buffer."""
         return self.tensor == "M"
 
     @property
