@@ -29,8 +29,8 @@ class Chain(NamedTuple):
     """The data with which the backward pass turns a tile's dS into the gradient of scale Q K^T.
 
     `cap` is the softcap's derivative. `raw` is the score that was passed to the score function.
-    `values` are the captured elements that the function read, and `positions` are its arguments b,
-    h, q, k.
+    `values` are the captured elements that the function read, and `positions` the arguments b, h,
+    q, k.
     """
 
     cap: np.ndarray | None = None

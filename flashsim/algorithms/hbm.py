@@ -95,7 +95,7 @@ class SharedTensor(Tensor):
         return slice(member, None, self.problem.group)
 
     def view(self, rows: slice, cols: slice, member: int | None) -> np.ndarray:
-        """Return the tile [rows, cols] for every head, (batch * kv_heads, group or 1, ..)."""
+        """Return the tile [rows, cols] of all heads, shaped (batch * kv_heads, group or 1, ..)."""
         p, part = self.problem, self.data[:, self._select(member), rows, cols]
         heads = p.heads if member is None else p.kv_heads
         full = np.broadcast_to(part, (p.batch, heads, *part.shape[2:]))
@@ -126,7 +126,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the number of the keys' sequence, and the keys' start and end in the sequence."""
+        """Return the number of the sequence that contains the keys, and the keys' start and end."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start

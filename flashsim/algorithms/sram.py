@@ -164,7 +164,7 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Count the bytes of a buffer that a tile does not use: the buffer stays allocated."""
+        """Count the bytes of a buffer that stays allocated but that a tile does not use."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)

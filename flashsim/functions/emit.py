@@ -135,16 +135,16 @@ def cuda_source(
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
     Without a mask function, every score is kept; without a score function, scores are unchanged.
-    `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
-    accumulates. `extents` has the numbers of possible values of b, h, q and k. With `extents`, the
-    generated code does not check array indices that cannot be out of range.
+    `gradients` names the score function's captured arrays that get gradients from
+    `flash_score_grad`. `extents` has the numbers of possible values of b, h, q and k. With
+    `extents`, the generated code does not check array indices that cannot be out of range.
 
     `tile` is the number of a node in the score function's graph that loads an array element. The
     kernel loads this element in advance, so a second overload of `flash_score` takes the element as
     an argument after the score. If the load's last two indices are q and k, `flash_tile_plane`
     returns the number of a head's (q, k) plane in the array. If `band` = (sign, offset) is passed,
     the load's last index is sign * (q - k) + offset. The generated function `flash_band` then
-    returns the array's element for a distance q - k. If the index is out of range, `flash_band`
+    returns the array's element for a distance q - k. For an index out of range, `flash_band`
     returns the nearest element.
 
     With `ramp` = (factors, steps), the score function adds a product to the score. The product

@@ -250,7 +250,7 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes in a GPU's order: fastest first, and axes of `vmap` at the end."""
+    """Return the grid's axes in a GPU's order: the fastest axis first, `vmap`'s axes last."""
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 

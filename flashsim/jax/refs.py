@@ -132,7 +132,7 @@ def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box of lanes: an array per dimension, with the axes `dims`."""
+    """Return the coordinates of a box's lanes, one array per dimension, with the axes `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
@@ -253,7 +253,7 @@ def gathered(
 
 
 def transformed(arrays: tuple[np.ndarray, ...], transform: Any) -> tuple[np.ndarray, ...]:
-    """Return lanes' coordinates after a reshape, a transpose or another index."""
+    """Return the coordinates of lanes after a reshape, a transpose or a further index."""
     kind = type(transform).__name__
     if kind == "ReshapeTransform":
         return tuple(at.reshape(transform.shape) for at in arrays)

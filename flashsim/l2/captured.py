@@ -185,7 +185,7 @@ class Touched:
         """The sets of lines that tiles touch, in CSR form, as ``(ptr, lines, number)``.
 
         In heads of variant v, tile t touches the lines of set ``number[v, t]``, moved by the head's
-        `shift`. The set of a tile that is not visited is empty.
+        `shift`. An unvisited tile has an empty set of lines.
         """
         pairs, s, side = self._tiles(), self.schedule, self.access.side
         # Tiles of the same row, column or head have the same set if the index says so.
@@ -233,7 +233,7 @@ class Requests:
     """Inserts placeholders for a kernel's array accesses, and replaces placeholders by cache lines.
 
     Each array access gets one placeholder per head and tile, because `interleave.weave` handles
-    only tile numbers. The first placeholder is `start`.
+    only tile numbers. Placeholders are numbers from `start` on.
     """
 
     def __init__(self, schedule: Schedule, tiles: int) -> None:

@@ -97,10 +97,10 @@ def distances(ids, codes, size):
 @keep
 @njit
 def tally(keys, weights):
-    """Return the distinct keys, in no particular order, and the sum of each key's weights.
+    """Return the distinct integers in `keys`, unordered, and the sum of the weights per integer.
 
-    The keys must be at least 0. A hash table beats sorting, because millions of requests have only
-    thousands of distinct distances.
+    All integers must be at least 0. A hash table beats sorting, because millions of requests have
+    only thousands of distinct distances.
     """
     bits = 12
     table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)

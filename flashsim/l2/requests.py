@@ -111,7 +111,7 @@ class TileNumbers:
 
 
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Return the numbers of the tiles of every tensor that the pass loads, stores or reduces."""
+    """Return numbers for the tiles of each tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
     return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 
@@ -292,7 +292,7 @@ def _requests(
     *,
     merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return rows of the table of requests that `weave` reads, one per move between HBM and SRAM.
+    """Return the table of requests for `weave`, with one row per move between HBM and SRAM.
 
     A move of captured arrays has one row per array access in the score or mask function. In a
     merging kernel, the inner tiles are the parts of the keys.

@@ -61,7 +61,7 @@ class Way:
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
     """Compute attention with the settings `way`; return O (heads, n_q, d_v) and L (heads, n_q).
 
-    Rows that see no key are NaN.
+    A row that sees no key is NaN in both results.
     """
     heads = p.batch * p.heads
     out = np.zeros((heads, p.n_q, p.head_dim_v))

@@ -51,7 +51,7 @@ class Pieces:
         self.size = np.concatenate(sizes)
 
     def by_tensor(self, per_piece: np.ndarray) -> dict[str, int]:
-        """Sum the values of each tensor's pieces; tensors whose sum is zero are left out."""
+        """Return the sum over each tensor's pieces, by tensor name, without zero sums."""
         edges = [*self.first, len(self.size)]
         sums = [int(per_piece[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}

@@ -220,7 +220,7 @@ def _checked_of_functions(
 
 
 class _Before(NamedTuple):
-    """Values for the backward pass: the softcap's derivative and the score function's input."""
+    """The backward pass's values: the softcap's derivative, and the input of the score function."""
 
     gate: np.ndarray | float
     raw: np.ndarray

@@ -24,7 +24,7 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Disjoint boxes (i0 .. i1 - 1, j0 .. j1 - 1) of FULL tiles, or of a single MASKED tile."""
+    """Disjoint boxes (i0 .. i1 - 1, j0 .. j1 - 1), each with only FULL tiles or one MASKED tile."""
 
     i0: np.ndarray
     i1: np.ndarray

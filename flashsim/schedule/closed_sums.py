@@ -55,7 +55,7 @@ class Strip(NamedTuple):
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Return the number of visits (tile pairs), and sums of their positions, rows, scores."""
+        """Return four sums over visits (tile pairs): the count, positions, rows and scores."""
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner

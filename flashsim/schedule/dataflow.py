@@ -15,8 +15,8 @@ Five rules keep one dataflow valid for many problems:
   function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
   sinks and left out in others.
 - At the start of a step, a Q-outer loop reads the captured elements that depend only on the head or
-  the row (`F_own`, `M_own`). The loop reads all other captured elements at each visit (`F`, `M`).
-  Visits of FULL tiles do not load `M`.
+  the row (`F_own`, `M_own`). The loop reads the remaining captured elements at each visit (`F`,
+  `M`). Visits of FULL tiles do not load `M`.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
 - A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
   type.

@@ -145,7 +145,7 @@ class Grid:
         return lengths[self.sequence_of_rows]
 
     def queries(self, i: int) -> np.ndarray:
-        """Return, for each row of row tile i, the index of its query in the packed sequences."""
+        """Return the packed query index of each row in row tile i."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:

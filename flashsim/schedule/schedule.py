@@ -417,7 +417,7 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs exactly one visit per row tile, but some have more."""
+    """Raise `TilingError` if a stage needs one visit per row tile, but the tiling prevents that."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(

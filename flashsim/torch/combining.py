@@ -33,7 +33,7 @@ class Share:
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Return this share's gradients plus a rank's own block's gradients, rounded once."""
+        """Return the sum of this share's gradients and a rank's own gradients, rounded once."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:

@@ -244,8 +244,8 @@ def flash_attn_with_kvcache(
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
     On a GPU, the kernel itself reads cache lengths and block tables. A call does not wait for the
-    GPU, and a CUDA graph can capture it. With `alibi_slopes`, lengths are read on the host instead,
-    and the live keys are copied. For arguments not listed here, see `flash_attn_func`.
+    GPU, and a CUDA graph can capture it. With `alibi_slopes`, the call reads lengths on the host,
+    and copies the live keys. For arguments not listed here, see `flash_attn_func`.
 
     Parameters
     ----------

@@ -282,9 +282,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
-    `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit, and so does
-    a negative number unless `signed`. If `signed` is true, a negative number moves the limit to the
-    diagonal's opposite side.
+    `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit; if `signed`
+    is false, a negative number also means no limit. If `signed` is true, a negative number moves
+    the limit to the diagonal's opposite side.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -322,7 +322,7 @@ def _chunked(cuts: Cuts, chunk: int) -> Cuts:
     """Cut each sequence at the positions that are multiples of `chunk`.
 
     In each piece, query i still has the position of key ``i + n_k - n_q``, so masks do not change.
-    Pieces without queries or keys are kept.
+    Pieces may have no queries or no keys.
     """
     of_q, of_k = [0], [0]
     for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):

@@ -1,7 +1,7 @@
 """The interface of FlashAttention's CuTe kernels: ``from flashsim.torch import flash_attn_cute``.
 
-Code written for ``flash_attn.cute`` (the package flash-attn-4) runs by changing one import. Tensor
-layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`. In
+Code written for ``flash_attn.cute`` (the package flash-attn-4) runs after you change one import.
+Tensor layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`. In
 `window_size`, a negative number is a position past the diagonal, and only None means no limit. As
 in flash-attn-4, a causal mask replaces the right limit, and two limits that leave no key are both
 ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to

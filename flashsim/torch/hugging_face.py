@@ -400,7 +400,7 @@ def attend_paged(
     cache: Any = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute a layer's attention over the paged cache of transformers' continuous batching.
+    """Compute a layer's attention over the paged cache that continuous batching uses.
 
     Queries, new keys and new values are (1, heads, tokens, d); the output is (1, tokens, heads, d).
     A call without a paged cache raises UnsupportedError. Newer versions of transformers update the
@@ -421,10 +421,10 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    In a float mask, two kinds of numbers mask a score: numbers near the lowest of their type, and
-    numbers whose sum with the score keeps no digit of the score (-1e9 in float32). If -1e9 masked
-    all n keys of a row, rounding would lose the term log n of the row's LSE. A backward pass would
-    then recompute P = 1 instead of P = 1 / n.
+    A number in a float mask masks a score if it is near the type's lowest number, or if its sum
+    with the score keeps no digit of the score (-1e9 in float32). If -1e9 masked all n keys of a
+    row, rounding would lose the term log n of the row's LSE. The backward pass would recompute P =
+    1 instead of P = 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)

@@ -193,7 +193,7 @@ backward.register_autograd(no_second)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
-    """Raise UnsupportedError, because flashsim's autograd functions have no forward mode, `jvp`."""
+    """Raise UnsupportedError, because flashsim does not support forward mode (`jvp`)."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
         "torch.autograd.forward_ad): use reverse mode (backward(), torch.func.grad, vjp or "

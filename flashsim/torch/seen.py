@@ -341,7 +341,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """Return what limits a pass, the time of the pass in ms, and the source of that time."""
+    """Return the limit of a pass (memory or arithmetic), the time in ms, and the time's source."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no number for this type
