@@ -64,8 +64,8 @@ def forward(machine: Machine) -> None:
 def backward(machine: Machine) -> None:
     """Run FlashAttention-1's backward pass, Algorithm 4, without dropout (lines 14, 15 and 18).
 
-    Every visit (tile pair) loads and stores its dQ. The tiles of dK and dV are complete when the
-    outer step of their column tile ends, so they need not start as zeros in HBM (line 5).
+    Every visit (tile pair) loads and stores a tile of dQ. Tiles of dK and dV are complete at the
+    end of an outer step, so dK and dV need not start as zeros in HBM (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

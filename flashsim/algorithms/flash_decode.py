@@ -52,7 +52,7 @@ def _split(machine: Machine) -> None:
 
 
 def _combine(machine: Machine) -> None:
-    """Run step 2: merge the results over all parts of a row tile's keys into its output.
+    """Run step 2: merge the results of all parts of a row tile's keys into the final output.
 
     The parts are merged one after another in a fixed order, a shared prefix first, so every run
     gives the same bits. FlashAttention's and flashsim's GPU kernels merge all parts at once, with

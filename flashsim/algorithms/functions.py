@@ -1,7 +1,7 @@
 """Evaluates the user's score and mask functions, and their derivatives, on the simulated machine.
 
-A function can only use those elements of its captured arrays that were loaded into SRAM. An element
-that was never loaded raises an error, and an element of an earlier tile is NaN.
+A function can only use elements of captured arrays that were loaded into SRAM. An element that was
+never loaded raises an error, and an element of an earlier tile is NaN.
 """
 
 from __future__ import annotations

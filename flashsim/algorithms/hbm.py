@@ -251,7 +251,7 @@ class Hbm:
     def new(
         self, name: str, n: int, width: int | None, dtype: str, *, kv: bool = False
     ) -> np.ndarray:
-        """Allocate a result filled with NaN, and return its array (batch, heads, n[, width])."""
+        """Allocate a result filled with NaN, and return the array (batch, heads, n[, width])."""
         p = self.problem
         heads = p.kv_heads if kv else p.heads
         shape = (p.batch, heads, n) if width is None else (p.batch, heads, n, width)

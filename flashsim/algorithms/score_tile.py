@@ -88,9 +88,9 @@ def score_gradient(
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T; dS overwrites the dP tile.
 
     If `delta_i` is None, the function computes delta = rowsum(P o dP), minus the LSE's gradient
-    `dL_i` if there is one. This delta is right only if the tile contains all keys that its rows
-    see. The first result is the gradient of the scaled product before the softcap, for dQ and dK.
-    The second result is the bias's gradient, taken after the softcap and before the score function.
+    `dL_i` if there is one. This delta is right only if the tile has all keys that the rows see. The
+    first result is the gradient of the scaled product before the softcap, for dQ and dK. The second
+    result is the bias's gradient, taken after the softcap and before the score function.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)

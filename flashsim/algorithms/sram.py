@@ -59,7 +59,7 @@ class Sram:
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """Open a scope for some rows of an outer step; the end frees tiles loaded in the scope."""
+        """Open a scope for a range of rows in an outer step; the scope's end frees its tiles."""
         return self._frame(self._where)
 
     @contextmanager
@@ -122,8 +122,8 @@ class Sram:
     ) -> np.ndarray:
         """Copy a tile from HBM to SRAM, with an exact conversion to the accumulator type.
 
-        An FP8 tile is loaded with its scales and multiplied by them. In a stage (kernel) that loops
-        over a group of query heads, `member` selects the head.
+        An FP8 tile is loaded together with FP8 scales, and multiplied by the scales. In a stage
+        (kernel) that loops over a group of query heads, `member` selects the head.
         """
         # The copy has the same memory layout whatever the layout of the caller's array, because
         # BLAS sums in an order that depends on the layout.

@@ -1,6 +1,6 @@
 """Bounds on HBM traffic from the papers, with which counts are compared.
 
-`flash_theorem` and `lower_bound` are asymptotic: they hold up to an unknown constant factor.
+`flash_theorem` and `lower_bound` are asymptotic: both hold up to an unknown constant factor.
 `proven` includes all constants, so no algorithm moves fewer elements. In this module, M is the
 on-chip capacity in elements, N the sequence length and d the head dim.
 """

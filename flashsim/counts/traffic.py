@@ -193,8 +193,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
     inputs, out, dout and LSE (with `dlse`, also the LSE's gradient), and writes dq, dk and dv (and
-    the bias's gradient). The algorithm "flash2-once" does not read `out`, so it alone may move
-    fewer bytes.
+    the bias's gradient). Only the algorithm "flash2-once" may move fewer bytes, because it does not
+    read `out`.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -212,7 +212,7 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
 
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
-    """Return the bytes that a pass moves if each stage moves each of its tensors only once.
+    """Return the bytes that a pass moves if each stage moves each tensor only once.
 
     This is the traffic of a cache that is empty as each kernel starts, and misses only once per
     datum. For FlashAttention-2's forward pass, which is one kernel, the result equals the

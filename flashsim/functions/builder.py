@@ -79,7 +79,7 @@ class Builder:
         return self.put(Node("cast", (n,), None, kind))
 
     def op(self, name: str, *args: int) -> int:
-        """Return the number of a node that applies an operation, after converting its arguments."""
+        """Return the number of a node that converts arguments and applies an operation."""
         its = OPERATIONS[name]
         if name in LOGIC:
             args = tuple(self.cast(a, BOOL) for a in args)

@@ -231,7 +231,7 @@ def _tile_lines(
 
 
 def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
-    """Return the CUDA source of the function `flash_ramp_step`, without its last closing brace."""
+    """Return the CUDA source of the function `flash_ramp_step`, without the last closing brace."""
     return [
         "__device__ __forceinline__ float flash_ramp_step(const FlashCaptured& c, "
         "const FlashHead& at) {",

@@ -32,7 +32,7 @@ class Node(NamedTuple):
 
 
 class ArraySpec(NamedTuple):
-    """A captured array's name, shape and element type; its values are not in the graph."""
+    """A captured array's name, shape and element type; the graph does not contain the values."""
 
     name: str
     shape: tuple[int, ...]

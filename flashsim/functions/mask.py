@@ -18,8 +18,8 @@ class MaskFunction:
     """A mask function ``mask_mod(b, h, q, k)``: its graph, and the values of its captured arrays.
 
     `arrays` has read-only copies of the captured arrays, because the schedule depends on their
-    values; `originals` has the user's array objects. Two mask functions are equal if their graphs
-    and their arrays' values are equal.
+    values; `originals` has the user's array objects. Two mask functions are equal if graphs and
+    captured values are equal.
     """
 
     def __init__(self, graph: Graph, originals: Iterable[Any]) -> None:

@@ -175,7 +175,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a function that swaps its arguments: it records a > b as b < a."""
+    """Return a function that swaps arguments, to record a > b as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 

@@ -66,7 +66,7 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
-    """Return an array-like as an array, after checking its number of axes and its dtype's kind."""
+    """Return an array-like as an array, after checking the number of axes and the dtype's kind."""
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     kind = np.dtype(str(array.dtype).rpartition(".")[2].replace("bfloat16", "float32")).kind
     if len(array.shape) not in ndim or kind not in kinds:

@@ -271,7 +271,7 @@ def _plain(value: Any) -> Any:
 
 
 def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -> Any:
-    """Call a library function on whole captured arrays, and return its result."""
+    """Return the result of a library function that is called on complete captured arrays."""
     plain = {key: _plain(x) for key, x in keywords.items()}
     return recorder.wrap(function(*map(_plain, args), **plain), name)
 
@@ -334,7 +334,7 @@ LIBRARIES = ("math", "jax", "jaxlib")
 
 
 class TracedLibrary:
-    """Stands for a module such as `jax.numpy` or `math`, so that its functions accept symbols."""
+    """Stands for a module such as `jax.numpy` or `math`, so that functions accept symbols."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -349,7 +349,7 @@ class TracedLibrary:
 
 
 def either(original: Any, name: str, *args: Any, **keywords: Any) -> Any:
-    """Trace a library's function if it gets symbols or captured arrays; otherwise just call it."""
+    """Trace a library function on symbols or captured arrays; call it directly on other values."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     if any(isinstance(x, (Symbol, Captured)) for x in (*flat, *keywords.values())):
         return _called(name, args, keywords, original)

@@ -240,7 +240,7 @@ class _Tracing:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Return the names of all globals that a function and its inner functions can read."""
+    """Return the names of all globals that a function and the inner functions can read."""
     found = set(code.co_names)
     for const in code.co_consts:
         if isinstance(const, types.CodeType):

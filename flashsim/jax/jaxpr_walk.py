@@ -61,7 +61,7 @@ REFUSED = {
 
 
 class SourceLine(NamedTuple):
-    """A source line: its file, its number, and the function that contains it."""
+    """A source line: the file, the number, and the enclosing function."""
 
     file: str
     line: int
@@ -86,7 +86,7 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Equation:
-    """One equation of a jaxpr, prepared so that it is quick to evaluate."""
+    """One equation of a jaxpr, prepared for quick evaluation."""
 
     run: Callable[[Equation, list[Any]], Any]
     equation: Any
@@ -469,7 +469,7 @@ def spread(mask: Any, shape: tuple[int, ...]) -> np.ndarray | None:
 
 
 def scratch(aval: Any, name: str) -> Ref | None:
-    """Return an on-chip buffer for a kernel's scratch argument, or None if it is a semaphore."""
+    """Return an on-chip buffer for a kernel's scratch argument, or None for a semaphore."""
     inner = getattr(aval, "inner_aval", aval)
     try:
         dtype = np.dtype(inner.dtype)

@@ -42,7 +42,7 @@ def _size(kind: Kind) -> int:
 
 
 def _kind(variable: Any) -> Kind | None:
-    """Return the type and shape of an intermediate array, or None if it is a scalar or a ref."""
+    """Return the type and shape of an intermediate array, or None for a scalar or a ref."""
     aval = variable.aval
     if hasattr(aval, "inner_aval") or not getattr(aval, "shape", ()):
         return None

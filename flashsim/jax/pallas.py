@@ -42,8 +42,8 @@ def trace_kernel(
 ) -> KernelTrace:
     """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
-    The function runs on the CPU, without changes: its Pallas kernels are evaluated one primitive
-    after another, and JAX evaluates everything else. The option `interpret=True` has no effect.
+    The unchanged function runs on the CPU: Pallas kernels are evaluated one primitive after
+    another, and JAX evaluates the rest. The option `interpret=True` has no effect.
 
     Parameters
     ----------
@@ -326,7 +326,7 @@ class PallasNotes:
             self.recorder.work("matmul", flops, line=(where.file, where.line))
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Add a note if an on-chip access, which moves no HBM bytes, exceeds its buffer."""
+        """Add a note if an on-chip access, which moves no HBM bytes, exceeds the buffer."""
         outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(

@@ -100,7 +100,7 @@ def launcher(model: str | None, recorder: Programs):
 def launch(
     walker: Walker, recorder: Programs, equation: Any, inputs: list[Any], model: str | None
 ) -> list[Any]:
-    """Run one `pallas_call`; return its outputs as JAX arrays."""
+    """Run one `pallas_call`, and return the outputs as JAX arrays."""
     params = equation.params
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     inputs = list(inputs)
@@ -167,7 +167,7 @@ def run_tpu(
     jaxpr: Any,
     starts: Sequence[Sequence[tuple[int, ...]]],
 ) -> None:
-    """Run a TPU kernel's grid steps in order; copy blocks to and from VMEM when they change."""
+    """Run a TPU kernel's grid steps in order; copy changed blocks to and from VMEM."""
     count = len(here.scalars) + len(here.operands)
     kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
     scalars = []
@@ -406,7 +406,7 @@ def everything(ref: Ref) -> Lanes:
 
 
 def inner(ref: Ref) -> Lanes:
-    """Return the lanes (elements) of a ref inside its array, which a TPU's pipeline copies."""
+    """Return the lanes (elements) of a ref inside the array, which a TPU's pipeline copies."""
     start, shape = [], []
     for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
         low, high = max(first, 0), min(first + length, size)

@@ -201,10 +201,10 @@ class ForeignCall:
 class Layout:
     """The parts of a foreign call that stay the same from run to run, unlike the arrays' addresses.
 
-    XLA keeps a call's structures in memory, and writes the arrays' addresses into them before each
-    run. XLA may also free the structures and reuse their memory. So `addresses` first checks that
-    the structures are unchanged, and follows no changed pointer. Callers may store prepared
-    launches in the dict `runs`.
+    XLA keeps a call's structures in memory, and writes the arrays' addresses into the structures
+    before each run. XLA may also free the structures and reuse their memory. So `addresses` first
+    checks that the structures are unchanged, and follows no changed pointer. Callers may store
+    prepared launches in the dict `runs`.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:

@@ -2,8 +2,8 @@
 
 For each thread block of a kernel, the package lists the requests to L2 tile by tile, interleaves
 the blocks' requests as the SMs issue them, and replays the requests through a simulated cache. The
-reference docs/reference/predictions.md says what the model leaves out, and compares its predictions
-with hardware counters.
+page docs/reference/predictions.md lists what the model leaves out, and compares predictions with
+hardware counters.
 """
 
 from flashsim.l2.curve import Curve

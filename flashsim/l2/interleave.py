@@ -72,14 +72,15 @@ def weave(
     """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
     Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
-    query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
-    its keys. The block makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once per query head
-    (of `members`). Clusters of n consecutive blocks (n = `cluster`) own one entry, and divide the
+    query heads. Block b owns the entry ``outer = outers[b]``, an outer tile or one part of a tile's
+    keys. The block makes the visits ``inner[ptr[outer]:ptr[outer + 1]]`` once per query head (of
+    `members`). Clusters of n consecutive blocks (n = `cluster`) own one entry, and divide the
     visits into consecutive ranges. The cluster's first block also makes the requests before and
     after the visits. Blocks run in ``len(time)`` slots; when a block ends, the next block starts in
-    its slot. A visit takes 1 unit of time, plus a random number between -`jitter` and `jitter`.
-    With `ranks`, `cluster` is 1, and visit v waits until ``ranks[v]`` visits to the same inner tile
-    have started. `turn` is the least time between the starts of two visits to the same inner tile.
+    the same slot. A visit takes 1 unit of time, plus a random number between -`jitter` and
+    `jitter`. With `ranks`, `cluster` is 1, and visit v waits until ``ranks[v]`` visits to the same
+    inner tile have started. `turn` is the least time between the starts of two visits to the same
+    inner tile.
 
     `tile_of`, int32 (outers,), has the outer tile of each entry. `several`, bool (outers,), is True
     for an entry that is one of a tile's several parts. `requests`, int64 (n, 6), has the columns

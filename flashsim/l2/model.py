@@ -145,7 +145,7 @@ class Dram:
 
 @own_errors
 def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
-    """Predict the DRAM traffic of a pass: replay its requests through its device's L2.
+    """Predict the DRAM traffic of a pass, by replaying all requests through the device's L2.
 
     Parameters
     ----------
@@ -244,7 +244,7 @@ class _WholeTiles:
 
 
 class _Sets:
-    """A cache like a GPU's L2, simulated by `caches.replay_sets` for a sample of its sets.
+    """A cache like a GPU's L2; `caches.replay_sets` simulates a sample of the sets.
 
     Each line hashes to one set, so a sample of sets represents all sets (set sampling: Kessler,
     Hill and Wood, 1994). The same fraction of each tile's lines is in the sample. Counts of a
@@ -299,7 +299,7 @@ class _Sets:
         return self._bytes(fetched), self._bytes(lost)
 
     def drain(self) -> dict[str, int]:
-        """Empty the cache, and return the number of dirty bytes that it held, by tensor."""
+        """Empty the cache, and return the dirty bytes by tensor."""
         lines = self.held[self.dirty & (self.held >= 0)]
         dirty = np.bincount(self.tile_of[lines], minlength=len(self.tiles.size))
         self._empty()

@@ -136,7 +136,7 @@ def requests(stage: plans.Stage, schedule: Schedule) -> int:
 
 
 def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
-    """Return the number of L2 requests that one move makes each time it moves a tile."""
+    """Return the number of L2 requests per tile of one move."""
     if captured.lined(move.tensor) in captured.LINED and move.transfers:
         return len(captured.accesses(problem, move.tensor, stage.outer))
     return int(move.transfers)
@@ -313,8 +313,8 @@ def _requests(
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
     """Return each query head's query, key and bias matrix numbers, int32 (3, batch * heads).
 
-    In a kernel that loops over bias matrices, all three are the number of the bias matrix. If query
-    heads are packed, `members` of them share one query matrix.
+    In a kernel that loops over bias matrices, all three are the number of the bias matrix. With
+    packed heads, `members` query heads share one query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

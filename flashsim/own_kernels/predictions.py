@@ -107,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: each access's first piece of a tensor, and its count of pieces."""
+    """Return two arrays with one number per access: the first piece, and the count of pieces."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)

@@ -1,6 +1,6 @@
 """Serializes a kernel's record, so that a user's file and its grader run in separate processes.
 
-The bytes are an .npz archive of plain arrays; reading it runs no code of the process that wrote it.
+The bytes are an .npz archive of plain arrays, so a reader runs no code from the file.
 """
 
 from __future__ import annotations

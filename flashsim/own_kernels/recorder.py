@@ -259,7 +259,7 @@ class Recorder:
         return (its.start + offsets * its.itemsize) // self._units[its.buffer]
 
     def _run(self, its: KernelTensor, unique: np.ndarray) -> slice | np.ndarray:
-        """Return the indices of elements, as a slice if they are contiguous, else an array."""
+        """Return the indices of elements: a slice for contiguous elements, otherwise an array."""
         if _is_run(unique) and its.itemsize == self._units[its.buffer]:
             first = its.start // its.itemsize + int(unique[0])
             return slice(first, first + len(unique))

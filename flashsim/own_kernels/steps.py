@@ -59,7 +59,7 @@ class Follower:
         self.seen.append((first, last))
 
     def end(self, variables: Mapping[str, np.ndarray]) -> None:
-        """Check the program's variables when it stores the output."""
+        """Check the program's variables when the program stores the output."""
         if self.seen and not self.found:
             self._compare(variables, ended=True)
 
@@ -112,7 +112,7 @@ class Follower:
                     self.names[what] = usual[0]
 
     def _off(self, value: np.ndarray, want: np.ndarray, rows: np.ndarray) -> np.ndarray:
-        """Return a mask of the rows in which a variable differs from its right value."""
+        """Return a mask of the rows in which a variable differs from the right value."""
         if value.shape != want.shape:
             return rows
         scale = np.abs(want[rows]).max(initial=1e-3)

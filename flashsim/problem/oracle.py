@@ -170,7 +170,7 @@ def tf32(x: np.ndarray) -> np.ndarray:
 
 
 def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any) -> tuple[Any, ...]:
-    """Return the inputs and the bias as NumPy arrays, after checking that they fit the problem."""
+    """Return the inputs and the bias as NumPy arrays, after checking types and shapes."""
     checks.one_of("dtype", dtype, (*checks.DTYPES, "tf32"))
     arrays = {name: checks.as_array(name, x) for name, x in inputs.items()}
     bias, dlse = (

@@ -65,7 +65,7 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 @own_errors
 @dataclass(frozen=True)
 class Precision:
-    """The types to which an algorithm rounds its intermediate results (at its rounding points).
+    """The types to which an algorithm rounds intermediate results (at rounding points).
 
     None means the usual type of a rounding point. A `Precision` changes numbers, not the bytes
     moved, so a run with a `Precision` has no trace.
@@ -139,7 +139,7 @@ class Precision:
 
     @property
     def points(self) -> dict[str, str]:
-        """The rounding points for which a type is set, and their types."""
+        """A dict from rounding point to type, for each rounding point with a type."""
         every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 

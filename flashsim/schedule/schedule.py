@@ -285,7 +285,7 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """For each row tile, whether a second stage merges its queries' partial results, (T_r,).
+        """Booleans (T_r,): True for row tiles whose partial results a second stage merges.
 
         The value is False for row tiles of a shared prefix, because the row tiles of own keys do
         the merge.

@@ -42,7 +42,7 @@ class Extents(NamedTuple):
 
 @dataclass(eq=False)
 class AttentionCall:
-    """One attention call of a model: its sizes, types, options and, if measured, its times.
+    """One attention call of a model: sizes, types, options and, if measured, times.
 
     Attributes
     ----------

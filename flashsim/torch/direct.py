@@ -204,7 +204,7 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
 
 
 def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Check a call of `attention`, and cache its `Ready` under the key that `known` returned."""
+    """Check a call of `attention`, and cache a `Ready` under the key that `known` returned."""
     return _kept(key, Ready(q, k, v, question))
 
 

@@ -1,4 +1,4 @@
-"""`flex_attention`: torch's FlexAttention, with its functions unchanged, on flashsim's engines."""
+"""`flex_attention`: runs torch's FlexAttention, with unchanged functions, on flashsim's engines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Makes `flex_attention` work in ``torch.compile``, as an operator with functions as subgraphs.
 
-Dynamo, the compiler's tracer, inlines Python functions, so it cannot pass a function as a value.
+Dynamo, the compiler's tracer, inlines Python functions, and so cannot pass a function as a value.
 Dynamo traces functions separately, as subgraphs, only for torch's own flex attention, a
 "higher-order operator". Dynamo treats `compiled` as torch's flex attention. When called, `compiled`
 converts the subgraphs to flashsim's graphs, and passes the graphs as text to

@@ -65,9 +65,9 @@ def has_values(x: Tensor) -> bool:
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
     """Return the `Pattern` of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    An additive mask counts as boolean if it adds only 0 and about the lowest number of its type. If
-    an additive mask's values cannot be read, a mask per head counts as a bias, because boolean
-    masks rarely differ between heads.
+    An additive mask counts as boolean if all numbers are 0 or near the type's lowest number. If an
+    additive mask's values cannot be read, a mask per head counts as a bias, because boolean masks
+    rarely differ between heads.
     """
     bias = added(mask, batch, heads)
     of_heads = mask.dtype != torch.bool and bias[1] > 1

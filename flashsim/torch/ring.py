@@ -49,7 +49,7 @@ def ring_attention(
     Every rank calls this function with its own rows (`shard`). Ranks send K and V to the next rank
     while the kernels of `attention` compute; some schemes exchange heads. The outputs of blocks of
     scores are merged by their LSE in float32. The backward pass also sends dK and dV, in float32,
-    after K and V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at the call.
+    after K and V. Autocast casts q, k and v; ``torch.compile`` breaks the graph at the call.
 
     Parameters
     ----------
@@ -289,7 +289,8 @@ class _Part:
 
         Gradients of keys that another rank owns follow the keys around the ring to the owner. One
         block's dK and dV have the type in which the block was computed; sums of two or more are
-        float32. The owner adds the gradients of its own block of scores, and rounds the sum once.
+        float32. The owner adds the gradients of the owner's block of scores, and rounds the sum
+        once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)

@@ -2,7 +2,7 @@
 
 `install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")`` switch flashsim on,
 and ``restore_flash_attention_impl()`` switches it off. While flashsim is on,
-``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
+``scaled_dot_product_attention`` runs flashsim wherever torch would choose flash attention, on the
 CPU and on CUDA. On CUDA, torch's flash attention takes no `attn_mask`. For calls with a mask,
 flashsim therefore also replaces torch's other fused kernels. Dropout raises an error, because the
 kernels do not support it.
@@ -92,7 +92,7 @@ def _replace(device: str, functions: dict[str, Any], **how: Any) -> Library:
 
 
 def _of_a_gradient(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the function `backward` so that it returns no gradients if torch passes it none."""
+    """Wrap the function `backward`, to return no gradients if torch passes no gradients."""
 
     @wraps(backward)
     def checked(grad_out: Tensor | None, *args: Any, **options: Any) -> Any:
@@ -114,7 +114,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Convert torch's arguments, with their top-left causal mask, to `flashsim.run`'s keywords."""
+    """Convert torch's arguments, with a top-left causal mask, to `flashsim.run`'s keywords."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {

@@ -46,7 +46,7 @@ _SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms", "m
 
 
 class Seen:
-    """The attention calls of a model, in the order in which they were made.
+    """The attention calls of a model, in the order of the calls.
 
     A `Seen` supports ``len``, iteration, ``seen[0]``, and look-up by module:
     ``seen["layers.3.self_attn"]``. The end of a module's name suffices if only one name ends so.
@@ -113,7 +113,7 @@ class Seen:
         return report.Table(full.title, tuple(short), rows, "\n".join([note, *notes, *missed]))
 
     def full_table(self, *, device: str | Device = "H100", l2: bool | None = None) -> report.Table:
-        """Return a table with one row per distinct call, with its count, and rows for the total.
+        """Return a table with one row and a count per distinct call, and rows for the total.
 
         Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
         empty if any call's figure is unknown. A backward pass that did not run has no row.
@@ -122,9 +122,9 @@ class Seen:
           model of the cache. compulsory B: each input and output counted once.
         - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. Without DRAM
           bytes, FLOPs are divided by the bytes of each kernel's tensors, counted once.
-        - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
-          kernels. The source "roofline" is a lower bound from the device's bandwidth and
-          arithmetic.
+        - ms, by: the time and the time's source; "predict" is `flashsim.predict`, for
+          FlashAttention-2's kernels. The source "roofline" is a lower bound from the device's
+          bandwidth and arithmetic.
         - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
           kernels on this machine, the same for all algorithms. On a CPU, this is the time of
           torch's operators, which flashsim does not predict.

@@ -59,7 +59,7 @@ class Ranges:
 
 
 class Timer(Ranges):
-    """Measures the kernel times of attention calls that are made while its profiler runs."""
+    """Measures the kernel times of all attention calls while the profiler runs."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(record_function)

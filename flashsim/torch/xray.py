@@ -1,4 +1,4 @@
-"""The process that `flashsim xray` profiles: it runs a program's attention calls in NVTX ranges.
+"""The process that `flashsim xray` profiles: attention calls of a program run in NVTX ranges.
 
     python -m flashsim.torch.xray CALLS.json PROGRAM [arguments]
 

@@ -1,4 +1,4 @@
-"""The events of traces: their binary layout (28 bytes), their vocabulary, and `StageTrace`."""
+"""The events of traces: binary layout (28 bytes) and vocabulary; and `StageTrace`."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 class StageTrace:
     """The events of a stage's loops over one head, and how often the stage repeats the loops.
 
-    The stage runs its loops `repeat` times. Each run starts `stride` query heads after the previous
+    The stage runs the loops `repeat` times. Each run starts `stride` query heads after the previous
     run. In `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
     (computes, kinds of FLOP + 2), exists only for a user's own algorithm. Each "compute" event has
     a row: the FLOPs by kind, then the bytes read from and written to SRAM. For built-in algorithms,

@@ -4,7 +4,7 @@ If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's 
 out stages that the kernel did not time. A simulated trace has no times, so the export computes
 times from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, and
 a step first moves its tiles and then computes, without overlap. Computed times show order and
-proportion; they do not predict a kernel's time.
+proportion, but do not predict a kernel's time.
 
 In a simulated trace, a thread id stands for one SM and pipe. In a recorded trace, a thread id
 stands for one SM, warp role and layer of overlapping visits. The slices of one thread id are nested
@@ -120,8 +120,8 @@ def _real_counters(
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
     The bytes of a visit are added at the visit's end, and the bytes of an outer step when the step
-    stores its row or column tile. A thread block counts as using its stage's peak SRAM while its
-    last warp role works. In a warp-specialised kernel, this role is the last consumer.
+    stores its row or column tile. A thread block counts with the stage's peak SRAM while the
+    block's last warp role works. In a warp-specialised kernel, this role is the last consumer.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -150,8 +150,8 @@ def _real_counters(
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     """Return the requested bytes of each visit or outer step in `parts`, as int64 (n_parts,).
 
-    If several blocks store parts of one row tile, the bytes of its outer step are divided equally
-    among these blocks.
+    If several blocks store parts of one row tile, the outer step's bytes are divided equally among
+    the blocks.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"

@@ -79,7 +79,7 @@ class Steps(Generic[_Trace]):
         return np.concatenate([[0], self.ends[:-1] + 1])
 
     def moves(self, step: int) -> np.ndarray:
-        """Return the events of `step` that are transfers: its loads, stores and reductions."""
+        """Return the transfers of `step`: loads, stores and reductions."""
         events = self.events[self.starts[step] : self.ends[step] + 1]
         return events[np.isin(events["op"], TRANSFERS)]
 
@@ -138,7 +138,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def buffers(self) -> list[str]:
-        """The names of all on-chip buffers, in the order in which they first appear."""
+        """The names of all on-chip buffers, in order of first appearance."""
         owner = buffer_of(self.events["tensor"])[gain(self.events) != 0]
         codes, first = np.unique(owner, return_index=True)
         return [self.trace.tensors[code] for code in codes[np.argsort(first)]]

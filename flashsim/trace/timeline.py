@@ -20,11 +20,11 @@ from flashsim.trace.recording import Recording
 class Rows:
     """The thread block and the drawing row of each span of a timeline.
 
-    `block`, (n,), numbers the spans' thread blocks in the order of their starts. `slot`, (n,),
-    differs for blocks that are on the same SM at the same time. `row`, (n,), is the span's row on
-    its SM; spans of one visit by one role share a row. `names` has the name of each row, which is
-    the same on every SM. A name consists of the row's block and role. A row of visits that overlap
-    the previous row's visits has "next" in the name.
+    `block`, (n,), numbers the spans' thread blocks in order of start. `slot`, (n,), differs for
+    blocks that are on the same SM at the same time. `row`, (n,), is the span's row on the SM; spans
+    of one visit by one role share a row. `names` has the name of each row, which is the same on
+    every SM. A name consists of the row's block and role. A row of visits that overlap the previous
+    row's visits has "next" in the name.
     """
 
     block: np.ndarray

@@ -131,7 +131,7 @@ class Trace(Recording, questions.Answers):
     def by_head(self) -> np.ndarray:
         """Return the requested bytes of each query head, int64 (batch * heads,).
 
-        If a transfer serves a group of query heads, its bytes count for the group's first head.
+        The bytes of a transfer for a group of query heads count for the group's first head.
         """
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
@@ -212,8 +212,8 @@ class Trace(Recording, questions.Answers):
     def cumulative(self) -> np.ndarray:
         """Return one head's cumulative requested bytes after each visit, over all stages.
 
-        Entry v of the result is the total after v visits. The bytes of a transfer outside visits
-        are added to the visit that follows it or, at the end of a stage, to the stage's last visit.
+        Entry v of the result is the total after v visits. Bytes outside visits are added to the
+        next visit or, at the end of a stage, to the stage's last visit.
         """
         per_visit = [np.zeros(1, np.int64)]
         for stage in self.stages:

@@ -57,7 +57,7 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry`, or raise an error unless it is a list of n indices of at least `low`."""
+    """Return `entry` if it is a list of n indices of at least `low`; otherwise raise an error."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -173,7 +173,7 @@ def own_costs(costs: np.ndarray) -> None:
 
 
 def problem(fields: dict[str, Any], **masks: Any) -> Problem:
-    """Return the problem in the header, after checking that int32 tables can index its lengths."""
+    """Return the header's problem, after checking that int32 tables can index all lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
             "the header itself, and not its entry 'problem', must contain "
@@ -211,7 +211,7 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """Return a stage of the file, its tiling, and the `repeat` and `stride` of its `StageTrace`."""
+    """Return a stage of the file, the tiling, and the `repeat` and `stride` of the `StageTrace`."""
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
     if own:
@@ -401,7 +401,7 @@ def events(
 
 
 def order(table: np.ndarray, walk: plans.Stage) -> None:
-    """Raise an error unless each visit computes something and each step frees all its buffers."""
+    """Raise an error unless each visit computes something, and each step frees all buffers."""
     if not len(table):
         return
     what = f"stage {walk.name!r}: "

@@ -1,4 +1,4 @@
-"""Find the line of the user's kernel that is running, and name it in errors."""
+"""Finds the running line of the user's kernel, and names the line in errors."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter; in a ``with`` block of `entered`, its `recorder` records accesses.
+    """Triton's interpreter; in a ``with`` block of `entered`, the `recorder` records accesses.
 
     Parameters
     ----------

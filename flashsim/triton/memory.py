@@ -34,7 +34,7 @@ class Reached:
 
 
 class Memory:
-    """The tensors of one kernel launch, found by their simulated addresses."""
+    """The tensors of one kernel launch, found by simulated address."""
 
     def __init__(self, recorder: Recorder, pointers: list[Pointer]) -> None:
         self._recorder = recorder
@@ -51,7 +51,7 @@ class Memory:
     def reach(
         self, op: int, pointers: np.ndarray, mask: np.ndarray, itemsize: int, line: Line
     ) -> Reached:
-        """Record an access, and return the real memory that its lanes (elements) refer to.
+        """Record an access, and return the real memory that the lanes (elements) refer to.
 
         MemoryModelError is raised if an active lane's address belongs to no argument of the kernel.
         """
