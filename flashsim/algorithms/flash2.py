@@ -96,7 +96,7 @@ def normalised(
 
 
 def backward(machine: Machine) -> None:
-    """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
+    """Compute the gradients (Algorithm 2) in three passes: delta first, dK and dV second, dQ third.
 
     The three passes need no atomics, so they are deterministic. The gradient dQ is a sum over keys;
     dK and dV are sums over queries. A loop can keep sums over keys or sums over queries on chip,
@@ -115,7 +115,7 @@ def backward_fused(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one KV-outer pass, which accumulates dQ in HBM.
 
     The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ in
-    an order that changes from run to run, so the last bits of dQ change too.
+    an order that changes from run to run, and so do the last bits of dQ.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)

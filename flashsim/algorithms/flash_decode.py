@@ -21,7 +21,7 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps of decoding: attention over each part of the keys, then the merge."""
+    """Run both steps of decoding: attention over each part of the keys, and the merge."""
     _split(machine)
     _combine(machine)
 

@@ -9,7 +9,7 @@ tanh (which a GPU's special-function unit computes), and the kind ``max`` counts
 kind ``add`` includes subtractions. A row sum or row maximum over n elements is n operations. Counts
 leave out the handling of rows that see no key. A tile operation reads each operand from SRAM once,
 and writes the result once; reuse in registers is ignored. A masked tile costs as much as a full
-tile, because the hardware computes the whole tile. The kind ``function`` counts each floating-point
+tile, because the hardware computes every score. The kind ``function`` counts each floating-point
 operation of a score function and its derivative once. A mask function compares integers, so its
 operations are not counted.
 """

@@ -143,9 +143,9 @@ def cuda_source(
     kernel loads this element in advance, so a second overload of `flash_score` takes the element as
     an argument after the score. If the load's last two indices are q and k, `flash_tile_plane`
     returns the number of a head's (q, k) plane in the array. If `band` = (sign, offset) is passed,
-    the load's last index is sign * (q - k) + offset. The generated function `flash_band` then
-    returns the array's element for a distance q - k. For an index out of range, `flash_band`
-    returns the nearest element.
+    the load's last index is sign * (q - k) + offset. The generated function `flash_band` returns
+    the array's element for a distance q - k. For an index out of range, `flash_band` returns the
+    nearest element.
 
     With `ramp` = (factors, steps), the score function adds a product to the score. The product
     multiplies the nodes `factors`, which depend only on the head, by an integer that grows by

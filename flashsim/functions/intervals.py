@@ -158,7 +158,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return the bounds of an operation monotonic in a and b, from its values at the 4 corners."""
+    """Return bounds of an operation that is monotonic in a and b, from the values at 4 corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))

@@ -35,8 +35,8 @@ def dot_product_attention(
     (`cu_seqlens_q`) needs no such bias.
 
     For a query that sees no key, the result is zeros. For such a query, jax.nn returns the mean of
-    all values. The residual (the LSE) also differs from jax.nn's, since masked scores add no
-    rounding errors to the LSE.
+    all values. The residual (the LSE) differs from jax.nn's, because masked scores add no rounding
+    errors to the LSE.
 
     Parameters
     ----------

@@ -204,7 +204,7 @@ def own_lines() -> Iterator[None]:
 
 
 class PallasNotes:
-    """Records in a `Recorder` what a `Walker` reports about kernels."""
+    """Records a `Walker`'s reports about kernels in a `Recorder`."""
 
     def __init__(self, arrays: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self.recorder = Recorder("pallas")

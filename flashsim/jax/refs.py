@@ -45,7 +45,7 @@ class Ref:
 
     @classmethod
     def whole(cls, array: np.ndarray, tensor: HbmTensor | None = None, name: str = "") -> Ref:
-        """Return a ref to the whole of an array."""
+        """Return a ref to a complete array."""
         none = (False,) * array.ndim
         return cls(array, (0,) * array.ndim, array.shape, none, tensor, name)
 

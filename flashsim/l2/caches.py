@@ -30,7 +30,7 @@ def _unlink(links, tile):
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
     """Count the bytes that requests read from DRAM, and the bytes that evictions write to DRAM.
 
-    The cache is fully associative, holds whole tiles, and evicts the least recently used tile.
+    The cache is fully associative, holds complete tiles, and evicts the least recently used tile.
     `capacity` and each tile's `size` are in bytes. The cache's state, changed in place, is `links`,
     int32 (tiles + 1, 2), `state`, uint8 (tiles + 1), and `used`, int64 (1,). Each tile's DRAM reads
     are added to `fetched`, and DRAM writes to `lost`, int64 (tiles,), in bytes.

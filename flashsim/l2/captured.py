@@ -288,7 +288,7 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return an array access's placeholders: positions in `ids`, line sets, and heads."""
+        """Return an access's placeholders: positions in `ids`, numbers of line sets, and heads."""
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

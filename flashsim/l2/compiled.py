@@ -1,4 +1,4 @@
-"""A disk cache for Numba's compiled code; if the disk fails, the code is compiled again.
+"""A disk cache for Numba's compiled code; after a disk failure, Numba compiles the code anew.
 
 Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
 if one of its files is truncated. With this module's cache, a failure of the disk only costs one
@@ -109,7 +109,7 @@ class _Files(IndexDataCacheFile):
         super().save(key, (key, hashlib.sha256(blob).digest(), blob))
 
     def load(self, key: Any) -> Any:
-        """Return the cache's entry for this key, or None if there is none."""
+        """Return the cache's entry for this key, or None without an entry."""
         entry = super().load(key)
         if entry is None:
             return None

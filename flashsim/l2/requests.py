@@ -168,7 +168,7 @@ def stream(
     device: Device,
     model: L2Model,
 ) -> Stream:
-    """Return one kernel's requests to L2, interleaved as its thread blocks would issue them.
+    """Return one kernel's requests to L2, interleaved as thread blocks would issue requests.
 
     Raises
     ------

@@ -234,7 +234,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return a program's FLOPs from the previous call to an access (None: its last)."""
+        """Return a program's FLOPs since the previous call, up to an access (None: all others)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

@@ -293,7 +293,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor tiled along `axis`; labels in `first` are preferred."""
+        """Return the code of a tensor that is tiled along `axis`; labels in `first` come first."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:

@@ -28,7 +28,7 @@ _CHUNK = 1 << 14
 class Recorder:
     """Collects a kernel's accesses and FLOPs, and finds data races, as the kernel runs.
 
-    For each launch, a frontend calls `tensor` for each argument, and then `launch`. For each
+    For each launch, a frontend calls `tensor` for each argument, and calls `launch` last. For each
     program the frontend calls `program`, then `access` or `block` for each load, store and atomic
     operation, and `work` for each matrix product. At the end the frontend calls `done`.
     """
@@ -118,7 +118,7 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Record a launch, return its number; `ordered` programs run one by one, without races."""
+        """Record a launch, return its number; `ordered` programs run one by one and never race."""
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)

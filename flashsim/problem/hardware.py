@@ -31,7 +31,7 @@ Ada (427.6 with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8
 print both 330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32
 accumulation, as for the card's FP16.
 
-A data sheet's "GB" of off-chip memory are read as GiB, because an H200 "of 141 GB" reports 143,771
+A data sheet's "GB" of off-chip memory is read as GiB, because an H200 "of 141 GB" reports 143,771
 MiB, while 141 GB are 134,468 MiB. Peaks of matrix products are *dense*, with float32 accumulation,
 at boost clock; a data sheet's figure "with sparsity" is halved. If a device lists no peak for a
 dtype, the GPU has no hardware unit for that dtype. A bandwidth of 0 means that no figure is

@@ -266,7 +266,7 @@ class Problem:
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """Return `scale` or `softcap` as a float, if the type of scores can hold it; or raise."""
+        """Return `scale` or `softcap` as a float; raise unless the type of scores can hold it."""
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
         if abs(number) > largest or (name == "softcap" and 0 < number < least):
@@ -299,7 +299,7 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise an error unless all queries see the shared prefix, and its pages are full."""
+        """Raise an error unless all queries see the shared prefix, and it fills complete pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
                 f"shared_prefix={shown(prefix)} applies only to packed sequences; pass "

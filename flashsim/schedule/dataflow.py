@@ -8,8 +8,8 @@ HBM, or allocates an on-chip buffer. The algorithms in `flashsim.algorithms` and
 
 Five rules keep one dataflow valid for many problems:
 
-- A tensor that the problem does not have is left out. A stage without any other tensor is left out
-  too. The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
+- A tensor that the problem does not have is left out. A stage without remaining tensors is left
+  out. The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
   cache. The tensor `V` is left out if V is stored as columns of K, and `dL` if the LSE has no
   gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
   function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with

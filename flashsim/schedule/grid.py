@@ -59,7 +59,7 @@ class Grid:
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """Each sequence's tiles as a `Strip` if tables would be too large; otherwise None."""
+        """Each sequence's tiles as a `Strip` if tables are too large; otherwise None."""
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks

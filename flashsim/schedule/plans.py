@@ -99,7 +99,7 @@ class Stage:
     """One stage (one kernel, one pass over the score matrix) of an algorithm, for one problem.
 
     The fields are those of `StageDataflow`, but packed heads change `per` from "head" to "group".
-    Buffers with ``visit=False`` are live during the whole inner loop.
+    Buffers with ``visit=False`` are live throughout the inner loop.
     """
 
     name: str

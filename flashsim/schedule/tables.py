@@ -1,4 +1,4 @@
-"""Builds the tables of tiles, and refuses problems whose tables would be too large."""
+"""Builds the tables of tiles, and refuses problems that need too large tables."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class AttentionCall:
 
     @property
     def place(self) -> str | None:
-        """Return the call's device type, "cpu" or "cuda"; None for tensors without values."""
+        """Return "cpu" or "cuda", the device of the call, or None for tensors without values."""
         kind = self.device.partition(":")[0]
         return kind if kind in ("cpu", "cuda") and "fake" not in self.device else None
 

@@ -81,7 +81,7 @@ def backward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Run `flashsim.backward`; return the gradients, with an empty dsinks if there are no sinks."""
+    """Run `flashsim.backward`; return the gradients, with an empty tensor as dsinks if unused."""
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured

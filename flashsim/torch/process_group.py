@@ -1,4 +1,4 @@
-"""Messages between ranks of a process group: ranks agree on arguments, then send tensors.
+"""Messages between ranks of a process group, which agree on arguments before tensors are sent.
 
 The module only uses `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on
 GPUs. On GPUs, messages run on a separate CUDA stream and overlap the kernels. If a rank fails, dies

@@ -152,7 +152,7 @@ _Spread = tuple[int, str, int | None]
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, spread: _Spread, **scores: Any) -> Group:
-    """Return the `Group` for the whole problem, derived from the tensors of this rank."""
+    """Return the `Group` for the complete problem, derived from the tensors of this rank."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ShapeError(

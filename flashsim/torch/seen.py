@@ -120,7 +120,7 @@ class Seen:
 
         - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
           model of the cache. compulsory B: each input and output counted once.
-        - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. Without DRAM
+        - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and the limit of the time. Without DRAM
           bytes, FLOPs are divided by the bytes of each kernel's tensors, counted once.
         - ms, by: the time and the time's source; "predict" is `flashsim.predict`, for
           FlashAttention-2's kernels. The source "roofline" is a lower bound from the device's

@@ -34,14 +34,14 @@ class Ranges:
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """Open a profiler range; yield its name and the next autograd node's sequence number."""
+        """Open a profiler range; yield the range's name and the next autograd sequence number."""
         self.made += 1
         mark = f"{RANGE} {self.made}", torch.autograd._get_sequence_nr()
         with self.open_range(mark[0]):
             yield mark
 
     def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
-        """Assign a profiler range to `call`, and put the call's backward pass in ranges too."""
+        """Assign profiler ranges to `call` and to the call's backward pass."""
         name, first = mark
         self.calls[name] = call, "forward"
         self.calls[f"{name} backward"] = call, "backward"

@@ -48,7 +48,7 @@ def watch(
 
     Watching also works on the meta device and under `FakeTensorMode`, where nothing is computed.
     Inside the block, code compiled by ``torch.compile`` runs uncompiled, so that its calls are
-    seen; the results are then those of the uncompiled model. Only calls in this thread are watched.
+    seen; the results are those of the uncompiled model. Only calls in this thread are watched.
 
     `watch` records `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn

@@ -2,7 +2,7 @@
 
     python -m flashsim.torch.xray CALLS.json PROGRAM [arguments]
 
-CALLS.json then says which call and which pass each range belongs to.
+CALLS.json lists the call and the pass of each range.
 """
 
 from __future__ import annotations

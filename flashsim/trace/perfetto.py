@@ -9,7 +9,7 @@ proportion, but do not predict a kernel's time.
 In a simulated trace, a thread id stands for one SM and pipe. In a recorded trace, a thread id
 stands for one SM, warp role and layer of overlapping visits. The slices of one thread id are nested
 or disjoint. All times are whole nanoseconds, because Perfetto rounds fractional starts and
-durations separately, and drops a slice that then ends after the slice that contains it.
+durations separately, and drops a slice that ends after the enclosing slice.
 """
 
 from __future__ import annotations
