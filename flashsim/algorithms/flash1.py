@@ -1,10 +1,9 @@
 """The first FlashAttention: Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135, Algorithms 1 and 4.
 
-Keys are the outer loop: K and V are read once, but O, l and m are read and written at every visit
-(tile pair). FlashAttention-2 swapped the two loops so that O, l and m stay on chip. Numbers at the
-right end of a line are line numbers of the paper's algorithms. If the inputs' type is narrower than
-the accumulators' type, O (and dQ) stay in HBM in the accumulators' type until they are converted at
-the end, as in real kernels.
+Keys are the outer loop: each visit (tile pair) reads and writes O, l and m, but K and V are read
+only once. FlashAttention-2 swapped the two loops so that O, l and m stay on chip. Numbers at the
+right end of a line are line numbers of the paper's algorithms. If accumulators are wider than the
+inputs, O and dQ stay in HBM as accumulators until a conversion at the end, as in real kernels.
 """
 
 from __future__ import annotations

@@ -114,8 +114,8 @@ def backward(machine: Machine) -> None:
 def backward_fused(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one KV-outer pass, which accumulates dQ in HBM.
 
-    The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ in
-    an order that changes from run to run, and so do the last bits of dQ.
+    The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, the order of atomic additions
+    to dQ changes from run to run, so the last bits of dQ vary.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -128,7 +128,7 @@ def backward_fused(machine: Machine) -> None:
 def backward_once(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one pass, if each row tile sees a single key tile.
 
-    All P and dP of a row are on chip at once, so delta = rowsum(P o dP) needs neither O nor a
+    A row's P and dP are completely on chip, so delta = rowsum(P o dP) needs neither O nor a
     separate pass. Each tile's dQ is complete, so dQ is stored directly in its final type, and the
     pass is deterministic.
     """

@@ -192,9 +192,9 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Return the bytes that any algorithm must move: each input and each output once.
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
-    inputs, out, dout and LSE (with `dlse`, also the LSE's gradient), and writes dq, dk and dv (and
-    the bias's gradient). Only the algorithm "flash2-once" may move fewer bytes, because it does not
-    read `out`.
+    inputs, out, dout, LSE (and the LSE's gradient), and writes dq, dk, dv (and the bias's
+    gradient). Only the algorithm "flash2-once" may move fewer bytes, because it does not read
+    `out`.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))

@@ -75,9 +75,9 @@ class MaskFunction:
     def bounds(self, batch: int, heads: int, q: Interval, k: Interval) -> Interval:
         """Return the mask's lower and upper bounds over boxes of queries and keys.
 
-        The two bounds are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none,
-        and (0, 1) if neither is certain. `q` and `k` hold the first and last indices of each box.
-        Each box covers all batch entries and heads.
+        The bounds of a box are (1, 1) if all scores are kept, (0, 0) if no score is kept, and (0,
+        1) if neither is certain. `q` and `k` hold the first and last indices of each box. Each box
+        covers all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

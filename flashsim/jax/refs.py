@@ -2,8 +2,8 @@
 
 A `Ref` is a window of a NumPy array, which is a tensor in device memory or an on-chip buffer.
 `locate` converts the transforms of one access (`ref[...]`, `ref.at[...]`, reshape, transpose) to
-`Lanes`, with one lane per element. As in Pallas's own interpreter, a load from a lane outside of
-the window or the array gives `poison`, and a store to such a lane has no effect.
+`Lanes`, with one lane per element. For a lane outside of the window or the array, a load gives
+`poison`, and a store has no effect (like in Pallas's interpreter).
 """
 
 from __future__ import annotations

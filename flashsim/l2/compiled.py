@@ -1,10 +1,10 @@
 """A disk cache for Numba's compiled code; after a disk failure, Numba compiles the code anew.
 
-Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
-if one of its files is truncated. With this module's cache, a failure of the disk only costs one
-compilation and prints a line to stderr. Stored code is used only if the key and the checksum stored
-with the code are right. Because loading a file runs the file's code, the cache does not use a
-folder to which other users can write.
+Numba's own cache raises an error if no folder is writable, the disk is full, or a cache file is
+truncated. With this module's cache, a failure of the disk only costs one compilation and prints a
+line to stderr. Stored code is used only if the key and the checksum stored with the code are right.
+Because loading a file runs the file's code, the cache does not use a folder to which other users
+can write.
 """
 
 from __future__ import annotations
@@ -99,8 +99,8 @@ class _Disk(FunctionCache):
 class _Files(IndexDataCacheFile):
     """Numba's cache files, with entries that also store their key and a checksum.
 
-    Numba writes the index before the entry, and reuses file numbers, so after a failed write the
-    index may point to an older entry with a different key.
+    After a failed write, Numba's index may point to an older entry with a different key, because
+    Numba writes the index first and reuses file numbers.
     """
 
     def save(self, key: Any, data: Any) -> None:

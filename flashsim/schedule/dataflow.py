@@ -1,10 +1,10 @@
 """The dataflow table: which tensors each stage of each algorithm moves, and when.
 
-An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
-*moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
-at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
-HBM, or allocates an on-chip buffer. The algorithms in `flashsim.algorithms` and the closed forms in
-`counts.forms` do not use this module. Tests compare the bytes of both with this table's bytes.
+An algorithm runs in stages, one kernel each. A stage's entry, the *dataflow*, has three lists of
+*moves*: at the start of an outer step, at each visit (one tile pair), and at the end of the step. A
+move loads a tensor from HBM, stores or reduces (adds) a tensor to HBM, or allocates an on-chip
+buffer. The algorithms in `flashsim.algorithms` and the closed forms in `counts.forms` do not use
+this module. Tests compare the bytes of both with this table's bytes.
 
 Five rules keep one dataflow valid for many problems:
 
@@ -37,9 +37,9 @@ class StageDataflow(NamedTuple):
     `outer` is the outer loop, over query tiles or key tiles. The stage runs the loop once for each
     `per`: a query head, a group of query heads that share a key head, or a bias matrix that several
     heads share. A `dense` stage (standard attention) visits every tile, even fully masked tiles. A
-    stage with `whole_rows` (standard attention's softmax) processes as many complete rows of scores
-    as fit on chip, and `visit` lists the moves per row. A stage with `converts` only rounds an
-    accumulator to the input's type.
+    stage with `whole_rows` (standard attention's softmax) processes complete rows of scores, and
+    `visit` lists the moves per row. A stage with `converts` only rounds an accumulator to the
+    input's type.
 
     With ``parts="walks"``, an outer step processes one part of a row tile's keys (see `Split`). The
     step stores `O_part` and `L_part`, or O and L if the keys are not split. With

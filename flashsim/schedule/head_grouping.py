@@ -17,9 +17,9 @@ def clump_size(
     heads in the last group. A tie goes to the smallest size.
 
     A group size fits if the group's shared data (`held`) takes at most 0.4 of L2, because each half
-    of a large L2 keeps its own copy. A group size is also allowed if all outer tiles of the group
-    run at once, because such tiles share L2 in any order. `tiles` is the number of outer tiles per
-    head (or GQA group). `processors` is the number of SMs.
+    of a large L2 keeps a copy. A group size is also allowed if all outer tiles of the group run at
+    once, because such tiles share L2 in any order. `tiles` is the number of outer tiles per head
+    (or GQA group). `processors` is the number of SMs.
     """
     p, room = problem, 2 * l2_bytes // 5
     # Heads that share K and V stay together.

@@ -421,10 +421,10 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    A number in a float mask masks a score if it is near the type's lowest number, or if its sum
-    with the score keeps no digit of the score (-1e9 in float32). If -1e9 masked all n keys of a
-    row, rounding would lose the term log n of the row's LSE. The backward pass would recompute P =
-    1 instead of P = 1 / n.
+    A number near the lowest number of a float mask's type masks the score. A number such as -1e9,
+    to which float32 adds a score without keeping a digit, also masks the score. If -1e9 masked all
+    n keys of a row, rounding would lose the term log n of the row's LSE. The backward pass would
+    recompute P = 1 instead of P = 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)

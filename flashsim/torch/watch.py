@@ -1,10 +1,10 @@
 """`watch`: record every attention call of a model as it is made.
 
 A torch function mode sees functions that are called from Python. A dispatch mode sees operators
-that TorchScript or C++ calls. Attention functions of transformers are wrapped when a model looks
-them up, because the "eager" function consists of plain matrix products, which neither mode
-recognises. Only the outermost observer that sees a call records the call. A function of
-transformers is recorded only if no call inside it was recorded.
+that TorchScript or C++ calls. Transformers' attention functions are wrapped at look-up, because
+neither mode recognises the "eager" function, which consists of plain matrix products. Only the
+outermost observer that sees a call records the call. A function of transformers is recorded only if
+no call inside it was recorded.
 
 Hooks on all modules maintain the stack of running modules, which gives each call its module's name.
 Global hooks are used, because a module's own hooks would turn off nn.TransformerEncoderLayer's fast

@@ -2,9 +2,9 @@
 
 If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's times, and leaves
 out stages that the kernel did not time. A simulated trace has no times, so the export computes
-times from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, and
-a step first moves its tiles and then computes, without overlap. Computed times show order and
-proportion, but do not predict a kernel's time.
+times from the device's peaks. Each SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s. A
+step's transfers and computation do not overlap. Computed times show order and proportion, but do
+not predict a kernel's time.
 
 In a simulated trace, a thread id stands for one SM and pipe. In a recorded trace, a thread id
 stands for one SM, warp role and layer of overlapping visits. The slices of one thread id are nested
@@ -119,9 +119,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The bytes of a visit are added at the visit's end, and the bytes of an outer step when the step
-    stores its row or column tile. A thread block counts with the stage's peak SRAM while the
-    block's last warp role works. In a warp-specialised kernel, this role is the last consumer.
+    A visit's bytes are added at the visit's end, and an outer step's bytes when the step stores a
+    row or column tile. A thread block counts with the stage's peak SRAM while the block's last warp
+    role works. In a warp-specialised kernel, this role is the last consumer.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []

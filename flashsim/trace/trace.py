@@ -112,8 +112,8 @@ class Trace(Recording, questions.Answers):
     def by_tile(self, op: str | None = None, tensor: str | None = None) -> np.ndarray:
         """Return the requested bytes of each score tile over all heads, int64 (T_r, T_c).
 
-        The result does not include transfers of an outer step (Q and O in a Q-outer loop), which
-        belong to no single tile; `by_outer` counts them.
+        Transfers of an outer step (Q and O in a Q-outer loop) belong to no single tile; only
+        `by_outer` counts such transfers.
         """
         grid = np.zeros((self.schedule.t_r, self.schedule.t_c), np.int64)
         for stage in self.stages:
