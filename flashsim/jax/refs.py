@@ -3,7 +3,7 @@
 A `Ref` is a window of a NumPy array, which is a tensor in device memory or an on-chip buffer.
 `locate` converts the transforms of one access (`ref[...]`, `ref.at[...]`, reshape, transpose) to
 `Lanes`, with one lane per element. For a lane outside of the window or the array, a load gives
-`poison`, and a store has no effect (like in Pallas's interpreter).
+`poison`, and a store has no effect, as in Pallas's interpreter.
 """
 
 from __future__ import annotations

@@ -36,10 +36,10 @@ def decode(
     """Compute attention of a few queries over the live keys of a KV cache, without a gradient.
 
     If cache lengths, starts and block table are GPU tensors, the decode kernel reads them itself.
-    Such a call never waits for the GPU, works under torch.compile, and can be captured in a CUDA
-    graph. The graph can be replayed with new lengths. The decode kernels support float16 and
-    bfloat16, and head dimensions up to 256. For other types and widths, torch's own operators run
-    on the GPU.
+    With lengths and block table on the GPU, a call never waits for the GPU, works under
+    torch.compile, and can be captured in a CUDA graph. New lengths may be written before a replay
+    of the graph. The decode kernels support float16 and bfloat16, and head dimensions up to 256.
+    For other types and widths, torch's own operators run on the GPU.
 
     Parameters
     ----------
