@@ -61,7 +61,7 @@ class LoweredPoint:
 @own_errors
 @dataclass(frozen=True, repr=False)
 class Laboratory(report.Tabled):
-    """The errors with each rounding point in turn lowered to the type `dtype`; prints as tables."""
+    """The errors with one rounding point at a time lowered to the type `dtype`; prints tables."""
 
     dtype: str
     algorithm: str

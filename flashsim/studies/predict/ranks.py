@@ -126,8 +126,8 @@ def spread(
     computed and all data that it sends and receives has arrived. The model assumes that links reach
     their nominal speed, and do not slow down kernels. Local attention takes the time that `predict`
     returns; merging takes the time that HBM needs for its bytes. The model assumes the clock of
-    short kernels. It ignores that a power limit slows down many short kernels in sequence as much
-    as one long kernel.
+    short kernels. The model ignores that a power limit also slows down a long series of short
+    kernels.
 
     Parameters
     ----------

@@ -62,6 +62,6 @@ def fa2_backward(
 
 
 def fa3_widest(d: int, block_q: int, *, p_in_smem: bool = False) -> int:
-    """Return the widest key block with which Q, and two tiles each of K and V, fit on chip."""
+    """Return the widest key block with which Q, two K tiles and two V tiles fit on chip."""
     per_key = ITEM * (2 * 2 * d + (block_q if p_in_smem else 0))
     return (Device.get("H100").sram_bytes - ITEM * block_q * d) // per_key // 16 * 16

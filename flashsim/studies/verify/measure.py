@@ -74,7 +74,7 @@ def record(cases: Sequence[Case]) -> Record:
     """Measure all cases on this machine's GPU, and return the measurements.
 
     One process runs kernels that count their bytes, and another process runs under Nsight Compute.
-    Predictions for a case that names no device are for this machine's GPU.
+    For cases that name no device, predictions are for this machine's GPU.
 
     Raises
     ------

@@ -51,7 +51,7 @@ class MeasuredLaunch:
     """One launch of a kernel: the kernel's name, and its counters under flashsim's names.
 
     The field `blocks` is the number of thread blocks, `threads` the threads per block, and `ranges`
-    the NVTX ranges as Nsight Compute writes them. A field is 0 or "" if the table lacks its column.
+    the NVTX ranges as Nsight Compute writes them. Fields whose column the table lacks are 0 or "".
     """
 
     kernel: str
@@ -71,8 +71,8 @@ class MeasuredLaunch:
 def stage_of(kernel: str) -> str | None:
     """Return the stage that a kernel runs, or None if the kernel is not flashsim's.
 
-    A KV-outer kernel (``dkdv`` or ``backward`` in its name) always gets the stage "dkdv", although
-    it may run the stage "fused", which also adds to dQ.
+    A KV-outer kernel (``dkdv`` or ``backward`` in its name) gets the stage "dkdv", even if it runs
+    the stage "fused".
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:

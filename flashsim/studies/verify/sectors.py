@@ -57,8 +57,8 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
     """Return the bytes of all sectors that store instructions touch, counted per instruction.
 
-    A head has n pieces of `each` bytes; the array `instructions` (n,) has the number of the
-    instruction that stores each piece. The heads are contiguous in memory.
+    A head has n pieces of `each` bytes, and instruction number ``instructions[i]`` stores piece i.
+    The heads are contiguous in memory.
     """
     items, place = SECTOR // each, np.arange(n := len(instructions))
     another = np.diff(instructions) != 0

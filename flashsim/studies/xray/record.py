@@ -169,8 +169,8 @@ def measure_kernels(
 
     Use this function for kernels that `watch` does not record, such as your own. `problem` is the
     shape and the mask of the program's attention. `kernel` is a regular expression of Nsight
-    Compute's ``--kernel-name``. The first kernel that runs marks calls: each of its launches begins
-    a new call of the same shape. The other arguments and the errors are the same as for `measure`.
+    Compute's ``--kernel-name``. Each launch of the kernel that runs first begins a new call of the
+    same shape. The other arguments and the errors are the same as for `measure`.
     """
     words = [sys.executable, str(program), *arguments]
     taken = launches_of(profile(words, launches=launches, kernel=kernel))
