@@ -152,7 +152,7 @@ def is_gradient(tensor: str) -> bool:
 
 
 def rgb(shade: str) -> np.ndarray:
-    """Return the red, green and blue values of a ``#rrggbb`` colour, float64 (3,) from 0 to 255."""
+    """Return a ``#rrggbb`` colour's red, green and blue values from 0 to 255, in float64."""
     return np.array([int(shade[n : n + 2], 16) for n in (1, 3, 5)], float)
 
 

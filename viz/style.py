@@ -139,7 +139,7 @@ def _is_math(text: str) -> bool:
 
 
 def _cell(ax: Axes) -> bytes:
-    """Return the figure of an Axes as PNG; a notebook shows it instead of ``<Axes: ...>``."""
+    """Return the figure of an Axes as PNG, which a notebook shows instead of ``<Axes: ...>``."""
     buffer = io.BytesIO()
     figure = ax.figure.canvas.figure  # the whole figure, also for an Axes of a subfigure
     figure.savefig(buffer, format="png")

@@ -59,7 +59,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the unit with one FP8 scale: "tensor", "head" or a block, (rows of q, rows of k)."""
+    """Return what has one FP8 scale: a "tensor", a "head", or a block (rows of q, rows of k)."""
     if scales is None:
         if block is not None:
             raise OptionError(

@@ -228,7 +228,7 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Return a field's value as a `Problem` checks it; float64 problems accept the most values."""
+    """Return a field's value as checked by a float64 `Problem`, which accepts the most values."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 

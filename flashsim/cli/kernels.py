@@ -201,7 +201,7 @@ def _pair(option: str, text: str) -> tuple[str, str]:
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Convert a text: "64x200" to a random array, a Python literal to its value; keep others."""
+    """Convert "64x200" to a random array and a Python literal to its value; keep other texts."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))

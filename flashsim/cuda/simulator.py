@@ -38,10 +38,10 @@ class ThreadAccess(NamedTuple):
 class BlockAccess:
     """The accesses that a block's threads make from one source line between two barriers.
 
-    `offsets` are the accessed elements, one per thread and execution of the source line, in no
-    particular order. `requests` is the number of memory requests of all warps, and `sectors` the
-    number of 32-byte sectors that the requests touch, summed over the requests. `outside` is the
-    number of accesses past the tensor's end.
+    `offsets` has one accessed element per thread and execution of the source line, in no particular
+    order. `requests` is the number of memory requests of all warps, and `sectors` the number of
+    32-byte sectors that the requests touch, summed over the requests. `outside` is the number of
+    accesses past the tensor's end.
     """
 
     block: tuple[int, int, int]
@@ -327,7 +327,7 @@ def held(arg: Any, number: int) -> np.ndarray | None:
 
 
 def kernel_line(error: BaseException, kernel: Any) -> str:
-    """Return, as text, the kernel's source line in which an error was raised."""
+    """Return the kernel's source line in which an error was raised, as text."""
     file = kernel.fn.__code__.co_filename
     found = kernel.fn.__code__.co_firstlineno
     step = error.__traceback__

@@ -255,7 +255,7 @@ class _SpreadRun(Ranks):
         rank.drop(*(name for name in (*names, "dk_sent", "dv_sent") if name in rank))
 
     def _begin_sums(self, number: int, rank: Rank, *names: str) -> None:
-        """Create float32 zeros, for all rows, in which gradients of several blocks are summed."""
+        """Create float32 zeros for all rows, to which gradients of several blocks are added."""
         for name in names:
             total = np.zeros(rank[name[1:]].shape, self.wide)
             rank.put(**{f"sum_{name}": total})
@@ -268,9 +268,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Return the rows whose gradients get terms from a member's first block after its own.
+        """Return the rows whose gradients get terms from a block of scores at ring step 1.
 
-        For dQ, the block is the member's at step 1; for dK and dV, it is the previous member's.
+        For dQ, this is the member's block; for dK and dV, it is the previous member's block.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)

@@ -24,8 +24,8 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
     """Return a function that computes a task's byte budget.
 
-    The budget has the bytes of each tensor in `once`. For `per_row_tile` (a text of one-letter
-    names), the budget has each tensor's bytes once per row tile.
+    The budget counts each tensor in `once` one time, and each tensor in `per_row_tile` (a text of
+    one-letter names) once per row tile.
     """
 
     def budget(task: Task) -> int:
@@ -78,7 +78,7 @@ def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Return, for each output of a forward pass, the sum of the absolute values of its terms.
+    """Return, per output of a forward pass, the sum of the absolute values of the output's terms.
 
     Rounding errors are proportional to these sums. For example, O is a mean of rows of V: it may be
     small although the rows of V are large.
@@ -92,7 +92,7 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 
 
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
-    """Return, for each result of `gradients`, the sum of the absolute values of its terms.
+    """Return, per gradient, the sum of the absolute values of the gradient's terms.
 
     Rounding errors are proportional to these sums. For example, dS is a difference of two nearly
     equal numbers in a row with one large P.
@@ -168,7 +168,7 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Return a function that computes wrong gradients: with another scale, or delta * `delta`."""
+    """Return a function that computes wrong gradients: from a wrong scale or delta * `delta`."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))

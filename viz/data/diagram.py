@@ -66,7 +66,7 @@ _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
-    """Return a code for each score tile, uint8 (T_r, T_c): how the mask cuts the tile.
+    """Return codes for how the mask cuts each score tile, a uint8 array of shape (T_r, T_c).
 
     A tile that is not computed is SKIPPED, and a tile that the mask does not change is WHOLE. A
     tile is CUT if the mask removes its upper right corner (as causal masks do), and CUT_LOW if the
@@ -155,7 +155,7 @@ MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
-    """Return the number of each score tile's thread block, int64 (T_r, T_c); -1 if it has none.
+    """Return each score tile's thread-block number, int64 of shape (T_r, T_c); -1 if no block.
 
     If the keys are split, several thread blocks work on one row tile, each on one split of the
     keys. The blocks are numbered row tile by row tile.

@@ -190,7 +190,7 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return the entry of `values` for each row's label, else for its algorithm, else None."""
+    """Return each row's entry of `values`: by the row's label, else by its algorithm, else None."""
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
@@ -211,7 +211,7 @@ def _once(row: dict[str, Any]) -> int:
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each point of a sweep: the algorithm, and values that differ."""
+    """Return the labels of a sweep's points: the algorithm, and values in which points differ."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
     words["kv_heads"] = "{} KV heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]

@@ -231,7 +231,7 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return a figure (such as bytes) per score tile, float (T_r, T_c); NaN for a skipped tile."""
+    """Return a figure (such as bytes) per score tile, of shape (T_r, T_c); NaN if skipped."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)
