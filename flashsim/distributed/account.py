@@ -86,13 +86,13 @@ class Account(report.Tabled):
 
     @property
     def out_bytes(self) -> np.ndarray:
-        """Return the bytes that each rank sends at each step, int64 (ranks, steps)."""
+        """Return the bytes that each rank sends per step, int64 of shape (ranks, steps)."""
         nothing = np.zeros((self.group.ranks, len(self.steps)), np.int64)
         return sum(self.sent.values(), nothing)
 
     @property
     def idle_share(self) -> float:
-        """Return the share of time in which ranks would idle if only arithmetic took time.
+        """Return the share of time that ranks would idle if only arithmetic took time.
 
         All ranks start each step together, because every rank waits for the K and V of another
         rank. Each step takes as long as its slowest rank, the rank with the most FLOPs.
@@ -211,7 +211,7 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return an array of zeros, (ranks, steps), to count bytes, FLOPs or the like."""
+    """Return zeros of shape (ranks, steps), to count bytes, FLOPs or the like."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 

@@ -51,7 +51,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """This object and all objects in `others`, as a dict from row tile to statistics."""
+        """A dict from row tile to statistics, of this object and of all objects in `others`."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short

@@ -225,7 +225,7 @@ def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
 def _run(
     account: Account, compute: np.ndarray, transfer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the times at which each step begins on each rank, and at which it ends."""
+    """Return two arrays: when each step begins on each rank, and when it ends."""
     group = account.group
     start, end = np.zeros_like(compute), np.zeros_like(compute)
     now = np.zeros(group.ranks)

@@ -99,7 +99,7 @@ def pallas() -> list[Table]:
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return (direction, kernel, length, index of the length) for the write-up's 36 intensities."""
+    """Return (direction, kernel, length, the length's index) for the write-up's 36 intensities."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 

@@ -119,7 +119,7 @@ FORMS = {
 
 @dataclass(frozen=True)
 class Inference:
-    """The form and the tiles that agree with a kernel's counters.
+    """The form (such as "dq") and the tiles that agree with a kernel's counters.
 
     Attributes
     ----------
@@ -164,7 +164,7 @@ class Inference:
 
 @own_errors
 def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) -> list[Inference]:
-    """Infer the form and the tile of each kernel of one pass of an attention call.
+    """Infer the form (such as "dq") and tile of each kernel of one pass of an attention call.
 
     `problem` is the shape and the mask of the call, and `launches` has the counters of the pass's
     kernels in the order in which they ran. The result has one `Inference` per launch. A kernel that
@@ -233,7 +233,7 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 
 
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
-    """Infer the form of a kernel whose counters alone identify it, or return None.
+    """Infer a kernel's form (such as "delta") from counters alone, or return None if ambiguous.
 
     The counters identify kernels with atomic additions to dQ, and kernels without matrix products,
     such as those for delta.
@@ -257,7 +257,7 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Return the tiles with which a kernel of one form would have the given counters.
+    """Return the tiles that explain a kernel's counters, if the kernel has this form.
 
     The bytes that the kernel read must agree closely with those of the tile. If no tile agrees in
     bytes and FLOPs, tiles with exactly the measured FLOPs and somewhat fewer bytes than measured
@@ -349,7 +349,7 @@ def _distance(fit: Fit, seen: LaunchCounters) -> float:
 
 @cache
 def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
-    """Return the bytes that a kernel of one form would move with each plausible tile.
+    """Return the bytes that a kernel of one form (such as "dq") moves with each plausible tile.
 
     A tile may have several `Fit` objects, because kernels may treat partial tiles, masked tiles and
     groups of heads differently.
@@ -368,7 +368,7 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 
 
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
-    """Yield the tile sizes (rows, columns) to try for a kernel of one form.
+    """Yield the tile sizes (rows, columns) to try for a kernel of one form (such as "dq").
 
     A tile's scores and accumulators (O, or dK and dV) must fit together in an SM's registers.
     """
