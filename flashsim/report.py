@@ -55,7 +55,7 @@ class Table:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
         If a table does not fit, its constant columns move into the title. If the table still does
-        not fit, bytes and FLOPs get larger units. A table that is still too wide is transposed,
+        not fit, bytes and FLOPs get larger units. A table that is too wide even then is transposed,
         with one column per row, in as many pieces as necessary.
         """
         from rich.console import Group
@@ -256,8 +256,8 @@ def _grids(
 ) -> list[Any]:
     """Return the cells as Rich tables, or an empty list if they do not fit the width.
 
-    With `pieces`, the cells may be split into several tables, each with the first column and as
-    many other columns as fit.
+    If `pieces` is true, the cells may be split into several tables, each with the first column and
+    as many of the next columns as fit.
     """
     from rich import box
     from rich.table import Table as RichTable

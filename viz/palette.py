@@ -157,5 +157,5 @@ def rgb(shade: str) -> np.ndarray:
 
 
 def mix(first: str, other: str, share: float) -> np.ndarray:
-    """Return a mixture of two colours, in the format of `rgb`; `share` is the share of `other`."""
+    """Return a mixture of two colours, in the format of `rgb`; `share` is the part of `other`."""
     return rgb(first) + (rgb(other) - rgb(first)) * share

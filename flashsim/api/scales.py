@@ -99,7 +99,7 @@ def granularity(
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
     """Return the scales of q, k and v, of shape (), (batch, heads) or (batch, heads, blocks).
 
-    With `values`, the numbers are checked too; the scales must then lie in the CPU's memory.
+    If `values` is true, the scales' numbers are checked too, so the scales must be in CPU memory.
     """
     p, checked_scales = problem, []
     for name, scale in zip(INPUTS, scales, strict=True):

@@ -306,7 +306,7 @@ class _Arrays:
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return the input or result with this name of the papers, such as "dO"."""
+        """Return the input or result that the papers call by this name, such as "dO"."""
         if self._axes == 2 and self._p.batch * self._p.heads > 1:
             raise OptionError(
                 "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"

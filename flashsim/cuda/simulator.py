@@ -36,7 +36,7 @@ class ThreadAccess(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockAccess:
-    """The accesses that a block's threads make from one source line between two barriers.
+    """The accesses of a thread block's threads from one source line, between two barriers.
 
     `offsets` has one accessed element per thread and execution of the source line, in no particular
     order. `requests` is the number of memory requests of all warps, and `sectors` the number of
@@ -57,7 +57,7 @@ class BlockAccess:
 
 
 class WatchedArray:
-    """An array that records each of a kernel's accesses to its elements, also through slices."""
+    """An array that records every element access of a kernel, including accesses through slices."""
 
     def __init__(
         self,
@@ -157,7 +157,7 @@ class BlockWatch:
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
 
     def note(self, kind: str, tensor: int, offset: int) -> None:
-        """Record one access, made by the thread that calls this function."""
+        """Record one access by the thread that calls this function."""
         frame = sys._getframe(2)
         if frame.f_code.co_filename.endswith("kernelapi.py"):  # an atomic operation
             # The simulator reads, reads again and writes; only the first read's line is recorded.
@@ -229,8 +229,8 @@ def merged(
 def counted_barriers(thread_class: Any):
     """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
-    Python's thread switch interval is shortened, because a simulated thread busy-waits at a
-    barrier, and keeps others from running.
+    Python's thread switch interval is shortened, because a thread that waits at a barrier keeps the
+    CPU busy.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()
@@ -297,7 +297,7 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
 
 
 def refuse_merged_arrays(kernel: Any) -> None:
-    """Raise if one source line creates two shared arrays, which the simulator would merge."""
+    """Raise if one source line creates two shared arrays, because the simulator would merge them."""
     try:
         lines, first = inspect.getsourcelines(kernel.fn)
     except OSError:  # the source of a function typed into a prompt cannot be read

@@ -23,7 +23,7 @@ QUANTITIES = ("flops", "visits", "hbm", "merge")
 class Account(report.Tabled):
     """The byte and FLOP counts of one pass over all ranks, from a run or in closed form.
 
-    Two `Account` objects are equal if all their integers are equal.
+    Two `Account` objects are equal if all counts are equal.
 
     Attributes
     ----------

@@ -197,8 +197,8 @@ class _SpreadRun(Ranks):
     def backward(self, dout: np.ndarray) -> SpreadGradients:
         """Run the backward pass of all ranks, step by step.
 
-        The dK and dV of other members' keys follow these keys round the ring until they reach the
-        rank that owns the keys.
+        The dK and dV of a member's keys follow these keys round the ring until they reach the rank
+        that owns the keys.
         """
         group = self.group
         self.begin("backward", "dout", "K", "V", "dQ", "dK", "dV")

@@ -71,9 +71,9 @@ def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray
     A tile that is not computed is SKIPPED, and a tile that the mask does not change is WHOLE. A
     tile is CUT if the mask removes its upper right corner (as causal masks do), and CUT_LOW if the
     mask removes its lower left corner (as a sliding window does). A tile is CUT_BOTH if the mask
-    removes both corners. All other partly masked tiles are CUT. Tiles that the mask removes
-    entirely are CUT too, if standard attention computes them. More than `most` tiles raise an
-    `OptionError`.
+    removes both corners. Partly masked tiles without a removed corner are CUT. Tiles that the mask
+    removes entirely are CUT too, if standard attention computes them. More than `most` tiles raise
+    an `OptionError`.
     """
     if most is not None and schedule.t_r * schedule.t_c > most:
         raise OptionError(

@@ -56,8 +56,8 @@ def animate(
     """Write an animation of one trace, or of two side by side.
 
     The animation shows Q, K, V and O in HBM with the tiles in flight, the score grid as it fills,
-    the contents of SRAM, and running counters. With `statistics` it also shows the softmax's
-    maximum m and sum l of a query row.
+    the contents of SRAM, and running counters. If `statistics` is passed, the animation also shows
+    the softmax's maximum m and sum l of a query row.
 
     Parameters
     ----------

@@ -115,7 +115,7 @@ class RanksFilm(Frames):
         self._build()
 
     def _message(self) -> str:
-        """Return the title, which states how much of their time ranks wait for the busiest rank."""
+        """Return the title, with the share of time in which ranks wait for the busiest rank."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"

@@ -42,8 +42,8 @@ def roofline(
     (`counts.traffic.once`). Standard attention's N x N matrices still cross HBM between its
     kernels. The real intensity lies between the two ends; a diamond marks it if `dram_bytes` is
     passed. If `seconds` has an algorithm's time, the height of its bar shows the measured FLOP/s.
-    Otherwise the bar lies in a strip at the bottom, and dotted lines lead from its ends up to the
-    roof.
+    Without a time, the bar lies in a strip at the bottom, and dotted lines lead from the bar's ends
+    up to the roof.
 
     Parameters
     ----------

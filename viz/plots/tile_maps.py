@@ -126,9 +126,9 @@ def mask(
 ) -> None:
     """Draw the scores that a mask keeps, and the tiles that kernels compute.
 
-    Kernels skip tiles in which the mask keeps no score. In all other tiles, they compute every
-    score, and then remove the masked scores. ``ax.images[0]`` holds the picture's pixels, (n_q,
-    n_kv, 4).
+    Kernels skip tiles in which the mask keeps no score. In partly masked tiles, kernels compute
+    every score, and then remove the masked scores. ``ax.images[0]`` holds the picture's pixels,
+    (n_q, n_kv, 4).
 
     Parameters
     ----------

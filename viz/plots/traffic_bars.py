@@ -288,9 +288,9 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the shared memory that one block can use. If the tiles use only a small part
-    of this memory, its size is written at the top instead. A GPU kernel may keep more bytes on chip
-    than the dashed line shows, because a block also has registers.
+    The dashed line is the shared memory that one block can use. If tiles use only a small part of
+    the shared memory, a number at the top replaces the dashed line. A GPU kernel may keep more
+    bytes on chip than the dashed line shows, because a block also has registers.
 
     Parameters
     ----------

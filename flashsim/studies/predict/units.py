@@ -208,8 +208,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
     """Return the bytes that a kernel reads from HBM more than once, because L2 did not keep them.
 
     Only fused kernels with grouped heads read bytes more than once, if a head group's data (Q, dO
-    and dQ) exceeds L2. Only the data that exceeds L2's capacity is read more than once. The result
-    differed from the slower L2 model's (`flashsim.l2`) by at most 1/7 in the cases tried.
+    and dQ) exceeds L2. Only the data that exceeds L2's capacity is read more than once. In the
+    cases tried, the result differed from the slower L2 model's (`flashsim.l2`) by at most 1/7.
 
     If all blocks of a head group run at once and none waits for another, the long and the short
     blocks of a head soon work on different query heads. In this case, a request for data that does

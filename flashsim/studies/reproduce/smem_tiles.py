@@ -54,7 +54,8 @@ def fa2_backward(
 ) -> int:
     """Return the shared memory in bytes for the tiles of FlashAttention-2's backward pass.
 
-    Shared memory holds tiles of dO, K, V, P and dS, and one (`one_q`) or two tiles of Q.
+    Shared memory holds one tile each of dO, K, V, P and dS, and two tiles of Q (one if `one_q` is
+    true).
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d

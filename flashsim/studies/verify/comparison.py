@@ -145,9 +145,9 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
     """Return the measured quantities of a stage (kernel), averaged over its launches.
 
     The quantity "requested read" has the bytes that arrive at the SMs, without reloads of spilled
-    registers. If `with_l1` is true, the quantity also has the bytes that hit in L1. Two kinds of
-    kernels have no L1 prediction: kernels that work row by row (which request each sector twice),
-    and kernels written in Python.
+    registers. If `with_l1` is true, "requested read" includes the bytes that hit in L1. Two kinds
+    of kernels have no L1 prediction: kernels that work row by row (which request each sector
+    twice), and kernels written in Python.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}

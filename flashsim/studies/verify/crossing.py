@@ -264,8 +264,8 @@ def tensor_flops(
     """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
     Tiles that are masked in part, or cut off at an edge, count as whole tiles. The Hopper backward
-    kernels written in Python multiply whole chunks of 64 columns. The dQ products that kernels
-    compute and discard also count.
+    kernels written in Python multiply whole chunks of 64 columns. The FLOPs of dQ products that
+    kernels discard count too.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0

@@ -132,7 +132,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign measured launches to stages by kernel name. All launches must have one shape.
+    """Assign measured launches to stages by kernel name. All launches must have one problem shape.
 
     Raises
     ------

@@ -144,7 +144,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the launches of a table with one launch per row, whose first row has the units."""
+    """Return the launches in a table with a row of units, followed by one row per launch."""
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)

@@ -257,11 +257,11 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Return the tiles that explain a kernel's counters, if the kernel has this form.
+    """Return the tiles that explain the counters of a kernel of one form (such as "dq").
 
-    The bytes that the kernel read must agree closely with those of the tile. If no tile agrees in
-    bytes and FLOPs, tiles with exactly the measured FLOPs and somewhat fewer bytes than measured
-    are accepted.
+    The bytes that the kernel read must be close to the bytes that the tile requires. If no tile
+    agrees in bytes and FLOPs, tiles with exactly the measured FLOPs and somewhat fewer bytes than
+    measured are accepted.
     """
     tried = [
         fit
@@ -405,8 +405,8 @@ def _counted(
 ) -> Iterator[Fit]:
     """Yield the bytes that a kernel with this tile would move, as one or several fits.
 
-    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes. Each case has
-    its own fit if the cases differ in bytes.
+    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes. If the two cases
+    differ in bytes, each case has its own fit.
     """
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
@@ -496,7 +496,7 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """Return the bytes of a tensor's tiles if the last, partial tiles are moved as whole tiles.
+    """Return the bytes of a tensor's tiles if partial tiles at the end are moved as full tiles.
 
     If `columns` is true, rows are padded to whole TMA boxes. If `pairs` is true, thread blocks run
     in clusters of two, so the number of outer tiles is rounded up to an even number.
