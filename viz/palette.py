@@ -147,7 +147,7 @@ def tint(tensor: str, name: str = "light") -> str:
 
 
 def is_gradient(tensor: str) -> bool:
-    """Return whether a tensor is a gradient (dQ, dBias ...), which is drawn hatched."""
+    """Return whether a tensor is a gradient (dQ, dBias ...); gradients are drawn hatched."""
     return len(tensor) > 1 and tensor[0] == "d" and tensor[1].isupper()
 
 

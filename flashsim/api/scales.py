@@ -39,7 +39,7 @@ def _number(value: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise an `OptionError` that says that inputs of the FP8 type `dtype` need `scales`."""
+    """Raise an `OptionError`: inputs of the FP8 type `dtype` need `scales`."""
     raise OptionError(
         f"q, k and v are {dtype}, and FP8 inputs need scales; pass the options that "
         "flashsim.quantize returns, as in run(x.q, x.k, x.v, **x.options), or "

@@ -187,7 +187,7 @@ def _problem(
     more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """Return the problem, copies of the inputs by their names in the papers, `ndim` and `Host`."""
+    """Return the problem, copies of the inputs by their names in papers, `ndim` and the `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)

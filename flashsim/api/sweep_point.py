@@ -108,7 +108,7 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """Estimate how many seconds `measure` takes; 0 for a closed form or an impossible point."""
+    """Estimate how many seconds `measure` takes: 0 for a closed form or an impossible point."""
     if point.method == "count":
         return 0.0
     try:
@@ -258,7 +258,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """Return the parameters in a row of a sweep, which identify the row's point."""
+    """Return the parameters in a row of a sweep; they identify the row's point."""
     return tuple(row[name] for name in PARAMETERS)
 
 

@@ -151,7 +151,7 @@ class BlockWatch:
         self._first: dict[Any, int] = {}
 
     def array(self, array: np.ndarray) -> WatchedArray:
-        """Return a `WatchedArray` of a kernel's argument, which records accesses."""
+        """Return a `WatchedArray` that records accesses to a kernel's argument."""
         self.itemsizes.append(array.itemsize)
         strides = tuple(s // array.itemsize for s in array.strides)
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
@@ -297,7 +297,7 @@ def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np
 
 
 def refuse_merged_arrays(kernel: Any) -> None:
-    """Raise if one source line creates two shared arrays, because the simulator would merge them."""
+    """Raise if one source line creates two shared arrays: the simulator would merge them."""
     try:
         lines, first = inspect.getsourcelines(kernel.fn)
     except OSError:  # the source of a function typed into a prompt cannot be read

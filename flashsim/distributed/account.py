@@ -73,7 +73,7 @@ class Account(report.Tabled):
     # -- queries --------------------------------------------------------------------------------
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
-        """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
+        """Return the bytes of one tensor, or of all tensors, that one rank or all ranks send."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
                 f"no rank sends a tensor named {shown(tensor)}; choose from "

@@ -151,8 +151,8 @@ def _sent_forward(group: Group) -> dict[str, np.ndarray]:
 def _sent_backward(group: Group) -> dict[str, np.ndarray]:
     """Return the bytes that ranks send in the backward pass.
 
-    The members of the ring send K and V, and send dK and dV two steps later. At first dK and dV are
-    one block's gradients, in the input type; later they are float32 sums.
+    The members of the ring send K and V, and send dK and dV two steps later. At first, dK and dV
+    are gradients of one block, in the input type; later, they are float32 sums.
     """
     size = MemberSizes(group)
     sent = _nothing(group, "backward", "dout", "K", "V", "dQ", "dK", "dV")
@@ -194,7 +194,7 @@ def _nothing(group: Group, direction: str, *names: str) -> dict[str, np.ndarray]
 
 
 def _merged(group: Group, first: int) -> np.ndarray:
-    """Return the HBM bytes that are moved to merge each step's out and LSE with earlier results."""
+    """Return the HBM bytes moved to merge the out and LSE of each step with earlier results."""
     size, n = MemberSizes(group), group.rows_a_member
     moved = zeros(group, "forward")
     if group.ring == 1:

@@ -201,7 +201,7 @@ class Group:
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks of the team of `rank`, which exchange heads with each other."""
+        """Return the ranks of the team of `rank`; they exchange heads with each other."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 

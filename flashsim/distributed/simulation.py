@@ -26,8 +26,8 @@ from flashsim.schedule.tiling import Tiling
 class Spread:
     """The result of `run`: out and LSE in the sequence's order, and the `Account` of all ranks.
 
-    `out` is (batch, heads, n, head_dim_v), and `lse` is (batch, heads, n). `account` has the bytes
-    and FLOPs of the run, equal to the result of `count`.
+    `out` has the shape (batch, heads, n, head_dim_v), and `lse` has the shape (batch, heads, n).
+    `account` has the bytes and FLOPs of the run, equal to the result of `count`.
     """
 
     out: Any
@@ -42,7 +42,7 @@ class Spread:
 
     @property
     def group(self) -> Group:
-        """The `Group`, which says which rank had which rows."""
+        """The `Group`, with the rows of each rank."""
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:

@@ -94,7 +94,7 @@ def grade_homework(
 
 
 def _missing(root: Path, one: KernelExercise) -> str:
-    """Return a text that states a missing file's right path, and the files in the folder."""
+    """Return a text that states a missing file's right path and lists the files in the folder."""
     there = sorted(
         plain(str(Path(place, name).relative_to(root)), 200)
         for place, _, names in os.walk(root)

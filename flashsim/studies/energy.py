@@ -2,7 +2,7 @@
 
 The energy constants were measured with NVML's energy counter, if possible for one unit at a time
 (`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores and sums are
-fitted to some of the attention passes in that file, and tested on its other passes
+fitted to some attention passes in that file, and tested on the rest
 (docs/reference/predictions.md).
 
 If a busy chip reaches its power limit, the chip lowers its clock and its voltage. So the energy of

@@ -136,7 +136,7 @@ def first_touch(walk: Steps) -> dict[str, np.ndarray]:
 
 
 def one_grid(trace: Trace) -> tuple[int, int]:
-    """Return the number of row tiles and of column tiles, which all stages of the trace share.
+    """Return the numbers of row tiles and column tiles, if all stages of the trace share them.
 
     Stages with different tilings raise an `UnsupportedError`, because they do not fit on one grid.
     """

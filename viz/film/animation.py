@@ -98,7 +98,7 @@ def animate(
 
 
 def check_format(path: str | Path) -> Path:
-    """Return `path`; raise an error if its format is unknown or needs ffmpeg, which is missing."""
+    """Return `path`; raise if its format is unknown, or needs ffmpeg and ffmpeg is missing."""
     path = Path(path)
     if path.suffix not in FORMATS:
         raise OptionError(
@@ -293,7 +293,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame with unchanged pixels set to `same`, which shrinks the GIF to a third."""
+    """Yield each frame with unchanged pixels set to `same`, so that the GIF shrinks to a third."""
     before = next(frames)
     yield before
     for frame in frames:

@@ -80,7 +80,7 @@ def _edges(tile: np.ndarray, wanted: bool) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Strip:
-    """A strip beside the score grid, which stands for a tensor in HBM."""
+    """A strip beside the score grid; the strip stands for a tensor in HBM."""
 
     box: Box
     mosaic: Mosaic

@@ -98,7 +98,7 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule of all stages, with names for sums over visits (tile pairs)."""
+        """Return the schedule of all stages; sums over visits (tile pairs) are named sizes."""
         walk: Schedule = self.walk
         return walk
 

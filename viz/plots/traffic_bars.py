@@ -118,7 +118,7 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
 
 
 def _message(groups: Mapping[str, Trace | Traffic]) -> str:
-    """Return the title, which says which of the drawn algorithms moves the fewest bytes."""
+    """Return the title: which of the drawn algorithms moves the fewest bytes."""
     moved = {label.split(",")[0]: source.bytes() for label, source in groups.items()}
     if len(moved) < len(groups):  # labels that differ only after a comma
         moved = {label: source.bytes() for label, source in groups.items()}

@@ -114,7 +114,7 @@ def sizes(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Return what each stage (kernel) of a pass costs with each tile size.
+    """Return the cost of each stage (kernel) of a pass with each tile size.
 
     Stages without an inner loop, such as delta, are left out.
 

@@ -65,7 +65,7 @@ class Bench:
                 yield visit.cols
 
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
-        """Raise `SramOverflow`, which states the longest possible row, if a row tile does not fit.
+        """Raise `SramOverflow`, with the longest possible row, if a row tile does not fit.
 
         On chip, each score takes `score` bytes, each row another `per_row` bytes, and each tile
         another `per_tile` bytes.

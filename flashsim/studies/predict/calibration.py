@@ -1,4 +1,4 @@
-"""The constants of the time model, as `benchmarks/predict.py --fit` fitted them.
+"""The constants of the time model, fitted by `benchmarks/predict.py --fit`.
 
 The constants were fitted to times on one H200, of the shapes `CALIBRATION` in
 `benchmarks/time_shapes.py`. The constants of the Hopper kernels were also fitted to random shapes

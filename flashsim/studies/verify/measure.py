@@ -160,8 +160,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
-    Successive launches belong to one pass (`KernelPass.before`), as other kernels run between
-    passes.
+    Launches without another kernel between them belong to one pass (`KernelPass.before`).
     """
     found: list[MeasuredLaunch] = []
     for one in launches:

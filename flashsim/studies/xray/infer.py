@@ -330,7 +330,7 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return how many bytes more than its results a kernel stored, such as spilled registers.
+    """Return how many bytes a kernel stored besides its results, such as spilled registers.
 
     The result is 0 if partly written sectors may explain the additional bytes.
     """

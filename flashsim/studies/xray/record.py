@@ -110,7 +110,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Problem`, which were read from JSON, with tuples instead of lists."""
+    """Return the fields of a `Problem` that were read from JSON, with tuples instead of lists."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
