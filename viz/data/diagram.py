@@ -172,7 +172,7 @@ def part_numbers(schedule: Schedule) -> np.ndarray:
 
 
 def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
-    """Return the (i, j) of each score tile whose left neighbour another thread block computes."""
+    """Return (i, j) of each score tile whose left neighbour belongs to another thread block."""
     if not (schedule.part_counts > 1).any():
         return []
     blocks = part_numbers(schedule)

@@ -157,7 +157,7 @@ def _phases(
 def _number(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
-    """Write the inner tile's number on each visit's (tile pair's) longest phase, if it fits."""
+    """Write the inner tile's number on the longest phase of each visit (tile pair), if it fits."""
     low, high = ax.get_xlim()
     room = 0.3 * (high - low) / _SLIDE_INCHES  # of two digits
     outputs = spans["phase"] == PHASES.index("output")

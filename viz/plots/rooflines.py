@@ -234,7 +234,7 @@ def _axes(
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Reserve a strip, `share` of the axes' height, for algorithms without a measured time."""
+    """Reserve a strip (`share` of the axes' height) for algorithms without a measured time."""
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
     bottom = top * (floor / top) ** (1 / (1 - share))

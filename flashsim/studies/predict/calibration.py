@@ -22,8 +22,9 @@ class Constants(NamedTuple):
 
     A "share" is a fraction of the time that one hardware unit needs for a visit (one query tile
     times one key tile; see `units.Work`). Other blocks on the SM wait during this share of the
-    time. A share is near 1 if the unit bounds the kernel's time. A share is near 0 if other units
-    work at the same time. A share exceeds 1 if the kernel's warps wait for each other.
+    time. A share is near 1 if the unit bounds the kernel's time. A share is near 0 if the unit
+    works at the same time as other units. A share exceeds 1 if the kernel's warps wait for each
+    other.
 
     Attributes
     ----------

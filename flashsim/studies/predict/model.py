@@ -519,6 +519,6 @@ def changeover(c: Constants, blocks: int, places: int) -> float:
 def _throttled(seconds: float, more: float) -> float:
     """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
 
-    With the lower clock, each second of the kernel's time takes `more` additional seconds.
+    Each later second of the kernel takes 1 + `more` seconds, because of the lower clock.
     """
     return seconds + more * max(0.0, seconds - POWER_AFTER)

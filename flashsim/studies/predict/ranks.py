@@ -122,12 +122,12 @@ def spread(
     """Predict the time of attention over several GPUs, step by step.
 
     At each step, every rank begins to send, receive and compute at the same time. A transfer begins
-    when both of its ranks have begun the step. A rank begins the next step when its blocks are
-    computed and all data that it sends and receives has arrived. The model assumes that links reach
-    their nominal speed, and do not slow down kernels. Local attention takes the time that `predict`
-    returns; merging takes the time that HBM needs for its bytes. The model assumes the high clock
-    at which short kernels run. The model ignores that a power limit also slows down a long series
-    of short kernels.
+    when the sender and the receiver have begun the step. A rank begins the next step when its
+    blocks are computed and all data that it sends and receives has arrived. The model assumes that
+    links reach their nominal speed, and do not slow down kernels. Local attention takes the time
+    that `predict` returns; merging takes the time that HBM needs for its bytes. The model assumes
+    the high clock at which short kernels run. The model ignores that a power limit also slows down
+    a long series of short kernels.
 
     Parameters
     ----------

@@ -243,8 +243,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     """Return the number of waves of thread blocks that visit a row tile, averaged over row tiles.
 
-    Per head, a wave has as many consecutive outer tiles as there are SMs per head. A wave visits
-    all row tiles from its first to its last.
+    Per head, a wave has as many consecutive outer tiles as there are SMs per head. The count
+    assumes that a wave visits every row tile between the wave's first and last one.
     """
     tables = one.tables
     visited = tables.order[tables.visits[tables.order] > 0]

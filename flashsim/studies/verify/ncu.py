@@ -51,7 +51,7 @@ class MeasuredLaunch:
     """One launch of a kernel: the kernel's name, and its counters under flashsim's names.
 
     The field `blocks` is the number of thread blocks, `threads` the threads per block, and `ranges`
-    the NVTX ranges as Nsight Compute writes them. Fields whose column the table lacks are 0 or "".
+    the NVTX ranges as Nsight Compute writes them. A field is 0 or "" if its column is missing.
     """
 
     kernel: str

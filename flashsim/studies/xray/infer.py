@@ -196,7 +196,7 @@ def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounter
 
     A merging kernel reads a float32 O and an LSE for each part. The LSE of a row takes 4 to 68
     bytes: up to two more sectors of 32 bytes are read if the LSEs of neighbouring rows are not
-    contiguous. If several numbers are possible, the function chooses one that divides the number of
+    contiguous. If several numbers of parts fit, the function chooses one that divides the number of
     thread blocks of `before`.
     """
     if before is None or not _products(problem, before) or _products(problem, after):
@@ -405,8 +405,8 @@ def _counted(
 ) -> Iterator[Fit]:
     """Yield the bytes that a kernel with this tile would move, as one or several fits.
 
-    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes. If the two cases
-    differ in bytes, each case has its own fit.
+    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes; each case has
+    its own fit if the bytes differ.
     """
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
