@@ -136,10 +136,7 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """Return the colour of any tensor; a tensor that a user's algorithm adds has a colour of `OWN`.
-
-    Unnamed intermediate results are grey.
-    """
+    """Return the colour of any tensor; tensors that a user's algorithm adds get one of `OWN`."""
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
         return color(tensor, name)

@@ -345,8 +345,7 @@ def _axes(called: Any) -> tuple[str, ...]:
     """Return the names to which a function unpacks a shape, such as ``heads, n, d = q.shape``.
 
     If the function unpacks several shapes, the shape of q has priority. For a
-    `torch.autograd.Function`, the names come from its `forward`. If the function unpacks no shape,
-    the result is empty.
+    `torch.autograd.Function`, the names come from its `forward`.
     """
     from flashsim.own_kernels.names import paper_name
 

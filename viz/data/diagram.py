@@ -158,7 +158,7 @@ def part_numbers(schedule: Schedule) -> np.ndarray:
     """Return each score tile's thread-block number, int64 of shape (T_r, T_c); -1 if no block.
 
     If the keys are split, several thread blocks work on one row tile, each on one split of the
-    keys. The blocks are numbered row tile by row tile.
+    keys.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
     ptr, col, _ = schedule.row_csr

@@ -241,8 +241,7 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 def rows(data: Any) -> list[dict[str, Any]]:
     """Return one dict per point of a plot; the keys are the columns of `flashsim.sweep`.
 
-    `data` is a Sweep, a DataFrame, a list of dicts, or any input of `labelled`. Failed points are
-    left out.
+    `data` is a Sweep, a DataFrame, a list of dicts, or any input of `labelled`.
     """
     data_rows = getattr(data, "rows", None)
     if hasattr(data, "to_dict") and hasattr(data, "columns"):

@@ -102,7 +102,7 @@ class Laboratory(report.Tabled):
         """Return up to two tables of errors: one compares lengths N, the other kinds of input.
 
         The table of lengths has the first kind of input, and the table of input kinds has the
-        largest N. A table that would compare only one length or one kind of input is left out.
+        largest N.
         """
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []

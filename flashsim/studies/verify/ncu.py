@@ -83,8 +83,7 @@ def stage_of(kernel: str) -> str | None:
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
     """Return the column names and the rows of the table that ``ncu --csv`` prints.
 
-    With ``--page raw``, the table's first row has the units of the columns. Lines before the header
-    (``==PROF==``, and the program's own output) are skipped.
+    With ``--page raw``, the table's first row has the units of the columns.
 
     Raises
     ------

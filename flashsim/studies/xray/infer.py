@@ -303,8 +303,8 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
     """Return whether a kernel with this tile would execute the measured number of FLOPs.
 
-    The function pads head_dim as kernels do. For the form "dkdv and dq", a range of FLOPs is
-    accepted, because the dK and dV pass and the dQ pass visit different tiles.
+    For the form "dkdv and dq", a range of FLOPs is accepted, because the dK and dV pass and the dQ
+    pass visit different tiles.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim
