@@ -1,8 +1,8 @@
-"""Lets flashsim replace torch's own attention, and that of Hugging Face's transformers.
+"""Lets flashsim replace the attention of torch and of Hugging Face's transformers.
 
 `install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")`` switch flashsim on,
 and ``restore_flash_attention_impl()`` switches it off. While flashsim is on,
-``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
+``scaled_dot_product_attention`` runs flashsim wherever torch would choose flash attention, on the
 CPU and on CUDA. On CUDA, torch's flash attention takes no `attn_mask`. For calls with a mask,
 flashsim therefore also replaces torch's other fused kernels. Dropout raises an error, because the
 kernels do not support it.
@@ -147,7 +147,7 @@ def _refuse_dropout(dropout: float) -> None:
 def _masked_question(
     a: Any, q: Tensor, k: Tensor, mask: Tensor | None, *, narrow: bool = True
 ) -> dict[str, Any]:
-    """Convert torch's arguments, with their top-left causal mask, to `flashsim.run`'s keywords."""
+    """Convert torch's arguments, with a top-left causal mask, to `flashsim.run`'s keywords."""
     square = q.shape[2] == k.shape[2]
     return {
         "causal": a.is_causal and square,
@@ -159,7 +159,7 @@ def _masked_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
-    """Turn a mask into a bias, -infinity for False; with `narrow`, broadcast axes get length 1."""
+    """Return a mask as a bias (-infinity for False); with `narrow`, broadcast axes get length 1."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = zero.masked_fill(~mask, float("-inf"))
@@ -278,7 +278,7 @@ def _question(a: Any) -> dict[str, Any]:
 
 
 def _by_head(x: Tensor, packed: Tensor | None) -> Tensor:
-    """Return a tensor with tokens before heads as (batch, heads, n, d), with nothing broadcast."""
+    """Return a (batch, n, heads, d) or packed tensor as (batch, heads, n, d), not broadcast."""
     x = x.detach()
     x = x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
     return x.transpose(1, 2) if packed is None else x.transpose(0, 1)[None]
@@ -291,7 +291,7 @@ def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return torch's dropout outputs for a call without dropout: a generator state and a mask."""
+    """Return placeholders for torch's two dropout outputs: a generator state and a mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
@@ -358,7 +358,7 @@ def _masked_on_cuda() -> dict[str, Any]:
 
 
 def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
-    """Return a function that calls `function` if argument `at`, the mask, is given, else `own`."""
+    """Return a function that calls `function` if argument number `at` is a mask, else `own`."""
 
     @wraps(function)
     def chosen(keyset: Any, *args: Any, **options: Any) -> Any:
