@@ -63,14 +63,16 @@ class Lots:
     """Threads that run one at a time; the next one is drawn by lot, some more often than others."""
 
     def __init__(self, seed):
-        self.draw, self.turn = random.Random(seed), threading.Condition()
+        self.draw, self.lock = random.Random(seed), threading.Lock()
         self.ready, self.often, self.now, self.failed = {}, {}, None, None
-        self.mine = threading.local()
+        self.mine, self.turns = threading.local(), {}
 
     def run(self, roles):
         threads = [threading.Thread(target=self._begin, args=role) for role in roles.items()]
         self.often = {name: self.draw.choice((1, 10, 100)) for name in roles}
-        with self.turn:
+        # A condition for each: only the thread whose turn it is wakes up.
+        self.turns = {name: threading.Condition(self.lock) for name in roles}
+        with self.lock:
             self.ready = {name: lambda: True for name in roles}
             self._pick()
         for thread in threads:
@@ -82,7 +84,7 @@ class Lots:
 
     def step(self, ready=lambda: True):
         """Let others go on, until `ready` holds and the lot falls here."""
-        with self.turn:
+        with self.lock:
             self.ready[self.mine.role] = ready
             self._pick()
             self._mine()
@@ -90,18 +92,18 @@ class Lots:
     def _begin(self, name, role):
         self.mine.role = name
         try:
-            with self.turn:
+            with self.lock:
                 self._mine()
             role()
         except Exception as error:
             self.failed = self.failed or error
-        with self.turn:
+        with self.lock:
             del self.ready[name]
             self._pick()
 
     def _mine(self):
         while self.now != self.mine.role and not self.failed:
-            self.turn.wait()
+            self.turns[self.mine.role].wait()
         if self.failed:
             raise self.failed
 
@@ -111,7 +113,8 @@ class Lots:
             self.failed = self.failed or Stuck(sorted(self.ready))
         often = [self.often[name] for name in able]
         self.now = self.draw.choices(able, often)[0] if able else None
-        self.turn.notify_all()
+        for name in self.turns if self.failed else [self.now] if able else ():
+            self.turns[name].notify_all()
 
 
 class Cluster:
