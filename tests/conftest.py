@@ -201,19 +201,22 @@ def pytest_collection_modifyitems(config, items):
         left_out = [item for item in items if item.get_closest_marker("thorough")]
         items[:] = [item for item in items if not item.get_closest_marker("thorough")]
         config.hook.pytest_deselected(items=left_out)
-    if (missing := why_no_gpu()) and not config.option.collectonly:
-        _skip_on_gpu(config, items, missing)
+    if not config.option.collectonly:
+        _skip_without_gpu(config, items)
 
 
-def _skip_on_gpu(config, items, reason):
+def _skip_without_gpu(config, items):
     """Skip one case of each test that needs a GPU; leave out its others, which would say the same.
 
-    There are 2,000, and two processes take 5 s to say of each that it is skipped.
+    There are 2,000, and two processes take 5 s to say of each that it is skipped. Whether there is
+    a GPU is asked only if there is such a test, as the answer takes 0.4 s.
     """
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_gpu() if marked else None
+    if not reason:
+        return
     skipped, left_out = set(), []
-    for item in items:
-        if not item.get_closest_marker("gpu"):
-            continue
+    for item in marked:
         test = item.nodeid.split("[")[0]
         if test in skipped:
             left_out.append(item)
