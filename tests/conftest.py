@@ -70,17 +70,21 @@ def pytest_configure(config):
 #: Where tests run the CPU engine's walks, which take a minute to compile: once, in one process.
 WALKS = ("tests/api/test_", "tests/engines/test_c", "tests/engines/test_e")
 
-#: The files that take longest, longest first (half a minute of a core to eight seconds). What is
+#: The files that take longest, longest first (half a minute of a core to six seconds). What is
 #: short comes last, by its name, so that two processes end together.
 LONGEST = (
-    *("engines/test_bf16_dot", "viz/test_viz_page", "backends/test_numba_kernels"),
-    *("backends/test_emulated_decode", "backends/test_decode_launch", "studies/test_exercises"),
-    *("studies/test_grader", "viz/test_viz_plots", "viz/test_viz_lab", "faults/test_faults"),
-    *("engines/test_panels", "cli/test_cli"),
-    *("studies/test_agreement", "cli/test_pictures", "backends/test_cuda_kernels"),
-    *("backends/test_emulated", "studies/test_reproduce", "counts/test_traffic"),
-    *("schedule/test_schedule", "backends/test_hopper_kernels", "faults/test_kernel_faults"),
-    *("trace/test_tracefile_fuzz", "viz/test_viz_animation", "backends/test_emulated_barriers"),
+    *("engines/test_bf16_dot", "backends/test_numba_kernels", "backends/test_emulated_decode"),
+    *("backends/test_decode_launch", "viz/test_viz_lab", "viz/test_viz_plots"),
+    *("backends/test_function_kernels", "faults/test_faults", "backends/test_emulated_hopper"),
+    *("studies/test_grader", "studies/test_exercises", "functions/test_functions_engines"),
+    *("faults/test_kernel_faults", "cli/test_cli", "studies/test_xray"),
+    *("backends/test_hopper_kernels", "studies/test_agreement", "backends/test_emulated"),
+    *("cli/test_pictures", "engines/test_panels", "viz/test_viz_page"),
+    *("trace/test_tracefile_fuzz", "studies/test_reproduce", "viz/test_viz_animation"),
+    *("backends/test_cuda_kernels", "schedule/test_schedule", "counts/test_traffic"),
+    *("functions/test_tiles_of_functions", "studies/test_lessons", "cli/test_streams"),
+    *("backends/test_numba_barriers", "backends/test_numba_wide_barriers"),
+    *("backends/test_emulated_barriers", "faults/test_crashes", "counts/test_flash_decode"),
 )
 #: Files with those whose emulated kernels they run, too: a process compiles each of them once.
 SHARING = {"tests/backends/test_decode_launch.py": "tests/backends/test_emulated_decode.py"}
