@@ -253,10 +253,39 @@ class Block:
         self.lots.step()
 
 
+def ring(barriers, n):
+    """The barrier of a ring's stage for its n-th tile."""
+    return barriers + 8 * (n & 1)
+
+
+def machine(block, **more):
+    """What the kernels call of Hopper's own: registers and barriers as played, and `more`."""
+    return SimpleNamespace(
+        warpgroup=lambda: block.thread // 128,
+        warp=lambda: block.thread // 32,
+        registers=lambda *_, **__: lambda: None,
+        barriers_begin=lambda counts: block.begin,
+        cluster_sync=block.cluster.sync,
+        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
+        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
+        get=lambda address: block.words[address],
+        put=block.words.__setitem__,
+        speaks=lambda: True,
+        map_address=lambda x: x,
+        uncounted=lambda x: x,
+        wait=block.wait,
+        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
+        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
+        arrive=block.arrive,
+        stage=ring,
+        expect=lambda count: lambda barrier: block.expect(barrier, count),
+        **more,
+    )
+
+
 def played(block):
     """What the kernel's modules call, by module."""
     memory, at = block.memory, block.at
-    ring = lambda barriers, n: barriers + 8 * (n & 1)  # noqa: E731
 
     def passed(pending):
         return lambda value: block.done(pending) or value
@@ -354,25 +383,8 @@ def played(block):
         visit = divmod(lse // 4, ROWS)
         return visit, visit
 
-    hopper = SimpleNamespace(
-        warpgroup=lambda: block.thread // 128,
-        warp=lambda: block.thread // 32,
-        registers=lambda *_, **__: lambda: None,
-        barriers_begin=lambda counts: block.begin,
-        cluster_sync=block.cluster.sync,
-        named_arrive=lambda n: lambda barrier: block.named_arrive(barrier, n) and None,
-        named_sync=lambda n: lambda barrier: block.named_sync(barrier, n),
-        get=lambda address: block.words[address],
-        put=block.words.__setitem__,
-        speaks=lambda: True,
-        map_address=lambda x: x,
-        uncounted=lambda x: x,
-        wait=block.wait,
-        wait_full=lambda b, n: block.wait(ring(b, n), n >> 1 & 1),
-        wait_free=lambda b, n: block.wait(ring(b, n), n >> 1 & 1 ^ 1),
-        arrive=block.arrive,
-        stage=ring,
-        expect=lambda count: lambda barrier: block.expect(barrier, count),
+    hopper = machine(
+        block,
         copy_tile=copy_tile,
         queue_scores=scores,
         product_wait=lambda pending, n: passed(pending),

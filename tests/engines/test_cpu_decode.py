@@ -127,12 +127,15 @@ PAIRS, TILES = (
 )
 
 
-@PAIRS
+@pytest.mark.parametrize(
+    "micro_kernel",
+    [pytest.param("avx512_bf16", marks=PAIRS), pytest.param("amx", marks=TILES)],
+)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("way", WAYS)
-def test_results_of_pairs(way, heads):
+def test_results_of_pairs(way, heads, micro_kernel):
     x = tensors(1, 420, 40, dtype="bfloat16", **HEADS[heads])
-    agree(x, own={"micro_kernel": "avx512_bf16"}, **WAYS[way])
+    agree(x, own={"micro_kernel": micro_kernel}, **WAYS[way])
 
 
 @PAIRS
@@ -142,14 +145,6 @@ def test_kinds_and_lengths_of_pairs(n_kv, kind):
     x = tensors(1, n_kv, 70, kind=kind, dtype="bfloat16", heads=6, kv_heads=2)
     result = agree(x, own={"micro_kernel": "avx512_bf16"})
     assert result.kernel.startswith("numba avx512bf16,")
-
-
-@TILES
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("way", WAYS)
-def test_results_of_tiles(way, heads):
-    x = tensors(1, 420, 40, dtype="bfloat16", **HEADS[heads])
-    agree(x, own={"micro_kernel": "amx"}, **WAYS[way])
 
 
 @TILES
