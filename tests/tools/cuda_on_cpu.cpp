@@ -9,6 +9,7 @@
 #include "cuda_on_cpu.h"
 
 #include <algorithm>
+#include <cmath>
 #include <csetjmp>
 #include <ucontext.h>
 #include <vector>
