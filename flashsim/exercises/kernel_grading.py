@@ -163,7 +163,7 @@ def _judged(
 
 
 def _spread(case: KernelCase) -> Any:
-    """Return the problem with the batch entries as additional heads, as in the arrays."""
+    """Return the problem with batch entries turned into heads, as in a graded call's arrays."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 
