@@ -700,7 +700,7 @@ def test_cases_are_run_twice_and_their_table_read(tmp_path, monkeypatch):
         ([kernels[1], *kernels[1:]], "flash_delta, but stage 'forward'"),
         (
             [*kernels, "flash_dq"],
-            "more launches than these cases make; the first of them is launch",
+            "more kernel launches than flashsim predicts; launch",
         ),
     ):
         table_of = long_csv([(kernel, {READ: ("10", "sector")}) for kernel in wrong])
