@@ -293,7 +293,7 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
         if having:
             raise UnknownArgumentError(
                 f"run() has the argument {name!r} only with {', '.join(having)}, not with "
-                f"backend={backend!r}; use another backend, or leave out the argument"
+                f"backend={backend!r}; change backend=, or leave out the argument"
             )
 
 
