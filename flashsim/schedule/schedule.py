@@ -422,8 +422,8 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
             "this algorithm needs query tiles that each see keys of exactly one key tile, but with "
-            f"{tiling} tiles some see none or several; use algorithm='flash2-fused', or, if every query "
-            f"sees a key, a block_k of at least {longest}"
+            f"{tiling} tiles some see none or several; use algorithm='flash2-fused', or, if every "
+            f"query sees a key, a block_k of at least {longest}"
         )
 
 
