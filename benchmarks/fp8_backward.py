@@ -1,12 +1,18 @@
 """Measure what FP8 could gain and cost in the backward pass.
 
-    python benchmarks/fp8_backward.py --speed     # on a Hopper GPU
+    python benchmarks/fp8_backward.py --error     # in NumPy: the gradients' errors
+    python benchmarks/fp8_backward.py --speed     # on a Hopper GPU: a lower bound of the time
 
-The project has no FP8 backward. ``--speed`` times the kernel of the bfloat16 backward after a
-change of its source text: some of its products become FP8 products of the same shape. Such a
-product reads half the bytes and has half as many instructions. Its operands are whatever lies in
-shared memory, so the gradients are wrong, and only the time means anything. An FP8 backward would
-also have to scale tiles and to transpose dS by bytes, so the time is a lower bound.
+The project has no FP8 backward. ``--error`` computes one head's gradients with products of rounded
+operands, and compares them with float64. Sums are in float32, so FP8's own errors are a little
+larger on a GPU. FP8 inputs have a scale per 128 rows, and P and dS a scale per tile of 64 x 128.
+The forward is assumed to have had the same scores, so that P's rows add up to 1.
+
+``--speed`` times the kernel of the bfloat16 backward after a change of its source text: some of its
+products become FP8 products of the same shape. Such a product reads half the bytes and has half as
+many instructions. Its operands are whatever lies in shared memory, so the gradients are wrong, and
+only the time means anything. An FP8 backward would also have to scale tiles and to transpose dS by
+bytes, so the time is a lower bound.
 """
 
 from __future__ import annotations
@@ -16,12 +22,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import flashsim
+from flashsim import report
 from flashsim.backends.kernels import nvrtc
 from flashsim.backends.launch.kernel import Kernel
 from flashsim.backends.launch_policy import hopper_kernels
+from flashsim.problem.precision import round_to
+from flashsim.problem.rotation import random_signs, rotated, unrotated
+from flashsim.studies.precision import draw
 
 #: The products of a visit in FP8: none, S = Q K^T and dP = dO V^T, or all five.
 PARTS = ("none", "scores", "all")
@@ -89,6 +101,105 @@ def source(kernel: Kernel) -> str:
     return text
 
 
+E4M3, E5M2, BF16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
+#: Rows that share a scale, of an FP8 input and of P and dS; and the largest number of each type.
+ROWS, TILE, LARGEST = 128, (64, 128), {E4M3: 448.0, E5M2: 57344.0}
+
+
+class Backward(NamedTuple):
+    """The types of a backward's operands: of its score products, and of its gradient products."""
+
+    name: str
+    scores: str = BF16  # Q, K and V in S = Q K^T and dP = dO V^T
+    gradients: str = BF16  # Q and K in dQ = dS K and dK = dS^T Q
+    dout_scores: str = BF16
+    dout_gradients: str = BF16  # in dV = P^T dO
+    p: str = BF16
+    ds: str = BF16
+    rotate: bool = False  # Q and K, and V and dO, by a random Hadamard matrix each
+
+
+_ALL = {"scores": E4M3, "gradients": E4M3, "p": E4M3}
+BACKWARDS = (
+    Backward("bfloat16"),
+    Backward("all, dO and dS e5m2", **_ALL, dout_scores=E5M2, dout_gradients=E5M2, ds=E5M2),
+    Backward("all, dO e4m3, dS e5m2", **_ALL, dout_scores=E4M3, dout_gradients=E4M3, ds=E5M2),
+    Backward("all, e4m3", **_ALL, dout_scores=E4M3, dout_gradients=E4M3, ds=E4M3),
+    Backward("S and dP, dO e5m2", scores=E4M3, dout_scores=E5M2),
+    Backward("S and dP, e4m3", scores=E4M3, dout_scores=E4M3),
+    Backward("dQ, dK and dV, e4m3", gradients=E4M3, dout_gradients=E4M3, p=E4M3, ds=E4M3),
+    Backward("dV, e4m3", dout_gradients=E4M3, p=E4M3),
+    Backward("dQ and dK, e4m3", gradients=E4M3, ds=E4M3),
+)
+
+
+def rounded(x: np.ndarray, dtype: str, tile: tuple[int, int] | None = None) -> np.ndarray:
+    """Return x rounded to a type: FP8 with a scale per 128 rows, or per tile; as float32."""
+    x = x.astype("f4")
+    if dtype == BF16:
+        return round_to(x, dtype)
+    rows, columns = tile or (ROWS, x.shape[1])
+    blocks = x.reshape(x.shape[0] // rows, rows, x.shape[1] // columns, columns)
+    scale = np.abs(blocks).max((1, 3), keepdims=True) / np.float32(LARGEST[dtype])
+    scale[scale == 0] = 1
+    at_most = np.float32(LARGEST[dtype])  # a quotient may come out one rounding above
+    return (round_to((blocks / scale).clip(-at_most, at_most), dtype) * scale).reshape(x.shape)
+
+
+def gradients(
+    how: Backward | None, q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray
+) -> dict[str, np.ndarray]:
+    """Return one head's gradients, each (n, head_dim); None computes everything in float64."""
+    d, turn, back = q.shape[1], lambda x: x, lambda x: x
+    if how is None:
+        operand = lambda x, *_: x  # noqa: E731
+        how = Backward("float64")
+    else:
+        operand = rounded
+        if how.rotate:
+            signs = random_signs(d, seed=0)
+            turn, back = partial(rotated, signs=signs), partial(unrotated, signs=signs)
+    q, k, v, dout = (turn(x) for x in (q, k, v, dout))
+    S = operand(q, how.scores) @ operand(k, how.scores).T * d**-0.5
+    P = np.exp(S - S.max(1, keepdims=True))
+    P /= P.sum(1, keepdims=True)
+    dP = operand(dout, how.dout_scores) @ operand(v, how.scores).T
+    dS = P * (dP - (P * dP).sum(1, keepdims=True))  # delta is the sum
+    P, dS = operand(P, how.p, TILE), operand(dS, how.ds, TILE)
+    dq = dS @ operand(k, how.gradients) * d**-0.5
+    dk = dS.T @ operand(q, how.gradients) * d**-0.5
+    dv = P.T @ operand(dout, how.dout_gradients)
+    return {"dq": back(dq), "dk": back(dk), "dv": back(dv)}
+
+
+def errors(lengths: tuple[int, ...], heads: int) -> Iterator[report.Table]:
+    """Yield a table of the gradients' errors for each kind of input and each length."""
+    rotations = [how._replace(rotate=True, name=how.name + ", rotated") for how in BACKWARDS[1:]]
+    for kind in ("normal", "outliers"):
+        for n in lengths:
+            inputs = draw(kind, n, 128, heads=heads)
+            wrong: dict[str, dict[str, float]] = {}
+            truth = [gradients(None, *(x[0, h] for x in inputs)) for h in range(heads)]
+            for how in (*BACKWARDS, *rotations):
+                found = [gradients(how, *(x[0, h] for x in inputs)) for h in range(heads)]
+                wrong[how.name] = {
+                    name: _relative([one[name] for one in found], [one[name] for one in truth])
+                    for name in ("dq", "dk", "dv")
+                }
+            columns = ("products in FP8", "dQ", "dK", "dV", "x bf16: dQ", "dK", "dV")
+            table = report.Table(f"Relative RMSE, {kind}, N = {n:,}, d = 128", columns)
+            for name, one in wrong.items():
+                own = wrong["bfloat16"]
+                cells = (f"{e:.2e}" for e in one.values())
+                table.rows.append((name, *cells, *(f"{one[g] / own[g]:.1f}" for g in one)))
+            yield table
+
+
+def _relative(found: list[np.ndarray], truth: list[np.ndarray]) -> float:
+    """Return the root mean square of the errors, relative to that of the truth."""
+    return float(np.linalg.norm(np.subtract(found, truth)) / np.linalg.norm(truth))
+
+
 @contextmanager
 def products(part: str) -> Iterator[None]:
     """Within the context, new launches of the fused backward have these products in FP8."""
@@ -130,9 +241,15 @@ def speed(repetitions: int) -> None:
 def main() -> None:
     """Run the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--error", action="store_true", help="compute the gradients' errors")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--speed", action="store_true", help="time the changed kernels on a GPU")
     parser.add_argument("--repetitions", type=int, default=7)
     chosen = parser.parse_args()
+    if chosen.error:
+        for table in errors(tuple(chosen.lengths), chosen.heads):
+            print(table.text(width=120), flush=True)
     if chosen.speed:
         speed(chosen.repetitions)
 
