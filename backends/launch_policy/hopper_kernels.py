@@ -128,6 +128,8 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
+    adds = adds_statistics(problem, tiling, variant)
+    rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
@@ -139,11 +141,17 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
+        | {"STATISTICS": adds}
         | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
         boxes,
         variant.cluster,
         outer="keys",
     )
+
+
+def adds_statistics(problem: Problem, tiling: Tiling, variant: Variant) -> bool:
+    """Return whether a product adds the rows' statistics to scores (STATISTICS in kv_outer.cuh)."""
+    return False
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
@@ -155,7 +163,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
     shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
-    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE"), 0)
+    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE", "STATISTICS"), 0)
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),
