@@ -1,6 +1,7 @@
 """Measure what FP8 could gain and cost in the backward pass.
 
     python benchmarks/fp8_backward.py --error     # in NumPy: the gradients' errors
+    python benchmarks/fp8_backward.py --bound     # cycles of a visit, calculated
     python benchmarks/fp8_backward.py --speed     # on a Hopper GPU: a lower bound of the time
 
 The project has no FP8 backward. ``--error`` computes one head's gradients with products of rounded
@@ -8,11 +9,13 @@ operands, and compares them with float64. Sums are in float32, so FP8's own erro
 larger on a GPU. FP8 inputs have a scale per 128 rows, and P and dS a scale per tile of 64 x 128.
 The forward is assumed to have had the same scores, so that P's rows add up to 1.
 
-``--speed`` times the kernel of the bfloat16 backward after a change of its source text: some of its
-products become FP8 products of the same shape. Such a product reads half the bytes and has half as
-many instructions. Its operands are whatever lies in shared memory, so the gradients are wrong, and
-only the time means anything. An FP8 backward would also have to scale tiles and to transpose dS by
-bytes, so the time is a lower bound.
+``--bound`` counts what a visit of the kernel in kernels/hopper/backward.cu, which is 64 queries by
+128 keys, moves through shared memory, and the cycles of its products.
+
+``--speed`` times that kernel after a change of its source text: some of its products become FP8
+products of the same shape. Such a product reads half the bytes and has half as many instructions.
+Its operands are whatever lies in shared memory, so the gradients are wrong, and only the time means
+anything. An FP8 backward would also have to scale its tiles, so the time is a lower bound.
 """
 
 from __future__ import annotations
@@ -99,6 +102,65 @@ def source(kernel: Kernel) -> str:
             raise RuntimeError(f"{kernel.file} changed: {old!r} is in it {text.count(old)} times")
         text = text.replace(old, new)
     return text
+
+
+class Product(NamedTuple):
+    """One of a visit's five products, of two warpgroups of 64 rows each."""
+
+    name: str
+    left: str
+    right: str
+    columns: int
+    inner: int
+    from_registers: bool = False
+
+    def kilobytes(self, itemsize: int) -> float:
+        """Return the KB that both warpgroups read from shared memory."""
+        rows = self.columns + (0 if self.from_registers else 64)
+        return 2 * rows * self.inner * itemsize / 1024
+
+    def cycles(self, itemsize: int) -> float:
+        """Return the cycles of the tensor cores: 4,096 FP8 or 2,048 bfloat16 products a cycle."""
+        return 2 * 64 * self.columns * self.inner * itemsize / 4096
+
+
+#: An FP8 operand must lie with the product's inner index along its rows ("^T": the transposed copy
+#: of a tensor in HBM, which a bfloat16 product does not need).
+PRODUCTS = (
+    Product("S^T", "K", "Q", 64, 128),
+    Product("dP^T", "V", "dO", 64, 128),
+    Product("dV", "P^T, registers", "dO^T", 128, 64, from_registers=True),
+    Product("dK", "dS^T, registers", "Q^T", 128, 64, from_registers=True),
+    Product("dQ^T", "K^T", "dS", 64, 128),
+)
+
+
+def bound() -> Iterator[report.Table]:
+    """Yield a table of a visit's products, and one of its cycles by the products in FP8."""
+    columns = ("product", "left", "right", "KB, bf16", "cycles", "KB, FP8", "cycles")
+    table = report.Table("A visit of 64 queries by 128 keys, head_dim 128", columns)
+    for one in PRODUCTS:
+        numbers = (f"{x:.0f}" for size in (2, 1) for x in (one.kilobytes(size), one.cycles(size)))
+        table.rows.append((one.name, one.left, one.right, *numbers))
+    yield table
+    columns = ("in FP8", "products, KB", "other, KB", "shared memory, cycles", "products, cycles")
+    table = report.Table(
+        "Cycles of a visit",
+        columns,
+        note="other: Q and dO arrive, in FP8 also transposed; dS and float32 dQ are stored; dQ is "
+        "sent; log-sum-exp and delta. Shared memory moves 128 bytes a cycle",
+    )
+    for part, arrive, ds in (("none", 2 * 2, 2), ("scores", 2 * 2 + 2, 2), ("all", 2 * 2, 1)):
+        in_fp8 = {"none": 0, "scores": 2, "all": 5}[part]
+        sizes = [1] * in_fp8 + [2] * (5 - in_fp8)
+        read, products = (
+            sum(getattr(one, what)(size) for one, size in zip(PRODUCTS, sizes, strict=True))
+            for what in ("kilobytes", "cycles")
+        )
+        other = arrive * 64 * 128 / 1024 + ds * 64 * 128 / 1024 + 2 * 4 * 64 * 128 / 1024 + 32
+        cells = (f"{x:.0f}" for x in (read, other, (read + other) * 1024 / 128, products))
+        table.rows.append((part, *cells))
+    yield table
 
 
 E4M3, E5M2, BF16 = "float8_e4m3fn", "float8_e5m2", "bfloat16"
@@ -242,6 +304,7 @@ def main() -> None:
     """Run the chosen parts."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--error", action="store_true", help="compute the gradients' errors")
+    parser.add_argument("--bound", action="store_true", help="calculate cycles of a visit")
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--speed", action="store_true", help="time the changed kernels on a GPU")
@@ -250,6 +313,8 @@ def main() -> None:
     if chosen.error:
         for table in errors(tuple(chosen.lengths), chosen.heads):
             print(table.text(width=120), flush=True)
+    for table in bound() if chosen.bound else ():
+        print(table.text(width=120), flush=True)
     if chosen.speed:
         speed(chosen.repetitions)
 
