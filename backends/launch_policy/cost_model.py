@@ -10,6 +10,7 @@ the problem, the tiling and the GPU. Only the fixed time and the time per visit 
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -42,6 +43,12 @@ class Times(NamedTuple):
 #: tile. `python benchmarks/tile_times.py` measures and fits them. A faster or slower GPU scales all
 #: of them.
 HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
+    32: {
+        Tiling(192, 128): Times(1.47, 1.10),
+        Tiling(192, 144): Times(1.63, 1.21),
+        Tiling(128, 128): Times(1.20, 0.84),
+        Tiling(128, 208): Times(1.45, 1.32),
+    },
     64: {
         Tiling(192, 128): Times(1.72, 1.45),
         Tiling(128, 128): Times(1.35, 1.14),
@@ -113,6 +120,10 @@ CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 _LAUNCHED = 12.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
+#: Relative difference of two ends below which smaller head groups are better.
+_SAME = 0.005
+#: The most sizes of head groups that are compared.
+_SIZES = 12
 _LONG = 150.0  # µs
 #: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
 #: then be predicted to be faster by more than the largest observed error of the prediction.
@@ -357,16 +368,33 @@ def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = Non
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
-def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
-    """Return whether running all heads together beats running one head group after another.
+def heads_together(walks: int, items: np.ndarray, places: int, clump: int, most: int) -> int:
+    """Return how many of the heads `walks` form a head group, if each group takes several waves.
 
-    The gain must exceed the possible cost of additional L2 misses. If there are many waves, the
-    function returns False without a comparison.
+    The result is `clump`, which fits in L2, unless larger groups of equal size end sooner. The gain
+    must exceed the possible cost of additional L2 misses. Groups of at most `most` heads are
+    preferred, and of those that end at about the same time, the smallest. If there are many waves,
+    the function returns `clump` without a comparison.
+
+    Parameters
+    ----------
+    walks, places, clump : int
+    items : ndarray
+        As for `makespan`.
+    most : int
+        The largest number of heads of which all blocks find the same rows in L2, although some of
+        the blocks are ahead of others.
     """
     if walks * len(items) > _ROUNDS * places:
-        return False
-    at_once, one_by_one = (makespan(items, walks, places, x) for x in (walks, clump))
-    return at_once < (1 - 2 * _DOUBT) * one_by_one
+        return clump
+    sizes = sorted({-(-walks // groups) for groups in range(1, walks + 1)})
+    larger = [size for size in sizes if size > clump][-_SIZES:]
+    larger = [size for size in larger if size <= most] or larger[:1]
+    ends_at = {size: makespan(items, walks, places, size) for size in larger}
+    first = min(ends_at.values(), default=math.inf)
+    if first >= (1 - 2 * _DOUBT) * makespan(items, walks, places, clump):
+        return clump
+    return min(size for size, end in ends_at.items() if end <= (1 + _SAME) * first)
 
 
 def fastest_first(

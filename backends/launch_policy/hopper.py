@@ -25,10 +25,10 @@ from flashsim.backends.launch_policy.cost_model import (
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    heads_together,
     microseconds,
     microseconds_by_keys,
     remainder,
-    sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.backends.launch_policy.hopper_kernels import Rings
@@ -42,6 +42,9 @@ CAPABILITY = (9, 0)
 
 #: Average query rows per loop from which on dQ is deferred.
 _LONG_WALK = 1024
+
+#: The part of L2 that a row tile of each co-scheduled head may take: one in so many.
+_ROW_TILES = 10
 
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
@@ -264,8 +267,10 @@ class Hopper(Family):
             if self.in_step(walk, 1):
                 size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
             items = _item_times(walk)[0].items(p.group * tables.visits)
-            if sooner_at_once(walk.walks, items, processors, size):
-                size = walk.walks  # co-scheduled heads need not fit in L2 together
+            # co-scheduled heads need not fit in L2 together, but a few row tiles of each should
+            row_tile = held(stage, p) * tables.schedule.tiling.block_q // p.n_q
+            most = max(1, gpu.l2_bytes // (_ROW_TILES * row_tile))
+            size = heads_together(walk.walks, items, processors, size, most)
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
         if short and walk.walks * tables.tiles >= 8 * processors:
@@ -282,7 +287,8 @@ class Hopper(Family):
         threshold is twice the L2 size.
         """
         p, gpu = walk.problem, walk.gpu
-        room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
+        waves = walk.tables.tiles / gpu.multiprocessors
+        room = gpu.l2_bytes * (2 if clump == 1 and waves > 1 else 1)
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 

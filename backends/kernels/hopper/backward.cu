@@ -254,12 +254,13 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             load_rows(dP, s.delta[stage]);
 #endif
 #else
-#pragma unroll
-            for (int e = 0; e < BLOCK_Q / 2; ++e) S[e] = dP[e] = 0.0f;
+#pragma unroll  // not needed, but otherwise ptxas serialises the products at 64 columns
+            for (int e = 0; e < (COLUMNS > 48) * BLOCK_Q / 2; ++e) S[e] = dP[e] = 0.0f;
 #endif
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
             else if (FS_ONCE) pin(S);
-            else pin(S), pin(dP);  // loads all of dP here, none of it after S
+            else if (!FS_STATISTICS || COLUMNS > 48)
+                pin(S), pin(dP);  // loads all of dP here, none of it after S
             wgmma_fence();
 #if FS_STATISTICS
             start_scores(S, s.statistics[stage], 0);
