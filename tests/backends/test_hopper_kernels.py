@@ -181,7 +181,7 @@ def test_one_visit_with_a_gradient_of_the_lse_compiles(d, report):
 
 
 @pytest.mark.parametrize(
-    "name", some((), ("32",), ("32", "128", "64 causal", "96 window", "192", "256"))
+    "name", some((), ("24",), ("24", "128", "64 causal", "96 window", "192", "256"))
 )
 def test_tilings_that_are_no_default_compile(name):
     problem = PROBLEMS[name]
