@@ -178,7 +178,7 @@ class Backward(NamedTuple):
     dout_gradients: str = BF16  # in dV = P^T dO
     p: str = BF16
     ds: str = BF16
-    rotate: bool = False  # Q and K, and V and dO, by a random Hadamard matrix each
+    rotate: bool = False  # rows of Q, K, V and dO, by a random Hadamard matrix
 
 
 _ALL = {"scores": E4M3, "gradients": E4M3, "p": E4M3}
