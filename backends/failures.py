@@ -1,7 +1,7 @@
 """Translate errors of the GPU, its driver or its compilers into `BackendUnavailable` errors.
 
-Errors of CuPy, torch, numba-cuda and cuda.core are recognised by the names of their classes, so
-that none of these libraries is imported only for this check.
+The module recognises errors of CuPy, torch, numba-cuda and cuda.core by the names of their classes,
+without importing these libraries.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ _UNLOADED = frozenset({"CudaSupportError", "NvvmSupportError", "NvrtcSupportErro
 
 
 def require_cupy(backend: str) -> None:
-    """Raise `BackendUnavailable` if CuPy cannot be imported.
-
-    The error text names the requested backend.
-    """
+    """Raise `BackendUnavailable`, which names `backend`, if CuPy cannot be imported."""
     try:
         import cupy  # noqa: F401
     except ImportError as error:
@@ -46,10 +43,7 @@ def require_cupy(backend: str) -> None:
 
 
 class Explaining:
-    """A context manager that turns exceptions about GPU failures into `BackendUnavailable`.
-
-    Exceptions of other kinds pass through unchanged.
-    """
+    """A context manager that turns exceptions about GPU failures into `BackendUnavailable`."""
 
     def __enter__(self) -> None:
         pass
@@ -84,9 +78,6 @@ def _meaning(error: Exception) -> str | None:
 
 
 def _first_error(log: str) -> str:
-    """Return the first line of a compiler's log that mentions an error.
-
-    The whole log stays available as the exception's cause (``__cause__``).
-    """
+    """Return the first line of a compiler's log that mentions an error."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     return next((line for line in lines if "error" in line.lower()), lines[0] if lines else log)

@@ -103,14 +103,13 @@ def __getattr__(name: str) -> Any:
 
 
 class _Late:
-    """Import finder for the short names in `_LATE`, as in `import flashsim.predict`.
+    """Import finder for the short names in `_LATE`, such as `flashsim.predict`.
 
-    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy. A
-    submodule's short name also gives the module itself, not a copy.
+    `import flashsim.predict` imports the module `flashsim.studies.predict` itself, not a copy.
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the import spec of `flashsim.X` if X is a short name in `_LATE`; else None."""
+        """Return the import spec of `flashsim.X` if X is a short name in `_LATE`, or None."""
         package, _, rest = name.partition(".")
         where = _LATE.get(rest.partition(".")[0], __name__)
         if package != __name__ or where == __name__:
@@ -124,10 +123,10 @@ class _Late:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module back its own spec, which import replaced; its code has run already.
+        """Restore the module's own spec, which Python's import replaced; do not run its code again.
 
-        Its submodules that are already loaded also get their short names here. Without these names,
-        importing a submodule by its short name would replace a function of the same name in its
+        Loaded submodules of the module get their short names too. If a loaded submodule had no
+        short name, importing it by that name would replace a function of the same name in its
         package.
         """
         second = module.__spec__

@@ -1,7 +1,7 @@
 """The errors that flashsim raises on purpose; all of them derive from `FlashSimError`.
 
 Each error class also derives from the built-in class that a caller would expect (`ValueError`,
-`TypeError`, ...). So code that does not know flashsim's error classes can still catch them.
+`TypeError`, ...), so code that does not know flashsim's classes can catch it.
 """
 
 from __future__ import annotations
@@ -56,13 +56,15 @@ class SramOverflow(TilingError):
 class MemoryModelError(FlashSimError, RuntimeError):
     """An algorithm broke a rule of the simulated memory, so it has a bug.
 
-    The attribute `kind` names the broken rule, so that graders can tell the rules apart. "freed": a
-    tile was used after its step or visit (tile pair) had ended. "outside": numbers came from
-    outside the simulated machine. "off chip": numbers were read out of SRAM without a store to HBM.
-    "unloaded": HBM data was used without a load into SRAM. "unstored": HBM data was read that was
-    never written. "scope": a step or visit was opened or used where that is not allowed.
-    "operation": the simulated machine does not have the operation. "machine": any other rule was
-    broken.
+    Attributes
+    ----------
+    kind : str
+        The broken rule. "freed": a tile was used after its step or visit (tile pair) had ended.
+        "outside": numbers came from outside the simulated machine. "off chip": numbers were read
+        out of SRAM without a store to HBM. "unloaded": HBM data was used without a load into SRAM.
+        "unstored": HBM data was read that was never written. "scope": a step or visit was opened or
+        used where that is not allowed. "operation": the simulated machine does not have the
+        operation. "machine": any other rule was broken.
     """
 
     def __init__(self, text: str, kind: str = "machine") -> None:
@@ -79,27 +81,23 @@ class BackendUnavailable(FlashSimError, RuntimeError):
 
 
 def require_numba(what: str, instead: str = "") -> None:
-    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on.
-
-    The message names `what`, the feature that needs Numba, and `instead`, an alternative. pip
-    installs Numba together with flashsim; only Python in a browser lacks it.
-    """
+    """Raise `BackendUnavailable` unless Numba can be imported and its compiler is switched on."""
+    hint = f"; {instead}" if instead else ""
     try:
         import numba
     except ImportError as error:
         raise BackendUnavailable(
-            f"{what} needs Numba, which cannot be imported ({error}): pip install numba"
-            f"{'; ' if instead else ''}{instead}"
+            f"{what} needs Numba, which cannot be imported ({error}): pip install numba{hint}"
         ) from None
     if numba.config.DISABLE_JIT:
         raise BackendUnavailable(
             f"{what} needs Numba's compiler, which NUMBA_DISABLE_JIT=1 switches off: unset "
-            f"that variable{'; ' if instead else ''}{instead}"
+            f"that variable{hint}"
         )
 
 
 class RankError(FlashSimError, RuntimeError):
-    """Ranks of a process group were called with different arguments, or one no longer answers."""
+    """Ranks of a process group were called with different arguments, or a rank does not answer."""
 
 
 class UnsupportedError(FlashSimError, NotImplementedError):
@@ -125,13 +123,13 @@ def printable(text: str) -> str:
 
 
 def choices(value: object, possible: Iterable[object]) -> str:
-    """Return a text that lists the possible names, and suggests the name that `value` resembles."""
+    """Return a text that lists the `possible` names, and suggests one that resembles `value`."""
     names = [str(name) for name in possible]
     if not names:
-        return "there are none"
+        return "none, because there are none"
     close = difflib.get_close_matches(value, names, n=1) if isinstance(value, str) else ()
     hint = f"; did you mean {close[0]!r}?" if close else ""
-    return f"possible: {', '.join(names)}{hint}"
+    return f"{', '.join(names)}{hint}"
 
 
 _Callable = TypeVar("_Callable", bound=Callable[..., Any])
@@ -170,22 +168,25 @@ def reject_unknown(names: Iterable[str], known: Iterable[str], function: str) ->
     for name in names:
         ours = SYNONYMS.get(name, "")
         if ours is None:
-            hint = "dropout is not simulated"
-        elif ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
-            hint = f"here it is called {ours}"
-        else:
-            hint = choices(name, known)
-        raise UnknownArgumentError(f"{function}() has no argument {name!r}; {hint}")
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; dropout is not simulated"
+            )
+        if ours.startswith("nothing") or re.split(r"\W", ours)[0] in known:
+            raise UnknownArgumentError(
+                f"{function}() has no argument {name!r}; here it is called {ours}"
+            )
+        raise UnknownArgumentError(
+            f"{function}() has no argument {name!r}; choose from {choices(name, known)}"
+        )
 
 
 def own_errors(called: _Callable) -> _Callable:
     """Decorator for a function or class, so that wrong calls raise errors of flashsim.
 
-    If an argument is missing or unknown, the error is an `UnknownArgumentError`; it adds the passed
-    and the possible arguments to Python's message. If a call raises a built-in error and an
-    argument does not match its annotation, the error is a `DTypeError` that names the argument. For
-    a class, the decorator covers the constructor and the public methods. A correct call pays only
-    for one `try` statement.
+    A missing or unknown argument raises an `UnknownArgumentError`, which lists the passed and the
+    possible arguments. If a call raises a built-in error and an argument does not match its
+    annotation, a `DTypeError` names the argument. For a class, the decorator covers the constructor
+    and the public methods. The decorator costs a correct call only one `try` statement.
     """
     if isinstance(called, type):
         maker = "__new__" if called.__init__ is object.__init__ else "__init__"  # type: ignore[misc]
@@ -226,7 +227,7 @@ def _guarded(function: Any, bound: int) -> Any:
 
 
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
-    """Return the error for arguments of a wrong number, name or type; None if all are right."""
+    """Return the error for arguments of wrong number, name or type, or None if all are right."""
     name = function.__qualname__.split("<locals>.")[-1]
     if bound:
         owner = args[0] if isinstance(args[0], type) else type(args[0])
@@ -264,7 +265,7 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
 
 
 def _type(annotation: str, function: Any) -> Any:
-    """Return the type that an annotation names; `Any` if only type checkers import it."""
+    """Return the type that an annotation names, or `Any` if only type checkers import the type."""
     holder = SimpleNamespace(__annotations__={"x": annotation})
     try:
         return get_type_hints(holder, vars(sys.modules[function.__module__]))["x"]
@@ -275,8 +276,8 @@ def _type(annotation: str, function: Any) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value matches a type annotation, without consuming an iterator.
 
-    NumPy's scalars count as numbers, but True and False do not. An array counts as a sequence; a
-    string does not.
+    NumPy's scalars count as numbers, but booleans do not. Arrays count as sequences, but strings do
+    not.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

@@ -27,8 +27,8 @@ Cell = str | int | float | bool | None
 class Table:
     """A table: rows of values under named columns.
 
-    `rows` contains the values as plain Python values. `text` and `html` format the values
-    (thousands separators, units in the column's name); `json` and `csv` keep the exact values.
+    `rows` contains plain Python values. `text` and `html` format the values (thousands separators,
+    units in the column's name); `json` and `csv` keep the exact values.
     """
 
     title: str
@@ -41,10 +41,7 @@ class Table:
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]
 
     def text(self, width: int | None = None) -> str:
-        """Return the table as plain text of at most `width` columns.
-
-        By default `width` is the terminal's width, or 100 if there is no terminal.
-        """
+        """Return the table as plain text of at most `width` columns (default: the terminal's)."""
         from rich.console import Console
 
         width = width or shutil.get_terminal_size((100, 24)).columns
@@ -57,10 +54,9 @@ class Table:
     def rich(self, width: int) -> Any:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
-        Of four forms, the first one that fits is used. The first form is the unchanged table. In
-        the second form, constant columns are moved into the title; in the third form, bytes and
-        FLOPs also have larger units. The fourth form is transposed, with one column per row, in as
-        many pieces as necessary.
+        If a table does not fit, its constant columns move into the title. If the table still does
+        not fit, bytes and FLOPs get larger units. A table that is still too wide is transposed,
+        with one column per row, in as many pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text
@@ -86,7 +82,7 @@ class Table:
         return Group(*title, *grids, *note)
 
     def _values(self) -> list[Sequence[Cell]]:
-        """Return the texts of the cells, column by column."""
+        """Return the values of the cells, column by column."""
         return [[row[n] for row in self.rows] for n in range(len(self.columns))]
 
     def _told(self) -> Table:
@@ -183,10 +179,7 @@ def format_cell(cell: Cell) -> str:
 
 
 def dataframe(rows: Sequence[Mapping[str, Cell]], columns: Sequence[str]) -> Any:
-    """Return the rows as a `pandas.DataFrame`.
-
-    If pandas is not installed, the `BackendUnavailable` error says how to install it.
-    """
+    """Return the rows as a `pandas.DataFrame`; raise `BackendUnavailable` without pandas."""
     try:
         import pandas
     except ImportError:
@@ -202,7 +195,7 @@ def beside(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; at the end, rename that file to `path`.
 
     After an error or an interrupt, the temporary file is removed, and the old content of `path` is
-    unchanged. If `path` is not a regular file, such as /dev/stdout, it is written to directly.
+    unchanged. If `path` is no regular file, such as /dev/stdout, the path itself is yielded.
     """
     if path.exists() and not path.is_file():  # resolving the path of a pipe would fail
         yield path
@@ -219,7 +212,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Do what `beside` does, but raise an `OptionError` if the file cannot be written."""
+    """Do as `beside` does, but raise an `OptionError` if the file cannot be written."""
     try:
         with beside(path) as part:
             yield part
@@ -261,7 +254,7 @@ def _grids(
     width: int,
     pieces: bool,
 ) -> list[Any]:
-    """Return the cells as one Rich table or more, or an empty list if they do not fit the width.
+    """Return the cells as Rich tables, or an empty list if they do not fit the width.
 
     With `pieces`, the cells may be split into several tables, each with the first column and as
     many other columns as fit.
@@ -298,7 +291,7 @@ def _grids(
 
 
 def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the columns' widths: those wanted or, if they do not fit, cut to a common maximum."""
+    """Return the columns' widths: the `wanted` widths, cut to a common maximum that fits."""
     upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
     cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
     widths, wider = upto(cap), upto(cap + 1)
@@ -334,13 +327,13 @@ class Tabled:
 
 
 def short(value: Any) -> str:
-    """Return one line with a dataclass's or named tuple's fields; of arrays, type and shape."""
+    """Return a dataclass's or named tuple's fields in one line; arrays show only type and shape."""
     facts = ", ".join(f"{name} {text}" for name, text in _facts(value))
     return f"<{type(value).__name__} {facts}>"
 
 
 def card(value: Any) -> str:
-    """Return the fields of a dataclass or named tuple as HTML; of arrays, only type and shape."""
+    """Return a dataclass's or named tuple's fields as HTML; arrays show only type and shape."""
     return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
 
 

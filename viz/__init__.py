@@ -1,9 +1,8 @@
 """Plots, animations and HTML pages of traces and counts.
 
-`data` turns a trace into drawable data. `plots` and `film` draw this data with Matplotlib. `player`
-writes an HTML player of a trace, and `laboratory` writes an HTML page that counts bytes; these two
-do not need Matplotlib. Each module is imported when first used, so calling `page` or `lab` does not
-load Matplotlib.
+The module `data` turns a trace into drawable data; `plots` and `film` draw this data with
+Matplotlib. `player` and `laboratory` write HTML pages without Matplotlib. Matplotlib is loaded only
+when a plot is first used.
 """
 # ruff: noqa: F401 - `__all__` lists the names
 

@@ -1,11 +1,9 @@
 """One colour per tensor, in every plot, animation and page; a light and a dark theme.
 
-A search in the colour space Oklab chose the colours: it maximised the smallest distance between any
-two colours. Distances were compared for normal sight and for protanopia, deuteranopia and
-tritanopia, which are simulated with the matrices of Machado, Oliveira and Fernandes (2009).
-`tests/viz/test_viz_palette.py` measures these distances. Seventeen colours cannot all differ
-clearly, so a reader never depends on colour alone: tensors have labels, gradients are hatched, and
-line styles differ.
+A search in the colour space Oklab maximised the smallest distance between any two colours, also for
+protanopia, deuteranopia and tritanopia as simulated by Machado, Oliveira and Fernandes (2009).
+Seventeen colours cannot all differ clearly, so a reader never depends on colour alone: tensors have
+labels, gradients are hatched, and line styles differ.
 """
 
 from __future__ import annotations
@@ -31,12 +29,9 @@ class Theme:
         Page, raised areas, text, secondary text and lines, faint lines.
     accent : str
         The tile being computed, and anything else that must stand out.
-    tensors : mapping of str to str
-        By the papers' names; see `color`.
     cycle : tuple of str
-        Colours of lines and bars that stand for algorithms, in the order of `sources.NAMES`:
-        standard, FlashAttention-1, FlashAttention-2, fused. None of these colours resembles a
-        tensor's colour.
+        Colours of lines and bars that stand for algorithms, in the order of `sources.NAMES`. None
+        of these colours resembles a tensor's colour.
     """
 
     name: str
@@ -120,13 +115,7 @@ def ink(color: str, look: Theme) -> str:
 
 
 def theme(name: str) -> Theme:
-    """Return the theme with this name.
-
-    Raises
-    ------
-    OptionError
-        If it is neither "light" nor "dark".
-    """
+    """Return the theme with this name; raise `OptionError` unless it is "light" or "dark"."""
     return THEMES[checks.one_of("theme", name, THEMES)]
 
 
@@ -134,12 +123,8 @@ def theme(name: str) -> Theme:
 def color(tensor: str, name: str = "light") -> str:
     """Return the colour in which a theme draws a tensor.
 
-    An accumulator (``dQ_acc``) and scales (``Q_scale``) have the colour of dQ and of Q.
-
-    Raises
-    ------
-    OptionError
-        For a tensor or a theme that does not exist.
+    An accumulator (``dQ_acc``) has the colour of dQ, and scales (``Q_scale``) that of Q. An unknown
+    tensor or theme raises an `OptionError`.
     """
     tensors = theme(name).tensors
     key = tensor.removesuffix("_acc").removesuffix("_scale")
@@ -151,9 +136,9 @@ OWN = ("#3f7f3a", "#a33f63", "#2f7f93", "#8a6d1f", "#6a55a8", "#9a4f3a", "#4f7a1
 
 
 def tint(tensor: str, name: str = "light") -> str:
-    """Return the colour of any tensor; a tensor that a user's algorithm adds has the colour `OWN`.
+    """Return the colour of any tensor; a tensor that a user's algorithm adds has a colour of `OWN`.
 
-    Intermediate results of arithmetic, which have no name, are grey.
+    Unnamed intermediate results are grey.
     """
     key = tensor.removesuffix("_acc").removesuffix("_scale")
     if key in theme(name).tensors:
@@ -172,8 +157,5 @@ def rgb(shade: str) -> np.ndarray:
 
 
 def mix(first: str, other: str, share: float) -> np.ndarray:
-    """Return a mixture of two colours, in the format of `rgb`.
-
-    The number `share`, from 0 to 1, is the second colour's share of the mixture.
-    """
+    """Return a mixture of two colours, in the format of `rgb`; `share` is the share of `other`."""
     return rgb(first) + (rgb(other) - rgb(first)) * share

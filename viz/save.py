@@ -45,16 +45,12 @@ def save_figure(
     path : path-like
         Its suffix chooses the format: .png, .svg, .pdf, or another format of Matplotlib.
     dpi : float
-        Pixels per inch, for pixel formats: a slide of 9.6 x 5.4 inches has 1440 x 810.
+        Pixels per inch, for pixel formats.
     size : (float, float), optional
         Width and height in inches. Default: the size with which the figure was drawn.
     slides : bool
         Write the figure for slides: 16:9 with larger text, as a .png of 1920 x 1080 pixels and as
         an .svg. The suffix, `dpi` and `size` are ignored.
-
-    Returns
-    -------
-    Path
 
     Raises
     ------
@@ -76,7 +72,10 @@ def save_figure(
     formats = figure.canvas.get_supported_filetypes()
     ending = path.suffix.lower().lstrip(".")
     if ending not in formats:
-        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, sorted(formats))}")
+        raise OptionError(
+            f"cannot write {path.name!r}, because flashsim knows no format with this ending; "
+            f"choose from {choices(path.suffix, sorted(formats))}"
+        )
     if not dpi > 0 or (size is not None and not (len(size) == 2 and min(size) > 0)):
         raise OptionError(
             f"dpi= and size= must be positive, got dpi={dpi!r} and size={shown(size)}"

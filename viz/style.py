@@ -70,10 +70,10 @@ def theme_of(ax: Axes) -> Theme:
 
 
 def themed(draw: Callable[..., None]) -> Callable[..., Axes]:
-    """Turn a drawing function into a plot that takes optional `ax` and `theme` and returns `ax`.
+    """Give a drawing function the optional arguments `ax` and `theme`, and let it return `ax`.
 
-    The drawing function's docstring describes its other parameters. The description of `ax` and
-    `theme` is the same for all plots and is added here.
+    The drawing function's docstring must have a section Parameters, to which `ax` and `theme` are
+    added.
     """
 
     @functools.wraps(draw)
@@ -121,14 +121,14 @@ theme : {"light", "dark"}, optional
 
 
 def _described(doc: str) -> str:
-    """Return a docstring with `ax` and `theme` added at the end of its parameters."""
+    """Return a docstring with `ax` and `theme` at the end of its section Parameters."""
     parameters, raises, rest = inspect.cleandoc(doc).partition("\n\nRaises\n")
     return parameters + _AX_AND_THEME + raises.removeprefix("\n") + rest
 
 
 @functools.cache
 def _is_math(text: str) -> bool:
-    """Return whether Matplotlib can set a text as math; if not, its dollar signs are plain text."""
+    """Return whether Matplotlib can parse a text as math; if not, "$" is drawn as it is."""
     if "$" not in text:
         return True
     try:
@@ -149,7 +149,7 @@ def _cell(ax: Axes) -> bytes:
 
 
 def heading(ax: Axes, theme: Theme, title: str, about: str = "") -> None:
-    """Write a title and, in smaller print below it, a description of the data shown."""
+    """Write a title and, in smaller print below it, what data is shown."""
     ax.set_title(title, pad=24 if about else 8, fontsize=15 * min(1, 62 / max(len(title), 1)))
     if about:
         ax.annotate(
@@ -171,10 +171,6 @@ def name_marks(ax: Axes, marks: Sequence[tuple[float, float, str, str]], size: f
     """Write a name beside each mark, at a position where it covers no line and no other name.
 
     The axes must have their final limits and scales.
-
-    Parameters
-    ----------
-    marks : sequence of (x, y, text, color)
     """
     ax.figure.canvas.figure.draw_without_rendering()  # runs the layout, which places the axes
     lines = [line for line in ax.lines if line.get_linestyle() != "None"]
@@ -205,10 +201,7 @@ def series_style(theme: Theme, n: int) -> dict[str, Any]:
 
 
 def ramp(theme: Theme) -> LinearSegmentedColormap:
-    """Return a colour ramp of one hue, from near the background colour to near the text colour.
-
-    The ramp is readable in print and with colour blindness.
-    """
+    """Return a colour ramp of one hue that is readable in print and with colour blindness."""
     light = ("#d5e3fb", "#0953dc", "#06204f")
     dark = ("#1c3357", "#659eff", "#e4eeff")
     return LinearSegmentedColormap.from_list(

@@ -1,16 +1,12 @@
 """Give the NumPy, CuPy or torch arrays of a GPU call a single interface.
 
-If the inputs are NumPy, CuPy or torch arrays, results are arrays of the same library. For inputs of
-another library, results are CuPy arrays. The inputs' library can import a CuPy array through DLPack
-without a copy.
+A GPU call returns arrays of the inputs' library, or CuPy arrays if that library is not NumPy, CuPy
+or torch. The inputs' library can import a CuPy array through DLPack without a copy.
 
-Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
-read it: its last axis is not contiguous, its rows or its first byte are not 16-byte aligned, or its
-head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and their results back to the
-CPU.
-
-For CuPy or torch arrays, kernels run on that library's current CUDA stream. For arrays of another
-library, kernels run on CuPy's current stream.
+A GPU array is copied only if the kernels' 16-byte accesses cannot read it. In such an array, the
+last axis is not contiguous, a row is not 16-byte aligned, or head_dim is not a multiple of 8. CuPy
+copies NumPy inputs to the GPU, and the results back to the CPU. For torch arrays, kernels run on
+torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -36,7 +32,7 @@ Place = tuple[int, int, int, int]
 
 
 class View(NamedTuple):
-    """A (batch, heads, n, d) array in HBM as kernels read it: address and strides."""
+    """The address and strides of a (batch, heads, n, d) array in HBM, as kernels read it."""
 
     place: Place  # address; strides of the first three axes, in elements
     array: Any  # keeps the memory alive
@@ -44,22 +40,7 @@ class View(NamedTuple):
 
 
 class Space:
-    """The "space" of a call's arrays, which is their library, device and CUDA stream.
-
-    Besides the methods below, every space has these methods:
-
-    - `view`: the array itself if kernels can read it in place, otherwise a copy that kernels can
-      read.
-    - `vector`: like `view`, for an array with one float32 per row.
-    - `empty`: a new uninitialised array of the type of `like`, or of float32 if `like` is not
-      passed.
-    - `duplicate`: a contiguous copy of an array.
-    - `full`: an array for the caller, filled with one value, of a type given by name.
-    - `prototype`: an empty array of a type given by name.
-    - `pointer`: the GPU address of an array.
-    - `stream`: the handle of the current CUDA stream.
-    - `active`: a context manager that makes this space's device and stream CuPy's current ones.
-    """
+    """The "space" of a call's arrays, which is their library, device and CUDA stream."""
 
     device: int
     view: Callable[..., Any]
@@ -79,7 +60,7 @@ class Space:
         return cupy.cuda.Device(self.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
-        """Return a new CuPy array of zeros, to which a kernel writes its reports."""
+        """Return a new CuPy array of zeros, to which a kernel writes counts or time stamps."""
         return cupy.zeros(shape, dtype)
 
     def counters(self, shape: tuple[int, ...]) -> Any:
@@ -88,21 +69,18 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, in the library of the inputs."""
+        """Return the first `keep` columns of a `width`-column array, in the inputs' library."""
         return array if keep == width else _copy(array[..., :keep])
 
 
 class CupySpace(Space):
-    """A space of CuPy arrays on the current stream."""
+    """The `Space` (library, device, stream) of CuPy arrays on CuPy's current stream."""
 
     def __init__(self, device: int) -> None:
         self.device = device
 
     def view(self, array: Any) -> View:
-        """Return an array's `View`, copying it only if kernels cannot read it in place.
-
-        The array may be any object with ``__cuda_array_interface__``.
-        """
+        """Return the `View` of an array of any CUDA library, copied only if necessary."""
         if type(array) is not cupy.ndarray:
             array = cupy.asarray(array)
         size = array.itemsize
@@ -126,7 +104,7 @@ class CupySpace(Space):
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
@@ -147,10 +125,7 @@ class CupySpace(Space):
 
 
 class NumpySpace(CupySpace):
-    """A space of NumPy arrays: inputs are copied to the GPU, and results back to the CPU.
-
-    Types narrower than float32 are copied as raw bits.
-    """
+    """The `Space` of NumPy arrays: inputs are copied to the GPU, and results back to the CPU."""
 
     def __init__(self, device: int, dtype: str) -> None:
         super().__init__(device)
@@ -165,7 +140,7 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
@@ -174,13 +149,13 @@ class NumpySpace(CupySpace):
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, copied to a NumPy array."""
+        """Return the first `keep` columns of a `width`-column array, as a NumPy array."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
 
 class TorchSpace(Space):
-    """A space of torch CUDA tensors on torch's current stream."""
+    """The `Space` (library, device, stream) of CUDA tensors on torch's current stream."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -213,10 +188,7 @@ class TorchSpace(Space):
         return made(*shape) if shape else made(())
 
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
-        """Return a function that allocates an uninitialised tensor of this shape and type.
-
-        Each call of the function returns a new tensor on the current device.
-        """
+        """Return a function that returns a new uninitialised tensor of this shape and type."""
         kind = getattr(self.torch, dtype)
         try:
             # torch's allocation for compiled code takes half the time, but it is private.
@@ -233,7 +205,7 @@ class TorchSpace(Space):
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
@@ -241,10 +213,7 @@ class TorchSpace(Space):
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """Return an array of 32-bit zeros, in memory that torch allocates.
-
-        torch may allocate memory while a CUDA graph is captured.
-        """
+        """Return 32-bit zeros, allocated by torch because torch can allocate in a graph capture."""
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:
@@ -261,10 +230,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return a tensor's address and strides, and the tensor that owns the memory at that address.
-
-    The tensor is copied only if it is broadcast, or if kernels cannot read it in place.
-    """
+    """Return the address and strides of a tensor or of its copy, and the owner of this memory."""
     batch, head, row, last = x.stride()
     at = x.data_ptr()
     if (
@@ -281,17 +247,14 @@ def place(space: Space, x: Any) -> tuple[Place, Any]:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """Return a new uninitialised CuPy array, which may have an FP8 type.
-
-    CuPy does not allocate FP8 arrays, but a view of a uint8 array can have an FP8 type.
-    """
+    """Return a new uninitialised CuPy array; the type may be FP8, which `cupy.empty` lacks."""
     if dtype.itemsize == 1:
         return cupy.empty(shape, np.uint8).view(dtype)
     return cupy.empty(shape, dtype)
 
 
 class ForeignStream:
-    """A context manager that makes another library's stream and device CuPy's current ones."""
+    """A context manager that makes a stream and device of another library current in CuPy."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._pointer = cupy.cuda.Device(device), stream
@@ -313,15 +276,10 @@ class ForeignStream:
 
 
 def adopt(name: str, array: Any) -> cupy.ndarray:
-    """Return a CuPy array over the memory of an array that only supports DLPack.
+    """Return a CuPy array over the memory of a DLPack array, or raise `DTypeError`.
 
-    The array's library makes CuPy's current stream wait for the pending work on the array.
-
-    Raises
-    ------
-    DTypeError
-        If the array is not on an NVIDIA GPU, or has a type that CuPy lacks (bfloat16, before CuPy
-        14).
+    The array's library makes CuPy's current stream wait for the pending work on the array. The
+    array must be on an NVIDIA GPU, and CuPy must have its type (bfloat16 since CuPy 14).
     """
     kind, number = array.__dlpack_device__()
     what = f"{name}, {_type_name(array)},"
@@ -352,23 +310,17 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` has the forward pass's library and is on its device."""
+    """Raise `DTypeError` unless `array` has the library and the device of the forward pass."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
-            f"{name} must be on the same device as q, k and v, got {_place(array)}, but the "
-            "forward pass ran on arrays of "
-            f"{type(space).__name__.removesuffix('Space').lower()}, GPU {space.device}"
+            f"{name} must be on the same device as q, k and v, which are "
+            f"{type(space).__name__.removesuffix('Space').lower()} arrays on GPU {space.device}, "
+            f"got {_place(array)}"
         )
 
 
 def space_of(arrays: dict[str, Any], dtype: str) -> Space:
-    """Return the space (library, device and CUDA stream) that contains all of `arrays`.
-
-    Raises
-    ------
-    DTypeError
-        If the arrays are in different spaces, or in a space that a GPU kernel cannot reach.
-    """
+    """Return the space (library, device, stream) of all of `arrays`, or raise `DTypeError`."""
     first = None
     for name, array in arrays.items():
         space = _space(name, array, dtype)
@@ -393,7 +345,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return the same object for equal arguments, so that `is` can compare spaces."""
+    """Return one and the same space for equal arguments, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -432,10 +384,7 @@ def dtype_name(array: Any) -> str:
 
 
 def as_cupy(array: Any) -> cupy.ndarray:
-    """Return a CuPy array that shares an array's memory.
-
-    Only a NumPy array is copied to the GPU.
-    """
+    """Return a CuPy array that shares an array's memory, or a copy of a NumPy array on the GPU."""
     return cupy.from_dlpack(array.detach()) if is_torch(array) else cupy.asarray(array)
 
 
@@ -463,12 +412,12 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Return whether a kernel can read an array in place with 16-byte accesses.
+    """Return whether a kernel can read an array with 16-byte accesses, without a copy.
 
-    Rows that such accesses can read are contiguous, 16-byte aligned, and a multiple of 16 bytes
-    long. The argument `steps` is the bitwise OR of the address and all strides in bytes. The number
-    `steps` is a multiple of 16 if and only if the address and each stride are. The arguments `last`
-    and `width` are the last axis's stride and length in elements.
+    The rows of a readable array are contiguous, 16-byte aligned, and a multiple of 16 bytes long.
+    `steps` is the bitwise OR of the address and all strides in bytes. `steps` is a multiple of 16
+    if and only if the address and all strides are. `last` and `width` are the stride and the length
+    of the array's last axis, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

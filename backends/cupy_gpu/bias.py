@@ -1,4 +1,4 @@
-"""Turns an additive bias into a score function, because kernels support no other form of bias."""
+"""Turn an additive bias into a score function, because kernels support no other form of bias."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "the bias argument"
 
 
 def as_function(job: Job, *, gradient: bool = False) -> Job:
-    """Return the job, with its bias (if any) turned into an array that its score function captures.
+    """Return the job with its bias, if any, turned into an array that its score function captures.
 
     With `gradient`, the backward pass also computes the bias's gradient.
     """
@@ -38,10 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """Return a score function that adds a bias, and then applies `score` if it is not None.
-
-    The bias is the last of the returned function's captured arrays.
-    """
+    """Return a score function that adds its last captured array, the bias, and applies `score`."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [
@@ -60,6 +57,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients `found`, with the bias's gradient under the name "dbias"."""
+    """Return the dict `found` of gradients, in which the bias's gradient is renamed "dbias"."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

@@ -47,7 +47,7 @@ _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
-    """The tables of a loop over a schedule, in GPU memory."""
+    """A schedule's tables, copied to GPU memory."""
 
     def __init__(self, tables: Lowered) -> None:
         self.arrays = {
@@ -62,30 +62,24 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Copy the tables to GPU memory once per device, and return these copies."""
+    """Return copies of a schedule's tables in GPU memory, which are cached per device."""
     return Uploaded(tables)
 
 
 class NewArray(NamedTuple):
-    """The shape and strides of a contiguous (batch, heads, n, width) array.
-
-    The field `strides` has the strides of the first three axes, in elements.
-    """
+    """The shape and element strides of a contiguous (batch, heads, n, width) array."""
 
     shape: tuple[int, int, int, int]
     strides: tuple[int, int, int]
     width: int
 
     def at(self, address: int) -> tuple[int, int, int, int]:
-        """Return the fields of ``struct Args`` for this array: its address and strides."""
+        """Return `address` and the array's strides, which are its fields in ``struct Args``."""
         return address, *self.strides
 
 
 class NewArrays(NamedTuple):
-    """The shapes and strides of a call's new arrays: out, lse, dQ, dK and dV.
-
-    The field `rows` is the number of query rows, summed over batch and heads.
-    """
+    """The shapes and strides of a call's new arrays, and the total query rows of all heads."""
 
     out: NewArray
     lse: tuple[int, int, int]
@@ -117,20 +111,11 @@ class NewArrays(NamedTuple):
 class Call:
     """The arrays of one call, as the addresses and strides that its launches take.
 
-    Parameters
-    ----------
-    space : arrays.Space
-    head : sequence of int
-        The fields of ``struct Args`` that change from call to call, in the struct's order. First
-        come the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if the call
-        lacks the tensor. Then comes the address of each contiguous float32 array in
-        `launch.SCRATCH`, or 0 if the call lacks the array.
-    captured : ReadByFunctions
-        The captured arrays of functions, and the sinks.
-    keeps : optional
-        Objects that must stay alive until the launches are in the stream.
-    stream : int, optional
-        Default: the space's current stream.
+    `head` holds the fields of ``struct Args`` that change from call to call, in the struct's order.
+    `head` begins with the address and strides of each tensor in `launch.TENSORS`, or `ABSENT` if
+    the call lacks the tensor. The address of each contiguous float32 array in `launch.SCRATCH`
+    follows, or 0 if the call lacks the array. The objects in `keeps` must stay alive until the
+    launches are in the stream.
     """
 
     def __init__(
@@ -185,9 +170,8 @@ class ReadyPass:
     ) -> Parameters:
         """Return the kernel parameters of a launch, including its tensor maps.
 
-        The argument `made_of` holds the address and strides from which each tensor map is made, in
-        the order of the kernel's boxes. By default, `args` and `counter` are the buffers that all
-        launches of the pass share.
+        `made_of` lists the address and strides of each box's tensor, in the order of the kernel's
+        boxes. By default, `args` and `counter` are the buffers that all launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args = self._args if args is None else args
@@ -210,7 +194,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """Return a launch on this call's stream and arrays, which can be repeated."""
+        """Return a repeatable launch on this call's stream and arrays."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer
@@ -234,10 +218,7 @@ class ReadyPass:
             record[name] = values[name] if name in values else getattr(p, name)
 
     def __call__(self, call: Call, report: dict[str, cupy.ndarray]) -> None:
-        """Launch the pass on the stream of `call`.
-
-        CuPy's current device must be the device of that stream.
-        """
+        """Launch the pass on the stream of `call`, whose device must be CuPy's current device."""
         made_of = self._made_of(call.head)
         if self._tiled:
             made_of = *made_of, call.captured.tile
@@ -265,8 +246,8 @@ class ReadyPass:
     def _counter_of(self, call: Call) -> tuple[int, Any]:
         """Return the address of a work counter with value 0, and the object that owns its memory.
 
-        No other launch uses the counter while this launch runs. The caller must hold the owning
-        object until the launch is in the stream.
+        No other launch uses this counter at the same time. The caller must hold the counter's owner
+        until the launch is in the stream.
         """
         stream = call.stream
         if _makes_its_counter(stream):
@@ -281,10 +262,10 @@ class ReadyPass:
 
 
 class Repeated:
-    """Cached launches for calls whose arrays have the same addresses as an earlier call.
+    """Cached launches of calls, by key: a call's stream, and its arrays' addresses and strides.
 
-    Memory allocators often return the same addresses again. When a call's addresses occur for the
-    second time, its launches are prepared and cached.
+    Keys recur because memory allocators often reuse the address of freed memory. When a key occurs
+    for the second time, its launches are prepared and cached.
     """
 
     def __init__(self, launches: Sequence[ReadyPass]) -> None:
@@ -293,13 +274,7 @@ class Repeated:
         self._known: dict[tuple[Any, ...], tuple[FixedLaunch, ...] | None] = {}
 
     def launch(self, key: tuple[Any, ...], stream: int) -> bool:
-        """Repeat the launches that `note` cached for `key`, or return False if none are cached.
-
-        Parameters
-        ----------
-        key : tuple
-            The stream, and all addresses and strides of the call.
-        """
+        """Repeat the launches that `note` cached for `key`, or return False if there are none."""
         found = self._known.get(key)
         if found is None or (self._counts and _makes_its_counter(stream)):
             return False
@@ -308,10 +283,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call so that `launch` can repeat it.
-
-        None of the call's arrays may be a copy.
-        """
+        """Record a call so that `launch` can repeat it; none of its arrays may be a copy."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -326,18 +298,18 @@ _MOST_REPEATED = 256
 def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
-    A separate counter is needed if the stream's handle stands for several streams (the per-thread
-    stream). A separate counter is also needed while a CUDA graph is captured, since the graph may
-    later run in any stream and beside other launches.
+    The handle of CUDA's per-thread stream means a different stream in each thread. A captured CUDA
+    graph may later run in any stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
-    """Return the range of `Call.head` that holds the address and strides of a box's tensor.
+    """Return the indices in `Call.head` of the address and strides of a box's tensor.
 
-    For dQ's accumulator, the range has only the address, since the strides never change. For a
-    captured array the range is empty, since `Call.head` does not hold captured arrays.
+    For dQ's accumulator, the result is the index of the address alone, since the strides never
+    change. For a captured array, the result is empty, since `Call.head` does not hold captured
+    arrays.
     """
     if box.tensor == launch.TILE:
         return range(0)
@@ -349,10 +321,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the number of elements in a backward pass's float32 dQ accumulator, or None.
-
-    The result is None if the backward needs neither the accumulator nor delta.
-    """
+    """Return the dQ accumulator's number of elements, or None if the backward needs no delta."""
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"
@@ -362,22 +331,8 @@ def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
 class Plan:
     """All launches of a job's forward pass, or of its backward pass, on one GPU.
 
-    Attributes
-    ----------
-    name : str
-        The name of the kernel family.
-    passes : tuple of KernelPass
-    launches : tuple of ReadyPass
-    tiling : Tiling
-    sizes : NewArrays
-    dtype : str
-        The type of q, k and v.
-    gpu : Gpu
-    summed : int or None
-        The size of a backward pass's float32 accumulator of dQ in elements. None if the pass needs
-        neither the accumulator nor delta.
-    ordered : bool
-        Whether a backward pass adds to dQ in a fixed order.
+    `summed` is the size of a backward's float32 dQ accumulator in elements, or None if the backward
+    needs neither the accumulator nor delta. With `ordered`, a backward adds to dQ in a fixed order.
     """
 
     def __init__(
@@ -403,26 +358,18 @@ class Plan:
     def gradients(
         self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
     ) -> tuple[Call, Any, Any, Any]:
-        """Return a backward pass's `Call`, and the arrays dQ, dK and dV that it will fill.
+        """Return a backward pass's `Call`, and new arrays dQ, dK and dV for the pass to fill.
 
-        Parameters
-        ----------
-        places : tuple of int
-            Address and strides of q, k, v, out and dout.
-        lse, dlse : int
-            The addresses of the LSE and of its gradient. `dlse` is 0 if the LSE has no gradient.
-        like : array
-            An array of the gradients' type.
+        `places` lists the address and strides of q, k, v, out and dout. `lse` and `dlse` are the
+        addresses of the LSE and of its gradient, or 0 for a missing gradient. `like` is an array of
+        the gradients' type.
         """
         made = self.new_arrays(space, like)
         head = self.head(space, places, lse, dlse, made)
         return Call(space, head, keeps=made), *made[:3]
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Allocate and return a backward's dQ, dK, dV, scratch memory and semaphores.
-
-        An array that the backward does not need is None.
-        """
+        """Allocate dQ, dK, dV, scratch memory and semaphores; the last two may be None."""
         sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
@@ -443,10 +390,7 @@ class Plan:
         dlse: int,
         made: Sequence[Any],
     ) -> tuple[int, ...]:
-        """Return the `Call.head` of a backward whose results go to the arrays `made`.
-
-        The method `new_arrays` allocates these arrays.
-        """
+        """Return the `Call.head` of a backward that writes to `made`, a result of `new_arrays`."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (
@@ -457,10 +401,7 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch every pass in order, and return the stages' trace events and the timeline.
-
-        Each of the two results is None unless `trace` requests it.
-        """
+        """Launch all passes; return trace events and the timeline, each None unless requested."""
         if not trace:
             for launch_one in self.launches:
                 launch_one(call, {})
@@ -501,7 +442,7 @@ class Plan:
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
-        """Return the SM and the time span of each visit, in ns since the first block started."""
+        """Return the SM and the time span of each visit, in ns since the first span began."""
         parts = [
             timeline.spans(
                 number,

@@ -17,22 +17,13 @@ from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """One call's captured arrays and sinks, which kernels read in addition to q, k and v.
+    """One call's captured arrays and attention sinks, which kernels read besides q, k and v.
 
-    Attributes
-    ----------
-    plain, summing : bytes
-        The bytes of ``struct FlashCaptured``: `plain` for kernels without gradients of captured
-        arrays, and `summing` for kernels with such gradients.
-    sinks : int
-        The address of an array with one float32 per query head, or 0 if there are no sinks.
-    tile : int
-        The address of the array that TMA loads tile by tile, or 0 if there is no such array.
-    gradients : dict
-        For each array that gets a gradient, "d:<name>" maps to a float32 array of zeros, to which
-        the kernel adds.
-    keeps : tuple
-        Objects that keep the memory alive.
+    `plain` and `summing` are the bytes of ``struct FlashCaptured``. Kernels take `summing` if they
+    compute gradients of captured arrays, and otherwise `plain`. `sinks` is the address of one
+    float32 per query head, or 0 without sinks. `tile` is the address of the array that TMA loads
+    tile by tile, or 0 without such an array. `gradients` maps "d:<name>" to a float32 array of
+    zeros, to which the kernel adds. `keeps` holds the owners of the arrays' memory.
     """
 
     plain: bytes = b""
@@ -47,11 +38,7 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """Return a job's captured arrays and sinks, all of them in GPU memory.
-
-    Arrays on the CPU are copied to the GPU. In a backward pass, the function also allocates the
-    gradients that `problem.score_grads` names.
-    """
+    """Return a job's captured arrays and sinks in GPU memory, and zeros for requested gradients."""
     p = job.problem
     if not p.has_functions:
         return NOTHING
@@ -85,8 +72,7 @@ def gradients(
 ) -> dict[str, Any]:
     """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
-    The arguments `lse` and `delta` are the GPU addresses of two arrays. The backward's kernels have
-    stored one float32 per row in each array.
+    `lse` and `delta` are the GPU addresses of two float32 arrays with one element per query row.
     """
     p, made = job.problem, dict(given.gradients)
     if p.sinks:
@@ -114,10 +100,7 @@ def _rounded(array: Any, dtype: str) -> Any:
 
 
 def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarray:
-    """Return a float32 array that uses the memory at an address.
-
-    The caller must keep the memory alive.
-    """
+    """Return a float32 array over the memory at an address, which the caller must keep alive."""
     size = 4 * int(np.prod(shape))
     memory = cupy.cuda.UnownedMemory(address, size, None, space.device)
     return cupy.ndarray(shape, np.float32, cupy.cuda.MemoryPointer(memory, 0))
@@ -125,10 +108,7 @@ def _at(address: int, shape: tuple[int, ...], space: arrays.Space) -> cupy.ndarr
 
 @lru_cache(maxsize=64)
 def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
-    """Return a mask function's captured arrays in the memory of CuPy's current device.
-
-    The arrays are copied at the first call with this mask and device, and then cached.
-    """
+    """Return a mask function's captured arrays in GPU memory, cached per mask and device."""
     pairs = zip(mask.arrays, mask.graph.arrays, strict=True)
     made = [_typed(x, spec) for x, spec in pairs]
     cupy.cuda.get_current_stream().synchronize()  # other streams may use the arrays from now on
@@ -136,7 +116,7 @@ def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
 
 
 def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
-    """Return a contiguous copy or view of a GPU array with the element type that kernels read."""
+    """Return a GPU array as a contiguous array (view or copy) of the type that kernels read."""
     if spec.dtype == "bfloat16":
         # float32 values, converted to the type that kernels read
         if isinstance(array, np.ndarray) and array.dtype == np.float32:
@@ -146,10 +126,7 @@ def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
 
 
 def _on_gpu(array: Any) -> cupy.ndarray:
-    """Return any library's array as a CuPy array on the current device.
-
-    The array is copied only if necessary.
-    """
+    """Return any library's array as a CuPy array on the current device, copied if necessary."""
     if isinstance(array, np.ndarray):
         return arrays.upload(np.ascontiguousarray(array))
     if arrays.is_torch(array):

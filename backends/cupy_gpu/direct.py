@@ -1,9 +1,4 @@
-"""Launch the passes of an already checked request directly on torch tensors.
-
-The module `flashsim.torch` keeps one `Direct` per combination of shapes, types and options. The
-module calls a `Direct` both in eager mode and inside the module's operators. A call of `Direct`
-reads the tensors' addresses and strides, allocates the results and launches the kernels.
-"""
+"""Launch the passes of an already checked request directly on torch tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +15,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays, whose addresses the caller passes.
-
-    The arrays may belong to any library.
-
-    Parameters
-    ----------
-    shapes : the shapes of q, k and v, each (batch, heads, n, width)
-    run : Plan or Decoder
-    """
+    """A forward pass for fixed shapes of contiguous q, k and v, which are passed by address."""
 
     def __init__(
         self, space: arrays.Space, shapes: tuple[tuple[int, ...], ...], run: Plan | Decoder
@@ -41,10 +28,7 @@ class Placed:
         self._repeated = Repeated(() if isinstance(run, Decoder) else run.launches)
 
     def __call__(self, q: int, k: int, v: int, out: int, lse: int, stream: int) -> None:
-        """Launch the forward pass on `stream`.
-
-        The other arguments are the arrays' addresses.
-        """
+        """Launch the forward pass on `stream`, for arrays at these addresses."""
         of_q, of_k, of_v = self._strides
         space, again, key = self._space, self._repeated, (q, k, v, out, lse, stream)
         if isinstance(self._run, Decoder):
@@ -61,13 +45,7 @@ class Placed:
 
 
 class Forward:
-    """A forward pass on torch tensors on one device, which repeats prepared launches.
-
-    Parameters
-    ----------
-    space : arrays.TorchSpace
-    plan : Plan
-    """
+    """A forward pass on torch tensors on one device, which caches launches and repeats them."""
 
     def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
         self._space, self._plan, sizes = space, plan, plan.sizes
@@ -75,11 +53,11 @@ class Forward:
         self._out, self._lse = space.maker(sizes.out.shape, plan.dtype), space.maker(sizes.lse)
 
     def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
-        """Return new arrays for out and the LSE, and None if a cached launch will fill them.
+        """Return new arrays for out and the LSE, and None if a cached launch was repeated.
 
         If no launch is cached for these addresses, the third result is the key to pass to `note`,
-        and the caller must launch the pass. The rows of out are padded. The space's device must be
-        the current device.
+        and the caller must launch the pass. The rows of the attention output are padded. The
+        space's device must be the current device.
         """
         space = self._space
         out, lse, stream = self._out(), self._lse(), space.stream()
@@ -90,10 +68,7 @@ class Forward:
         return out, lse, None if self._repeated.launch(key, stream) else key
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call under `key`, so that `again` can repeat its launches.
-
-        The call must have used the tensors themselves, without copies.
-        """
+        """Record a call so that `again` can repeat it; none of its tensors may be a copy."""
         self._repeated.note(key, call)
 
     def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -118,14 +93,8 @@ class Forward:
 class Direct:
     """The forward and backward pass of a checked job, for torch tensors on one device.
 
-    Parameters
-    ----------
-    space : arrays.TorchSpace
-    dims : (int, int)
-        head_dim and head_dim_v.
-    forward : Plan
-    backward : function of a bool
-        Returns the plan of the backward pass; the bool says whether the LSE has a gradient.
+    The function ``backward(with_lse)`` returns the plan of the backward pass, where `with_lse` says
+    whether the LSE has a gradient. `dims` are head_dim and head_dim_v.
     """
 
     def __init__(
@@ -140,7 +109,7 @@ class Direct:
         self._width = forward.sizes.out.width
 
     def forward(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-        """Return out and the LSE."""
+        """Return the attention output and the LSE."""
         space = self._space
         with _EXPLAINING, space.on_device():
             out, lse = self._forward(q, k, v)
@@ -190,7 +159,7 @@ class Direct:
 
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
-    """Return five functions, each of which allocates one of the arrays of `Plan.new_arrays`."""
+    """Return five functions, which allocate the five arrays of `Plan.new_arrays`."""
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
     scratch = _none if summed is None else space.maker((summed + sizes.rows,))

@@ -1,8 +1,4 @@
-"""`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC.
-
-The kernels loop over the tiles that `Schedule` lists. On request, the kernels report the bytes that
-they moved, and when they moved them.
-"""
+"""`backend="cupy"`: FlashAttention-2 on a real NVIDIA GPU, in CUDA C++ compiled by NVRTC."""
 
 from __future__ import annotations
 
@@ -48,18 +44,15 @@ from flashsim.backends.cupy_gpu.launching import aside, clusters_at_once  # noqa
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass on the GPU that holds the arrays.
-
-    NumPy arrays are copied to the current GPU.
-    """
+    """Run the forward pass on the arrays' GPU, or on the current GPU for NumPy arrays."""
     if job.algorithm == DECODE:
         require_gpu()
         space = arrays.space_of({"q": job.q, "k": job.k, "v": job.v}, job.problem.dtype)
         return decode.forward(job, gpu_of(space.device), space)
+    _no_traced_bias(job)
     job = bias.as_function(job)
     if not job.memo:
         _check(job)
-        _no_traced_functions(job)
     return forward_with(_family, job)
 
 
@@ -75,25 +68,22 @@ def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) ->
     """Run the backward pass as three passes, or as a fused pass that accumulates dQ in HBM."""
     if job.algorithm == DECODE:
         raise UnsupportedError(f"algorithm={DECODE!r} has no backward pass; use algorithm='flash2'")
+    _no_traced_bias(job)
     job = bias.as_function(job, gradient=True)
     if not job.memo:
         _no_fp8_gradients(job)
-        _no_traced_functions(job)
     return backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, in the library and on the device of the job's arrays.
-
-    The function runs none of this package's kernels.
-    """
+    """Return an array filled with `value`, in the library and on the device of the job's arrays."""
     require_gpu()
     decode.check(job) if job.algorithm == DECODE else _check(job)
     return constant_of(job, shape, dtype, value)
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Do the same as `constant` for a job that was checked before."""
+    """Return an array filled with `value`, as `constant` does, but without checking the job."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -104,14 +94,10 @@ def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> A
 def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> Direct | None:
     """Return a checked job's passes as functions of torch tensors, or None.
 
-    The functions do not check their arguments again. The result is None if the job's arrays are not
-    torch tensors, or if the job's launches need more data than the tensors' addresses and strides.
-
-    Parameters
-    ----------
-    backward_job : function
-        Returns the backward pass's job. The arguments are the result of `recall`, and whether the
-        LSE has a gradient.
+    The returned functions do not check their arguments. The result is None if the job's arrays are
+    not torch tensors, or if launches need more than the tensors' addresses and strides.
+    ``backward_job(recalled, with_lse)`` returns the backward's job. `recalled` is the result of
+    `recall`, and `with_lse` says whether the LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -133,13 +119,9 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
-    The arrays at these addresses must be contiguous. The result is None if the kernels cannot read
-    contiguous arrays in place, for example because a head_dim is not a multiple of 8.
-
-    Parameters
-    ----------
-    few : bool
-        Whether to run the decode kernels.
+    With `few`, the returned function runs the decode kernels. The arrays at the addresses must be
+    contiguous. The result is None if the kernels cannot read contiguous arrays in place, for
+    example because a head_dim is not a multiple of 8.
     """
     p = job.problem
     require_gpu()
@@ -157,13 +139,7 @@ def placed(job: Job, *, few: bool) -> Placed | None:
 def decoder(
     problem: Problem, like: Any, page: int = 0, splits: int | None = None
 ) -> decode.Decoder:
-    """Return a function that decodes torch tensors on the device of `like`.
-
-    Raises
-    ------
-    UnsupportedError
-        If no kernel decodes the problem.
-    """
+    """Return a `Decoder` for torch tensors on `like`'s device, or raise `UnsupportedError`."""
     require_gpu()
     space = arrays.space_of({"q": like}, problem.dtype)
     return decode.Decoder(space, problem, gpu_of(space.device), page, splits)
@@ -176,16 +152,7 @@ def adopt(name: str, array: Any) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
-
-    With ordered dQ, thread blocks add their parts of dQ in a fixed order. The result holds for the
-    GPU on which the forward pass ran.
-
-    Parameters
-    ----------
-    job : Job
-        A backward pass.
-    """
+    """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
     job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
     return family.orders_dq(job.problem)
@@ -194,11 +161,8 @@ def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
 def stores_dq(job: Job, saved: Mapping[str, Any]) -> bool:
     """Return whether "flash2-once" (deterministic) is the fastest backward on this GPU.
 
-    Parameters
-    ----------
-    job : Job
-        The backward pass that runs if the result is False. The job's algorithm is "flash2" if the
-        pass must be deterministic.
+    `job` is the backward pass that runs if the result is False. The algorithm of `job` is "flash2"
+    if the pass must be deterministic.
     """
     job, gpu = bias.as_function(job), gpu_of(saved["space"].device)
     family, ordered = _family(job, gpu, "backward"), job.algorithm == "flash2"
@@ -263,10 +227,7 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return the object that repeats the job's forward launches, or None.
-
-    The result is None if the launches need more than the addresses of three torch tensors.
-    """
+    """Return an object that repeats forward launches, or None if there are functions or sinks."""
     p = job.problem
     if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
         return None
@@ -352,10 +313,7 @@ _EXPLAINING = failures.Explaining()
 
 
 def _plan(family_of: FamilyOf, job: Job, direction: str, space: arrays.Space) -> Plan:
-    """Return the plan of a job's launches, which is prepared once and then cached in `Job.memo`.
-
-    The launches depend on everything in the job except its arrays.
-    """
+    """Return the plan of a job's launches (cached, since it does not depend on the arrays)."""
     plan = job.memo.get((family_of, direction, space))
     if plan is None:
         plan = job.memo[family_of, direction, space] = _planned(
@@ -398,20 +356,15 @@ def _planned(
 
 @cache
 def gpu_of(device: int) -> Gpu:
-    """Return the properties of a GPU that determine launches, such as its number of SMs.
-
-    Raises
-    ------
-    BackendUnavailable
-        If the device is too old for the kernels.
-    """
+    """Return a GPU's properties for launches, or raise `BackendUnavailable` if it is too old."""
     properties = cupy.cuda.runtime.getDeviceProperties(device)
     capability = (properties["major"], properties["minor"])
     name = properties["name"].decode()
     if capability < OLDEST:
         raise BackendUnavailable(
-            f"{name} has compute capability {capability[0]}.{capability[1]}; the kernels need "
-            f"{OLDEST[0]}.{OLDEST[1]} (Ampere) or later: use backend='simulator' or 'numba'"
+            f"the GPU {name} has compute capability {capability[0]}.{capability[1]}, but the "
+            f"kernels need {OLDEST[0]}.{OLDEST[1]} (Ampere) or later; use backend='simulator' or "
+            "'numba'"
         )
     return Gpu(
         name,
@@ -435,12 +388,7 @@ def _clusters(device: int, capability: tuple[int, int], shared: int) -> tuple[tu
 def preset() -> Device:
     """Return the device preset, such as "H100", that describes the current GPU.
 
-    Raises
-    ------
-    BackendUnavailable
-        If there is no GPU.
-    OptionError
-        If no preset describes the current GPU.
+    The function raises `BackendUnavailable` without a GPU, and `OptionError` if no preset fits.
     """
     require_gpu()
     runtime = cupy.cuda.runtime
@@ -486,7 +434,7 @@ def _check(job: Job) -> None:
     for option in DECODING:
         if option in job.options:
             raise OptionError(
-                f"{option} is an option of algorithm={DECODE!r} only, got "
+                f"the option {option}= works only with algorithm={DECODE!r}, got "
                 f"algorithm={job.algorithm!r}; leave out {option}="
             )
     launch.check_asked("cupy", job, ALGORITHMS, KERNELS)
@@ -502,12 +450,11 @@ def _check(job: Job) -> None:
         raise OptionError(f"allow_tf32 must be True or False, got {tf32!r}")
 
 
-def _no_traced_functions(job: Job) -> None:
-    if job.trace and job.problem.has_functions:
+def _no_traced_bias(job: Job) -> None:
+    if job.trace and job.problem.bias is not None:
         raise UnsupportedError(
-            "on a GPU, a call with mask_mod, score_mod, bias or sinks cannot be traced, because "
-            "the kernels do not count the bytes that these read; leave out trace=, or use "
-            "backend='simulator' or 'numba'"
+            "on a GPU, a call with bias= cannot be traced; add the bias in a score_mod=, leave out "
+            "trace=, or use backend='simulator' or 'numba'"
         )
 
 
@@ -520,11 +467,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the kernel family that the job requests.
-
-    The option "auto" means the Hopper family if that family supports the job, and otherwise a
-    portable family.
-    """
+    """Return the job's kernel family; for "auto", Hopper's family if it supports the job."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

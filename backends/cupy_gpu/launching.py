@@ -1,8 +1,8 @@
 """Launch kernels through the CUDA driver, and hold the memory of their arguments.
 
-CuPy cannot set launch attributes. Two features need them: thread-block clusters, and launches that
-may begin before the previous kernel ends (programmatic dependent launch). So this module launches
-kernels through the CUDA driver's library directly.
+Thread-block clusters and programmatic dependent launch (a kernel may begin before the previous one
+ends) need launch attributes, which CuPy cannot set. This module sets them by calls to the CUDA
+driver's library.
 """
 
 from __future__ import annotations
@@ -48,15 +48,7 @@ class _Config(ctypes.Structure):
 
 
 class Argument:
-    """The memory of a kernel's ``struct`` argument, at an address that never changes.
-
-    Attributes
-    ----------
-    buffer : memoryview
-        The bytes of the argument.
-    values : ndarray, (1,)
-        The same memory as named fields.
-    """
+    """A buffer for a kernel's ``struct`` argument, at an address that never changes."""
 
     def __init__(self, dtype: np.dtype) -> None:
         whole = np.zeros(dtype.itemsize, np.uint8)
@@ -76,18 +68,10 @@ class Parameters:
 class Launcher:
     """Launches one kernel, any number of times.
 
-    Parameters
-    ----------
-    function : cupy.cuda.function.Function
-    kernel : Kernel
-    grid : tuple of int
-        Thread blocks, along x and y.
-    cluster : int
-        Blocks per cluster, along x, unless the kernel itself declares its cluster size.
-    overlap : bool
-        Whether the kernel may begin before the previous kernel in the stream has ended. If so, the
-        kernel itself must wait (griddepcontrol.wait) before it reads or writes memory that the
-        previous kernel may access.
+    `grid` is the number of thread blocks along x and y. `cluster` is the number of blocks per
+    cluster, along x, unless the kernel itself declares its cluster size. With `overlap`, the kernel
+    may begin before the previous kernel in the stream has ended. A kernel with `overlap` must wait
+    (griddepcontrol.wait) before it accesses memory that the previous kernel may access.
     """
 
     def __init__(
@@ -130,14 +114,9 @@ class Launcher:
         return _launch(), (ctypes.byref(config), self._plain[0], parameters.address, None)
 
     def __call__(self, stream: int, parameters: Parameters) -> None:
-        """Launch the kernel on a stream.
+        """Launch the kernel on a stream, or raise `CUDADriverError` if the driver refuses.
 
         Two threads must not call the same launcher at the same time.
-
-        Raises
-        ------
-        cupy.cuda.driver.CUDADriverError
-            If the driver refuses the launch.
         """
         if self._config is None:
             cupy.cuda.driver.launchKernel(*self._plain, stream, parameters.address, 0)
@@ -156,14 +135,9 @@ class FixedLaunch:
         self._run, self._args = launcher.fixed(stream, parameters)
 
     def __call__(self) -> None:
-        """Launch the kernel.
+        """Launch the kernel, or raise `CUDADriverError` if the driver refuses.
 
         Several threads may make the same launch at the same time.
-
-        Raises
-        ------
-        cupy.cuda.driver.CUDADriverError
-            If the driver refuses the launch.
         """
         error = self._run(*self._args)
         if error:
@@ -172,7 +146,7 @@ class FixedLaunch:
 
 @cache
 def _own_stream(device: int) -> Any:
-    """Return the stream, on CuPy's current device, in which tables are copied to the GPU."""
+    """Return the stream of CuPy's current device in which tables are copied to the GPU."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
@@ -180,8 +154,8 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
-    A plan's uploads and compilations run in such a body. So a call that prepares a plan does not
-    wait for the caller's other GPU work. Such a call may also run while a CUDA graph is captured.
+    A plan's uploads and compilations run in the separate stream. A call that prepares a plan thus
+    does not wait for the caller's other GPU work, and may run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
     exchange = driver().cuThreadExchangeStreamCaptureMode
@@ -196,7 +170,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """Return the driver's number for the CUDA graph capture of a stream, or 0 if there is none."""
+    """Return the driver's number for a stream's CUDA graph capture, or 0 if no capture runs."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None
@@ -207,14 +181,9 @@ def capture_of(stream: int) -> int:
 
 
 def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return how many thread-block clusters of each size the GPU runs at once.
+    """Return how many clusters of each size the GPU runs at once, with one block per SM.
 
-    Each SM runs one block.
-
-    Parameters
-    ----------
-    shared : int
-        A block's shared memory in bytes, so large that an SM has no room for a second block.
+    `shared` is a block's shared memory in bytes, so large that no second block fits into an SM.
     """
     code = 'extern "C" __global__ void nothing() {}'
     function = cupy.RawModule(code=code, backend="nvrtc").get_function("nothing")
@@ -235,10 +204,7 @@ def clusters_at_once(shared: int, sizes: tuple[int, ...]) -> tuple[tuple[int, in
 
 
 def launch_once(kernel: Kernel, grid: tuple[int, int], record: np.ndarray, space: Any) -> None:
-    """Load and launch one of this package's kernels once, on a space's stream.
-
-    The argument `record` is the kernel's ``struct`` argument, which the driver copies.
-    """
+    """Load and launch a kernel once; the driver copies `record`, the kernel's struct argument."""
     with space.active():
         function = nvrtc.load(kernel, space.device)
     Launcher(function, kernel, grid)(space.stream(), Parameters(record.ctypes.data))

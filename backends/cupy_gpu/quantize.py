@@ -1,4 +1,4 @@
-"""Quantises 16-bit q, k and v to FP8 on a GPU, and also transposes V for the forward pass."""
+"""Quantise 16-bit q, k and v to FP8 on a GPU, and also transpose V for the forward pass."""
 
 from __future__ import annotations
 
@@ -47,23 +47,11 @@ def quantize(
 ) -> Fp8Arrays:
     """Round 16-bit arrays to FP8, and return them with their scales and a transposed V.
 
-    The function needs only one launch if each scale covers 64 or 128 rows.
-
-    Parameters
-    ----------
-    q, k, v : array on a GPU, (batch, heads, n, d)
-    granularity : {"tensor", "head", "block"}
-    block : (int, int)
-        If `granularity` is "block", the number of rows of Q that share a scale, and the number of
-        rows of K and of V.
-    signs : ndarray, (d,), or None
-        If passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the Hadamard
-        matrix.
-    dtype : {"float8_e4m3fn", "float8_e5m2"}
-
-    Raises
-    ------
-    BackendUnavailable, DTypeError, UnsupportedError
+    The arrays q, k and v are on a GPU, with shape (batch, heads, n, d). The FP8 `dtype` is
+    "float8_e4m3fn" or "float8_e5m2", and the granularity "tensor", "head" or "block". With "block",
+    `block` holds two numbers: how many rows of Q share a scale, and how many rows of K and of V. If
+    `signs` (d,) is passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the
+    Hadamard matrix. The function needs only one launch if each scale covers 64 or 128 rows.
     """
     engine.require_gpu()
     if isinstance(q, np.ndarray):

@@ -1,9 +1,4 @@
-"""Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver.
-
-``cuTensorMapEncodeTiled`` writes 128 opaque bytes, which are passed by value as a kernel argument.
-This module calls the driver's library directly. Every GPU backend needs that library, so the call
-adds no dependency.
-"""
+"""Encode tensor maps, which describe arrays to Hopper's TMA, with the CUDA driver."""
 
 from __future__ import annotations
 
@@ -27,20 +22,9 @@ _MAP_BYTES, _MAP_ALIGNMENT = 128, 64
 def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -> np.ndarray:
     """Return the tensor map of one tensor of a launch, as a kernel argument of 128 bytes.
 
-    Parameters
-    ----------
-    box : Box
-        The tensor's name, and the rows and columns that one copy moves. The box's rows are swizzled
-        in shared memory.
-    pointer : int
-        The tensor's address.
-    strides : tuple of int
-        The strides in elements between batch entries, between heads and between rows.
-
-    Raises
-    ------
-    UnsupportedError
-        If the driver refuses the array's strides.
+    `box` names the tensor, and says how many rows and columns one TMA copy moves. The box's rows
+    are swizzled in shared memory. `strides` are the elements between batch entries, between heads
+    and between rows. If the driver refuses these strides, the function raises `UnsupportedError`.
     """
     p = problem
     dtype = "float32" if box.tensor == "dq_acc" else p.dtype
@@ -74,15 +58,7 @@ def encode(problem: Problem, box: Box, pointer: int, strides: tuple[int, ...]) -
 
 
 def encode_tile(tile: BiasTile, box: Box, pointer: int) -> np.ndarray:
-    """Return a captured array's tensor map, in which all leading axes are merged into one.
-
-    That one axis is the tensor map's axis of heads.
-
-    Raises
-    ------
-    UnsupportedError
-        If the driver refuses the array's shape.
-    """
+    """Return a captured array's tensor map, or raise `UnsupportedError`."""
     planes, rows, columns = tile.shape
     row = columns * tile.spec.itemsize
     shape, steps = [columns, rows, planes, 1], [row, rows * row, planes * rows * row]
@@ -101,7 +77,7 @@ def _encoded(
 ) -> tuple[np.ndarray, int]:
     """Return a tensor map, and the driver's error code, which is 0 if there was no error.
 
-    The argument `steps` has the byte strides of all axes except the first.
+    `steps` holds the strides in bytes of all axes except the contiguous one.
     """
     rank = len(shape)
     storage = np.zeros(_MAP_BYTES + _MAP_ALIGNMENT, np.uint8)
@@ -126,7 +102,7 @@ def _encoded(
 
 @cache
 def driver() -> ctypes.CDLL:
-    """Return the CUDA driver's library, or raise an error if the library is not found."""
+    """Return the CUDA driver's library, or raise `UnsupportedError` if the library is not found."""
     for name in ("libcuda.so.1", "nvcuda.dll"):
         try:
             return ctypes.CDLL(name)

@@ -1,8 +1,6 @@
 """Measure the throughput or latency of each GPU unit with a kernel that uses only that unit.
 
-The function `flashsim.predict` uses the results as its constants for the GPU, in addition to its
-constants for each kernel. The measurement takes about ten seconds and runs on NVIDIA GPUs from
-Ampere on.
+The measurement takes about ten seconds and runs on NVIDIA GPUs from Ampere on.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ _TIMES = 5
 
 
 class Unit(NamedTuple):
-    """The measured rate or time of one hardware unit, as a number `value` in the unit `unit`."""
+    """A hardware unit's measured rate or time: a number `value`, in the unit of measure `unit`."""
 
     name: str
     value: float
@@ -35,13 +33,7 @@ class Unit(NamedTuple):
 
 
 def measure(device: int = 0) -> list[Unit]:
-    """Measure and return the rates and times of all units of a GPU.
-
-    Raises
-    ------
-    BackendUnavailable
-        If there is no GPU, or if the GPU is too old.
-    """
+    """Return the measured rates and times of a GPU's units, or raise `BackendUnavailable`."""
     engine.require_gpu()
     with cupy.cuda.Device(device):
         bench = _Bench(device)
@@ -90,10 +82,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Return how many cycles one block of a kernel takes while every SM runs one block.
-
-        The result is the median over SMs and runs.
-        """
+        """Return the median number of cycles that a block takes while every SM runs one block."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):

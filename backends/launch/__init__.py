@@ -1,4 +1,1 @@
-"""Describe kernel launches by their kernels, arguments, schedule tables and passes.
-
-Nothing in this package needs a GPU.
-"""
+"""Describe kernel launches (kernels, arguments, schedule tables, passes); needs no GPU."""

@@ -1,7 +1,4 @@
-"""Build, on the host, the tables of a schedule that kernels read.
-
-Every GPU backend copies these tables to the GPU.
-"""
+"""Build, on the host, the tables of a schedule that kernels read from GPU memory."""
 
 from __future__ import annotations
 
@@ -24,25 +21,16 @@ from flashsim.schedule.tiling import Tiling
 class Lowered:
     """The tables for one loop over a schedule: by row (Q-outer) or by column (KV-outer).
 
-    A visit is one iteration of the inner loop: one query tile times one key tile.
+    A visit is one iteration of the inner loop: one query tile times one key tile. `rows` and `cols`
+    are int32 (T_r, 4) and (T_c, 4), as in `Schedule`. `spans`, int32 (tiles, 4) or None, is
+    `Schedule.row_spans` or `col_spans`. `ptr`, `index` and `kind` are the int32 arrays of
+    `Schedule.row_csr` or `col_csr`, and are computed at first use.
 
-    Attributes
-    ----------
-    schedule : Schedule
-    by : {"row", "col"}
-    rows, cols : ndarray of int32, (T_r, 4) and (T_c, 4)
-        `Schedule.rows` and `Schedule.cols`.
-    spans : ndarray of int32, (tiles, 4), or None
-        `Schedule.row_spans` or `col_spans`.
-    ptr, index, kind : ndarray of int32
-        `Schedule.row_csr` or `col_csr`, computed at first use, with one entry per visit.
-    visits, masked : ndarray of int64, (tiles,)
-        The number of visits per outer tile, and how many of them need a mask.
-    order : ndarray of int32, (tiles,)
-        Outer tiles in the order in which blocks take them. Tiles with the most visits come first,
-        since blocks that start late should have little work. `in_turns` uses another order.
-    ranks : ndarray of int32, (n_visits,), or None
-        See `in_turns`.
+    `visits`, int64 (tiles,), holds the number of visits per outer tile. `masked`, int64 (tiles,),
+    holds the number of visits that need a mask. `order`, int32 (tiles,), lists the outer tiles in
+    the order in which blocks take them. The outer tiles with the most visits come first, so that
+    the tiles which start last are short. The function `in_turns` replaces `order`, and also
+    computes `ranks`, int32 (n_visits,).
     """
 
     schedule: Schedule
@@ -62,17 +50,17 @@ class Lowered:
 
     @property
     def n_visits(self) -> int:
-        """The number of visits in one head's loop over the whole schedule."""
+        """The number of visits (tile pairs) of one head."""
         return int(self.visits.sum())
 
     @property
     def ptr(self) -> np.ndarray:
-        """The position in `index` and `kind` of each outer tile's first visit."""
+        """For each outer tile, the position of its first visit in `index` and `kind`."""
         return self._csr[0]
 
     @property
     def index(self) -> np.ndarray:
-        """The number of the inner tile of each visit."""
+        """For each visit (tile pair), the number of its inner tile."""
         return self._csr[1]
 
     @property
@@ -100,13 +88,10 @@ class Lowered:
 
 @lru_cache(maxsize=64)
 def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
-    """Build the tables for one loop over a schedule.
+    """Build the tables for one loop over a schedule, or raise `UnsupportedError`.
 
-    Raises
-    ------
-    UnsupportedError
-        If a tile needs masking beyond causality, window and bounds. Such masks are an arbitrary
-        mask function, a bias, and a block mask whose cells the tiles do not divide.
+    Tables cannot express an arbitrary mask function, a bias, or a block mask whose cells the tiles
+    do not divide.
     """
     check(schedule.problem, schedule.tiling)
     spans = schedule.row_spans if by == "row" else schedule.col_spans
@@ -126,12 +111,10 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Return the span of inner tiles that each outer tile visits under a mask function, or None.
+    """Return each outer tile's range of inner tiles under a mask function, or None.
 
-    The result is None if the visits of some outer tile do not have consecutive inner tiles. It is
-    also None if the FULL visits of some outer tile do not. A span is the range of inner tiles that
-    an outer tile visits. Kernels compute the visits of a span by themselves. If there are no spans,
-    kernels read a list of visits from memory.
+    The result is None if an outer tile exists whose visits, or whose FULL visits, do not have
+    consecutive inner tiles. If the result is None, kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -158,19 +141,15 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order in which blocks take the outer tiles. It also computes the
-    position in the fixed order at which each visit adds to dQ.
+    `schedule.turns` computes the order in which blocks take the outer tiles. `schedule.turns` also
+    computes each visit's position in the fixed order of additions to dQ.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
 
 
 def refuse(problem: Problem) -> None:
-    """Raise `UnsupportedError` if the problem has a mask function or a bias.
-
-    No GPU kernel evaluates a Python mask function, or a bias that was not turned into a score
-    function.
-    """
+    """Raise `UnsupportedError` if the problem has a Python mask function or a bias."""
     if problem.mask is not None:
         raise UnsupportedError(
             "the GPU kernels cannot call a Python mask function; use backend='simulator' or "
@@ -186,9 +165,8 @@ def refuse(problem: Problem) -> None:
 def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    The error text contains `kernels`, a name of the kernels that support none of these, and
-    `instead`, which tells the user what to do. A bias is refused too, because callers turn it into
-    a score function first.
+    In the error text, `kernels` is the name of the kernels, and `instead` is the advice. A bias
+    also raises the error, since callers have turned the bias into a score function.
     """
     for name, text in (
         ("mask_mod", "mask_mod"),

@@ -36,13 +36,8 @@ _AFTER = "#pragma nv_diagnostic pop\n"
 class BiasTile(NamedTuple):
     """An array that a score function reads at index [.., q, k] and that TMA can load tile by tile.
 
-    Attributes
-    ----------
-    array : int
-        The array's index among the score function's captured arrays.
-    spec : ArraySpec
-    node : int
-        The load's index among the score function's nodes.
+    `array` is the index of the array among the score function's captured arrays. `node` is the
+    index of the load among the score function's nodes.
     """
 
     array: int
@@ -51,7 +46,7 @@ class BiasTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The array's size as (planes, queries, keys), where each head reads one of the planes."""
+        """The array's shape as (planes, queries, keys), where each head reads one of the planes."""
         *planes, rows, columns = self.spec.shape
         return math.prod(planes), rows, columns
 
@@ -59,14 +54,9 @@ class BiasTile(NamedTuple):
 class TableBand(NamedTuple):
     """An array that a score function reads at index [.., sign * (q - k) + offset].
 
-    A tile pair has few different distances q - k, so a kernel can load their elements to shared
-    memory, once per tile pair.
-
-    Attributes
-    ----------
-    node : int
-        The load's index among the score function's nodes.
-    sign, offset : int
+    A tile pair has few different distances q - k, so a kernel can load the array's elements for
+    these distances to shared memory. `node` is the index of the load among the score function's
+    nodes.
     """
 
     node: int
@@ -77,14 +67,9 @@ class TableBand(NamedTuple):
 class Ramp(NamedTuple):
     """A score function that adds a linear function of the positions to the score (ALiBi).
 
-    Attributes
-    ----------
-    factors : tuple of int
-        The indices of the score function's nodes that depend on nothing but the batch entry and the
-        head.
-    steps : int
-        The function adds the product of `factors` and of an integer. This integer is linear in the
-        positions, and grows by `steps` per key.
+    `factors` are the indices of the score function's nodes that depend on nothing but the batch
+    entry and the head. The function adds the product of these nodes and an integer. The integer is
+    linear in the positions and grows by `steps` per key.
     """
 
     factors: tuple[int, ...]
@@ -95,31 +80,16 @@ class Ramp(NamedTuple):
 class Generated:
     """The CUDA source code that was generated for one kernel.
 
-    Attributes
-    ----------
-    text : str
-    captured_bytes : int
-        The size of ``struct FlashCaptured``, a multiple of 8.
-    mask, score : bool
-        Whether there is a mask function, and a score function.
-    sums : bool
-        Whether ``flash_score_grad`` adds to the gradients of captured arrays.
-    reads : bool
-        Whether the functions read captured arrays at query or key positions. If so, a kernel must
-        call the functions only at positions that exist.
-    reads_beside : bool
-        Whether the functions read arrays other than `tile` or `band` at query or key positions.
-    tile : BiasTile or None
-        The array that a kernel may load to shared memory tile by tile.
-    band : TableBand or None
-        If `tile` is None, the array whose elements a kernel may load by the distance q - k.
-    ramp : Ramp or None
-        The term that the score function adds to scores, if that term is linear in the positions, or
-        None.
-    graphs : (Graph or None, Graph or None)
-        The mask and the score function, for kernels in Python.
-    wanted : tuple of str
-        The names of the captured arrays whose gradients the kernel computes.
+    `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
+    ``flash_score_grad`` adds to the gradients of those captured arrays that `wanted` names. With
+    `reads`, the functions read captured arrays at query or key positions, so a kernel must call the
+    functions only at positions that exist. With `reads_beside`, the functions read captured arrays
+    other than `tile` and `band` at query or key positions.
+
+    A kernel may load the array `tile` to shared memory tile by tile. If `tile` is None, a kernel
+    may load the elements of `band` that the tile pair's distances q - k select. `ramp` is a term of
+    the score function that is linear in the positions. `graphs` are the mask and the score
+    function, for kernels in Python.
     """
 
     text: str
@@ -150,12 +120,9 @@ class Generated:
 class Functions:
     """The CUDA texts generated for one problem's mask and score functions.
 
-    Attributes
-    ----------
-    plain, summing : Generated
-        The generated code for two kinds of kernels. Kernels with `plain` compute no gradients of
-        captured arrays. Kernels with `summing` add up these gradients. In a backward pass, only the
-        KV-outer kernel uses `summing`, since it computes every score once.
+    Kernels with `plain` compute no gradients of captured arrays, and kernels with `summing` add up
+    these gradients. In a backward pass, only the KV-outer kernel uses `summing`, since it computes
+    every score once.
     """
 
     plain: Generated
@@ -172,8 +139,8 @@ def functions_of(problem: Problem) -> Functions | None:
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays at query or key positions.
 
-    With `beside_ahead`, the arrays of `tile_of` and `band_of` are ignored, because kernels load
-    them before they call the function.
+    With `beside_ahead`, the arrays of `tile_of` and `band_of` do not count, because kernels load
+    them before they call the functions.
     """
     functions = functions_of(problem)
     if functions is None:
@@ -183,10 +150,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Return True if the score function's derivative does not depend on the score.
-
-    For example, the derivative of a function that adds a bias, or multiplies by a factor, does not.
-    """
+    """Return whether the score function's derivative does not use the score, as for a bias."""
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
 
@@ -199,11 +163,10 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """Return the largest array that the score function reads at [.., q, k] and that TMA can load.
+    """Return the largest captured array that is read at [.., q, k] and that TMA can load, or None.
 
-    The result is None if there is no such array. TMA needs rows whose length is a multiple of 16
-    bytes. The result is also None for packed sequences, because a token's position among the packed
-    tokens is not its index in the array.
+    TMA needs rows whose length is a multiple of 16 bytes. For packed sequences the result is None,
+    because a token's position among the packed tokens is not its index in the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
@@ -226,7 +189,7 @@ def _tile_of(graph: Graph) -> BiasTile | None:
 
 
 def band_of(problem: Problem) -> TableBand | None:
-    """Return an array that the forward's score function reads at distances q - k, or None."""
+    """Return a captured array that the score function reads at distances q - k, or None."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
@@ -254,11 +217,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """Return the array that kernels load before they call the score function.
-
-    The result is a pair (tile, band). If there is a `BiasTile`, it is the first item and the second
-    is None. Otherwise the first item is None, and the second is a `TableBand` or None.
-    """
+    """Return (tile, band): the array that kernels load in advance is one of them, or none."""
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
@@ -291,8 +250,8 @@ def ramp_of(problem: Problem) -> Ramp | None:
     """Return the linear term that the score function adds, or None if tensor cores cannot add it.
 
     The Hopper forward's tensor cores add the term while they compute the scores (Ramp in
-    hopper/forward.cu). bfloat16 has the exponents of float32, so three bfloat16 numbers hold any
-    float32 step.
+    hopper/forward.cu). The format bfloat16 has the exponents of float32, so the sum of three
+    bfloat16 numbers can be any float32 step.
     """
     functions = functions_of(problem)
     if functions is None or problem.dtype != "bfloat16" or problem.softcap:
@@ -327,7 +286,7 @@ def _ramp_of(graph: Graph) -> Ramp | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """Return an upper bound of all scores' absolute values before the softmax, or infinity."""
+    """Return an upper bound of the absolute values of scores before the softmax, or infinity."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -339,7 +298,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Return whether all heads read one array of at least `least` bytes by query and key."""
+    """Return whether all heads read the same array, of `least` bytes or more, by query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least
@@ -350,10 +309,7 @@ def heads_share(problem: Problem, least: int) -> bool:
 
 
 def sources_of(problem: Problem) -> tuple[emit.CudaSource, emit.CudaSource]:
-    """Return a problem's functions as CUDA text, without and with gradients of captured arrays.
-
-    The two results are the texts of `plain` and of `summing` in `Functions`.
-    """
+    """Return a problem's functions as CUDA text, without and with gradients of captured arrays."""
     return _sources(problem.mask_graph, problem.score_mod, problem.score_grads, _extents(problem))
 
 

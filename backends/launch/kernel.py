@@ -1,8 +1,7 @@
 """Compute the launches of CUDA C++ kernels: threads, shared memory, compile-time constants.
 
-Nothing in this module needs a GPU or CuPy. A `Kernel` describes one compiled variant completely. A
-``static_assert`` in each kernel compares `Kernel.shared_bytes` and `ARGS` with the sizes of the
-kernel's own structs.
+A ``static_assert`` in each kernel compares `Kernel.shared_bytes` and `ARGS` with the sizes of the
+kernel's own structs. Nothing in this module needs a GPU or CuPy.
 """
 
 from __future__ import annotations
@@ -46,11 +45,10 @@ ARGS = np.dtype(
 
 
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
-    """Return `ARGS` with the fields that functions and sinks add.
+    """Return `ARGS` with the fields that mask functions, score functions and sinks add.
 
-    The function adds up to three fields. The field ``captured`` holds captured arrays and numbers.
-    The other two are the address of the sequences' starts, if sequences are packed, and the address
-    of the sinks.
+    The field ``captured`` holds the arrays and numbers that functions capture. The fields
+    ``starts`` (for packed sequences) and ``sinks`` are addresses.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -77,22 +75,11 @@ ROUND = 1 << 30
 class Gpu:
     """The properties of a GPU that determine how kernels are launched.
 
-    Attributes
-    ----------
-    name : str
-    compute_capability : (int, int)
-    shared_bytes : int
-        Shared memory that a thread block may opt in to, in bytes.
-    l2_bytes : int
-    clock_khz : int
-        The highest SM clock.
-    multiprocessors : int
-    hbm_bandwidth : float
-        Bytes per second, as the data sheet states it.
-    clusters : tuple of (int, int)
-        Pairs of a cluster size (in blocks) and the number of such clusters that run at once, with
-        one block per SM. This number must be measured on each chip, because the SMs are divided
-        differently between the processing clusters of different chips.
+    `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
+    highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
+    of a cluster size (in blocks) and the number of such clusters that run at the same time, with
+    one block per SM. The number of clusters must be measured on each chip, because two chips of one
+    model group their SMs differently.
     """
 
     name: str
@@ -105,10 +92,7 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """Return how many clusters of `cluster` blocks run at once.
-
-        If the number was not measured, the function estimates it from the number of SMs.
-        """
+        """Return how many clusters of `cluster` blocks run at once, which may be an estimate."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
@@ -125,25 +109,21 @@ class Gpu:
 class Variant:
     """A kernel's compile-time choices besides the tile: tables, reports and arithmetic.
 
-    With `tf32`, tensor cores compute float32 products, with operands rounded to tf32.
+    With `tf32`, float32 operands are rounded to tf32, so that tensor cores can multiply them.
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. In the backward pass of a Python
+    kernel, warps exchange no scores, and row sums stay in registers. `cluster` is the number of
+    thread blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the
+    next kernel start early, before its own end. A kernel with `overlap` waits for the previous
+    kernel before it reads that kernel's results.
 
-    `python` marks a kernel of `flashsim.backends.numba_gpu`. The warps of such a kernel exchange no
-    scores in the backward pass, and its row sums always stay in registers.
+    With `in_step`, the Hopper backward orders its loops so that concurrent work tiles read the same
+    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes the dQ of
+    a visit during the next visit (kernels/hopper/backward.cu). With `once`, each row tile visits a
+    single key tile. With `fused`, kernels compute dQ in one pass with dK and dV. With both `fused`
+    and `ordered`, the kernels add to dQ in a fixed order.
 
-    `cluster` is the number of thread blocks that share a work tile of the Hopper backward.
-
-    With `overlap`, a kernel lets the next kernel start before it has ended. A kernel with `overlap`
-    also waits for the previous kernel before it reads that kernel's results.
-
-    With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
-    loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, that backward computes
-    the dQ of a visit during the next visit (kernels/hopper/backward.cu).
-
-    `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
-    previous launch has begun. With `more`, a launch lets the next launch begin.
-
-    With `once`, each row tile visits a single key tile. With `fused`, kernels compute dQ in one
-    pass with dK and dV. If `ordered` is also set, the kernels add to dQ in a fixed order.
+    With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
+    a launch lets the next launch of the pass begin.
     """
 
     spans: bool
@@ -167,9 +147,9 @@ class Variant:
 class Box:
     """A TMA box: the rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is the width of the box in bytes. Within this width, TMA permutes 16-byte pieces over
-    shared memory's banks. `transposed` says that the tensor is (.., d, n), with n padded to a
-    multiple of 16.
+    `swizzle` is the width of the box in bytes. Within this width, TMA permutes 16-byte pieces to
+    avoid bank conflicts. If `transposed`, the tensor is (.., d, n), with n padded to a multiple of
+    16.
     """
 
     tensor: str
@@ -184,9 +164,8 @@ class Kernel:
     """A kernel compiled for one problem and tiling, with everything a launch needs except the data.
 
     A kernel with `boxes` takes one tensor map per box, then ``struct Args`` and the address of a
-    work counter. The counter is 0 before and after the launch. If no block gets more than one work
-    tile, there is no counter, and the address is 0. A kernel without `boxes` takes ``struct Args``
-    alone.
+    work counter. The work counter is 0 before and after the launch. The counter's address is 0 if
+    no block gets more than one work tile. A kernel without `boxes` takes ``struct Args`` alone.
     """
 
     file: str
@@ -202,17 +181,13 @@ class Kernel:
 
     @property
     def args(self) -> np.dtype:
-        """The NumPy type of the kernel's ``struct`` argument (`args_dtype`)."""
+        """The NumPy type of the kernel's ``struct`` argument."""
         packed = bool(dict(self.constants)["FS_VARLEN"])
         return args_dtype(self.functions, packed=packed, sinks=self.sinks)
 
     @property
     def roles(self) -> int:
-        """The number of roles (groups of warps) per block that record time stamps.
-
-        If the number is 1, the whole thread block has a single role. Otherwise the roles are a
-        producer warpgroup and the consumer warpgroups.
-        """
+        """The number of warp roles per block that record time stamps: 1, or one per warpgroup."""
         return self.threads // 128 if self.boxes else 1
 
     @property
@@ -224,10 +199,10 @@ class Kernel:
 
 
 def padded(head_dim: int, other: int = 0) -> int:
-    """Return head_dim rounded up as a kernel needs it: to a multiple of 16, or of 32 above 128.
+    """Return head_dim rounded up to a multiple of 16, or to a multiple of 32 if it exceeds 128.
 
     Tensor cores take 16 columns at a time. Rows that are split between warps need a multiple of 32
-    columns. `other` is the problem's other head dimension (head_dim_v for head_dim): if either
+    columns. `other` is the problem's other head dimension, such as head_dim_v. If one of the two
     exceeds 128, the rows of both are split.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
@@ -240,31 +215,22 @@ def row_elements(head_dim: int) -> int:
 
 
 def whole_sixteens(n: int) -> int:
-    """Return the number of keys per row of an FP8 V^T: n rounded up to a multiple of 16.
-
-    An FP8 value takes one byte, and the kernel accesses 16 bytes at a time.
-    """
+    """Return the number of keys per row of an FP8 V^T: `n`, rounded up to a multiple of 16."""
     return -(-n // 16) * 16
 
 
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """Check the job's algorithm, and return the job's option `kernel` (default "auto").
-
-    Raises
-    ------
-    UnsupportedError, OptionError
-        If the backend lacks the job's algorithm or kernel.
-    """
+    """Return the job's option `kernel`; raise an error if the kernel or algorithm is unknown."""
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
-            f"backend={backend!r} runs {', '.join(map(repr, algorithms))}, not "
-            f"{asked.algorithm!r}; use backend='simulator' for it"
+            f"backend={backend!r} runs only the algorithms {', '.join(map(repr, algorithms))}, "
+            f"not {asked.algorithm!r}; use backend='simulator', which runs every algorithm"
         )
     name, known = asked.options.get("kernel", "auto"), ("auto", *kernels)
     if name not in known:
-        raise OptionError(f"unknown kernel {name!r}; {choices(name, known)}")
+        raise OptionError(f"unknown kernel {name!r}; choose from {choices(name, known)}")
     return name
 
 
@@ -273,8 +239,8 @@ def check_head_dims(problem: Problem, what: str) -> None:
     for name in ("head_dim", "head_dim_v"):
         if getattr(problem, name) > MAX_HEAD_DIM:
             raise UnsupportedError(
-                f"{what} supports {name} up to {MAX_HEAD_DIM}, got {getattr(problem, name)}; use "
-                "backend='simulator'"
+                f"{what} supports a {name} of at most {MAX_HEAD_DIM}, got "
+                f"{getattr(problem, name)}; use backend='simulator'"
             )
 
 
@@ -337,11 +303,10 @@ def built(
     *,
     outer: str | None = "queries",
 ) -> Kernel:
-    """Return the `Kernel` called `name` in `file`, with `constants` and the extra constants `more`.
+    """Return the `Kernel` called `name` in `file`, with the given compile-time constants.
 
-    The argument `outer` is "queries" or "keys", depending on the kernel's outer loop. It is None
-    for a row-wise kernel. A kernel with "keys" also adds up the gradients of arrays that functions
-    capture.
+    `outer` is "queries" or "keys" for the kernel's outer loop, or None for a row-wise kernel. A
+    KV-outer kernel also adds up the gradients of arrays that functions capture.
     """
     problem, values = made_for[0], constants(*made_for) | {"SMEM_BYTES": shared} | more
     generated, functions = None, None if outer is None else functions_of(problem)

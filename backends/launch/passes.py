@@ -13,27 +13,13 @@ from flashsim.schedule import plans
 class KernelPass:
     """One kernel launch: a stage of `flashsim.schedule.plans` with its tables and its kernel.
 
-    The launch's thread blocks take work tiles, each of which is one outer tile of one head.
-
-    Attributes
-    ----------
-    stage : plans.Stage
-    tables : Lowered
-    kernel : Kernel
-    grid : tuple of int
-        Thread blocks: in one dimension for a loop over tile pairs, in two for a row-wise kernel.
-    walks : int
-        How many heads the loop runs for, over the whole batch. These are KV heads for a KV-outer
-        loop, and otherwise query heads.
-    clump : int
-        Heads of a head group, which run together so that their tensors stay in L2 (`take_work` in
-        common.cuh).
-    items : range
-        The work tiles of this launch. They are numbered over all heads, in the order in which
-        blocks take them.
-    before : tuple of KernelPass
-        Launches of the same stage that come first and take the other work tiles. The tuple is empty
-        if the kernels report counts or times.
+    The grid has one dimension for a loop over tile pairs, and two for a row-wise kernel. `walks` is
+    the number of heads in the batch: KV heads for a KV-outer loop, and otherwise query heads.
+    `clump` is the number of heads in a head group, which run together so that their tensors stay in
+    L2 (`take_work` in common.cuh). `items` is the range of the launch's work tiles, in the order in
+    which blocks take the work tiles of all heads. `before` holds earlier launches of the same
+    stage, which compute the stage's other work tiles. `before` is empty if the kernels report
+    counts or times.
     """
 
     stage: plans.Stage

@@ -1,10 +1,9 @@
 """Predict how long a kernel launch takes, in order to find the fastest tile size.
 
-A work tile is one outer tile of one head (a row tile in the forward pass). A visit is one
-iteration of a work tile's inner loop: one query tile times one key tile. Persistent thread blocks
-fetch work tiles until all are done. A work tile takes a fixed time, plus a time per visit (tile
-pair). The model computes the number of work tiles, their visits, and how they fill the SMs from
-the problem, the tiling and the GPU. Only the fixed time and the time per visit are measured.
+A work tile is one outer tile of one head, such as a row tile in the forward pass. A visit is one
+tile pair: one iteration of a work tile's inner loop. A work tile takes a measured fixed time, plus
+a measured time per visit. The model computes how many work tiles and visits there are, and when
+each SM finishes its last work tile.
 """
 
 from __future__ import annotations
@@ -25,17 +24,13 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Times(NamedTuple):
-    """A thread block's times, in µs: a fixed time per work tile, and a time per visit.
-
-    The field `item` is the fixed time per work tile, to which its visits add. The field `visit` is
-    the time per visit (tile pair).
-    """
+    """A thread block's times in µs: a fixed time per work tile (`item`), and a time per visit."""
 
     item: float
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """Return the times in µs of work tiles that have these numbers of visits."""
+        """Return the times in µs of work tiles whose numbers of visits are `visits`."""
         return self.item + self.visit * visits
 
 
@@ -82,7 +77,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of three Hopper backward kernels: for dK and dV, for dQ, and for all three."""
+    """Times of three Hopper backward kernels: for dK and dV, for dQ, and for all gradients."""
 
     dkdv: Times
     dq: Times
@@ -134,20 +129,14 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a forward launch.
-
-    The prediction assumes that each SM runs one block, and that the longest work tiles start first.
-    """
+    """Return the predicted µs of a forward launch that has one block per SM."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
 
 @lru_cache(maxsize=512)
 def microseconds_by_keys(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a KV-outer backward launch.
-
-    Each work tile of a KV-outer launch covers all query heads that share a KV head.
-    """
+    """Return the predicted µs of a KV-outer launch, whose work tiles each cover a GQA group."""
     schedule = Schedule(problem, tiling, "keys")
     spans = schedule.col_spans
     visits = np.diff(schedule.col_csr[0]) if spans is None else spans[:, 3] - spans[:, 0]
@@ -173,10 +162,10 @@ def backward_times(problem: Problem, tiling: Tiling) -> Backward:
 def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
-    The delta kernel's time is left out, since every form except "flash2-once" begins with that
-    kernel. For "flash2-once", `WITHOUT_DELTA` is added instead. A kernel begins on an SM as soon as
-    the previous kernel has left that SM. So the kernel for dQ overlaps with the kernel for dK and
-    dV. The kernel that converts dQ waits for all SMs.
+    "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
+    "flash2-once" includes `WITHOUT_DELTA`. The model lets a kernel begin on an SM as soon as the
+    previous kernel has left that SM. In this model, the kernel for dQ overlaps with the kernel for
+    dK and dV. The kernel that converts dQ starts when all SMs are done.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -209,20 +198,10 @@ def shared_out(
 ) -> list[float]:
     """Return the predicted times in µs, unordered, at which SMs finish their last work tile.
 
-    Parameters
-    ----------
-    walks : int
-        The number of heads. Every head has the work tiles that `steps` lists.
-    steps : ndarray of int64, (tiles,)
-        The number of visits (tile pairs) of each work tile of one head.
-    times : Times
-    adding_up : float
-        The additional µs of a work tile that a cluster shares.
-    cluster : int
-        The number of blocks that share a work tile. Clusters of several blocks start only on SMs on
-        which nothing ran before.
-    free : sequence of float
-        The time in µs from which each SM is free.
+    For each of the `walks` heads, `steps` lists the visits (tile pairs) per work tile. `cluster`
+    blocks share each work tile. If `cluster` exceeds 1, this costs `adding_up` additional µs per
+    work tile. Only part of the SMs can form clusters (`CLUSTERS`). For each SM, `free` holds the
+    time in µs at which the SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -238,8 +217,8 @@ def ends_of_launch(
     """Return the predicted times in µs, unordered, at which SMs finish their work in a launch.
 
     `cluster` SMs work on each work tile, and `places` clusters run at a time. A cluster consists of
-    SMs that become free at about the same time, and begins when the last of them is free. The other
-    parameters are those of `ends`.
+    SMs that become free at about the same time, and begins when the last of them is free. For the
+    other parameters, see `ends`.
     """
     sooner = sorted(free)
     begun = sooner[cluster - 1 : cluster * places : cluster]
@@ -249,26 +228,14 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Return extra launches for the work tiles that are left after the full waves.
+    """Return extra launches for the work tiles of the last, partial wave.
 
-    Each returned launch is a pair (blocks per cluster, number of work tiles). The function requires
-    work tiles with equal numbers of visits. After the full waves, a few work tiles are left (the
-    tail). Without extra launches, most SMs would be idle during the tail. The returned launches run
-    first, and take as many work tiles as would be left. The blocks of a cluster share each of these
-    work tiles. Either all clusters have the same size, or as many clusters as possible have two
-    blocks and the others have more. The result is empty if the extra launches would not save at
-    least `_LAUNCHED` µs each.
-
-    Parameters
-    ----------
-    items : int
-        Work tiles.
-    steps : int
-        Visits of each work tile.
-    times : Times
-    adding_up : float
-        The additional µs of a work tile that a cluster shares.
-    gpu : Gpu
+    Each extra launch is a pair (blocks per cluster, number of work tiles). There are `items` work
+    tiles, each with `steps` visits. The extra launches run before the main launch. In these
+    launches, a cluster of blocks shares each work tile, which costs `adding_up` additional µs.
+    There are one or two extra launches. Of two launches, the second fills the GPU with clusters of
+    two blocks, and the first has larger clusters. The result is empty unless extra launches save
+    more than `_LAUNCHED` µs per launch.
     """
 
     def takes(cluster: int) -> float:
@@ -293,11 +260,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the number of blocks that should share each work tile, by predicted time.
-
-    The number is the size of a cluster. It is 1 if there are enough work tiles to fill the SMs. The
-    parameters are those of `shared_out`.
-    """
+    """Return the predicted fastest cluster size, or 1 if there are many work tiles per SM."""
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
@@ -313,8 +276,8 @@ def fastest_cluster(
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     """Return the average number of busy thread blocks in a Q-outer pass, and in a KV-outer pass.
 
-    The estimate assumes that each thread block has one work tile. A block is busy for this fraction
-    of the time: its visits divided by the visits of the longest work tile.
+    The estimate assumes that each thread block has one work tile. The fraction of the time for
+    which a block is busy is its number of visits divided by that of the longest work tile.
     """
     visits = Schedule(problem, tiling).visit_counts
     share = problem.batch * float(visits.mean() / max(visits.max(), 1))
@@ -325,17 +288,10 @@ def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
 def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> list[float]:
     """Return the times in µs, unordered, at which SMs (or clusters) finish their last work tile.
 
-    Each SM (or cluster) processes one work tile at a time.
-
-    Parameters
-    ----------
-    takes : sequence of float
-        The time of each work tile of one head, in the order in which SMs take the work tiles.
-    walks, clump : int
-        Heads, and heads per head group. The first work tiles of all heads of a group come first,
-        then the second work tiles, and so on. Then the next group begins.
-    free : sequence of float
-        The time from which each SM (or cluster) is free.
+    `takes` holds the time of each work tile of one head, in the order in which SMs take the work
+    tiles. The `walks` heads run in head groups of `clump` heads. Within a group, SMs take the first
+    work tile of every head, then the second work tile of every head, and so on. For each SM (or
+    cluster), `free` holds the time at which it becomes free.
     """
     return [end for end, _, _ in last_items(takes, walks, clump, free)]
 
@@ -345,8 +301,9 @@ def last_items(
 ) -> list[tuple[float, int, int]]:
     """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
 
-    If clusters share the work tiles, "SM" means a cluster. The parameters are those of `ends`. A
-    work tile goes to the SM that is free first. The index is -1 for an SM that gets no work tile.
+    If clusters share the work tiles, "SM" means a cluster. Each work tile goes to the SM that
+    becomes free first. The index is -1 for an SM that gets no work tile. For the parameters, see
+    `ends`.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)
@@ -361,9 +318,8 @@ def last_items(
 def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = None) -> float:
     """Return the time at which all work tiles are done, if the longest ones start first.
 
-    The argument `items` holds the times of one head's work tiles, and there are `walks` heads with
-    the same times. The argument `places` is the number of SMs (or clusters) that work at the same
-    time.
+    `items` holds the times of one head's work tiles, and all `walks` heads have the same times.
+    `places` is the number of SMs (or clusters) that work at the same time.
     """
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
@@ -405,10 +361,9 @@ def fastest_first(
 ) -> tuple[Tiling, ...]:
     """Return the tilings of `times`, sorted from the fastest to the slowest predicted launch.
 
-    The argument `launch` is the function that predicts a launch's time. In a long launch, the first
-    tiling of `times` stays first unless another tiling's gain exceeds the uncertainty of the
-    prediction. The reason is that the first tiling does the most arithmetic per byte of shared
-    memory, which helps when a hot GPU lowers its clock.
+    `launch` is the function that predicts a launch's time. In a long launch, the first tiling of
+    `times` gets a small bonus, the uncertainty of the prediction. The first tiling of `times` reads
+    the least shared memory per FLOP, which helps when a hot GPU lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

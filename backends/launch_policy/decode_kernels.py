@@ -33,9 +33,10 @@ _ARGS = {"DECODE_ARGS_BYTES": RECORD.itemsize}
 
 
 def record_dtype(problem: Problem) -> np.dtype:
-    """Return the type of the argument struct: `RECORD`, captured arrays, and the sinks' address.
+    """Return the type of the decode kernels' argument struct.
 
-    The last two fields exist only if the problem has captured arrays (field ``captured``) or sinks.
+    The struct begins with `RECORD`. The field ``captured`` exists only for score functions with
+    captured arrays, and the field ``sinks`` (an address) only for problems with sinks.
     """
     functions = functions_of(problem)
     more = [] if functions is None else [("captured", f"V{functions.plain.captured_bytes}")]
@@ -71,10 +72,7 @@ def walking_kernel(
     cluster: int = 1,
     cascade: bool = False,
 ) -> Kernel:
-    """Return the decode kernel (kernels/portable/decode.cu) for row tiles of `block_q` rows.
-
-    The argument `chip` is the result of `on_chip`.
-    """
+    """Return the decode kernel for tiles of `block_q` rows; `chip` is the result of `on_chip`."""
     warps, stages, shared, most = chip
     return built(
         *("portable/decode.cu", "flash_decode", 32 * warps, shared),
@@ -113,10 +111,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Return the number of rows per row tile, limited by the registers of a warp.
-
-    The number is a power of two times 16.
-    """
+    """Return how many rows a row tile has (16 times a power of two), as registers allow."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -126,7 +121,7 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
-    """Return the kernel that merges splits from a decode kernel with `block_q` rows per tile."""
+    """Return the kernel that merges a decode kernel's splits; row tiles have `block_q` rows."""
     variant = Variant(True, False, counts=counts)
     return built(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
@@ -139,11 +134,11 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Return a decode block's warps, pipeline stages, shared memory in bytes, and most splits.
+    """Return a decode block's numbers of (warps, stages, bytes of shared memory, splits at most).
 
-    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The last number is the largest
-    number of splits that a block can merge: the splits' weights must fit into the memory of the
-    stages. The stages together keep up to `ring` bytes in flight per SM.
+    The shared memory is ``sizeof(OnChip)`` of the kernel. The last number is the largest number of
+    splits that a block can merge. The splits' weights must fit into the memory of the pipeline
+    stages. Up to `ring` bytes of K and V are in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -154,11 +149,14 @@ def on_chip(
             shared = 2 * rows * d + after + _lines(8 * warps * rows) + 128
             if shared <= room or (warps, stages) == (1, 2):
                 return warps, stages, shared, stages * stage // (4 * rows)
-    raise AssertionError("the last choice always fits")
+    raise AssertionError(
+        "no decode kernel fits this call, although the last choice always fits; this is a bug in "
+        "flashsim"
+    )
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Return how many bytes of a block's shared memory receive results of its cluster's blocks."""
+    """Return the bytes of a block's shared memory to which its cluster's blocks write results."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)

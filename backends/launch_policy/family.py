@@ -1,9 +1,4 @@
-"""The interface of a kernel family: the tiles it supports, and the kernel of each stage.
-
-`launch_policy.portable` defines two families, and `launch_policy.hopper` defines one.
-`numba_gpu.launch_policy` defines families of kernels written in Python. Arrays, errors and traces
-are handled by `cupy_gpu.engine`, not by a family. Nothing in this module needs a GPU.
-"""
+"""The interface of a kernel family: the tilings that it supports, and the kernel of each stage."""
 
 from __future__ import annotations
 
@@ -28,18 +23,7 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A requested forward or backward pass, before a tiling is chosen.
-
-    Attributes
-    ----------
-    problem : Problem
-    gpu : Gpu
-    direction : {"forward", "backward"}
-    algorithm : str
-        The algorithm of the backward pass.
-    ordered : bool
-        "flash2-fused" only: whether blocks add to dQ in a fixed order.
-    """
+    """A pass whose tiling is not yet chosen. With `ordered`, blocks add to dQ in a fixed order."""
 
     problem: Problem
     gpu: Gpu
@@ -84,9 +68,8 @@ class Walked(NamedTuple):
 class Shared(NamedTuple):
     """How the work tiles of one launch are shared between thread blocks.
 
-    The field `cluster` is the number of blocks that share a work tile. The field `items` is the
-    number of work tiles. The field `deferred` says whether a visit's dQ is computed during the next
-    visit.
+    `cluster` is the number of blocks that share a work tile, and `items` the number of work tiles.
+    `deferred` says whether a visit's dQ is computed during the next visit.
     """
 
     cluster: int
@@ -95,16 +78,10 @@ class Shared(NamedTuple):
 
 
 class HandOut(NamedTuple):
-    """How the work tiles of a stage are assigned to thread blocks.
+    """How the work tiles of a stage are assigned to thread blocks, in one or several launches.
 
-    Attributes
-    ----------
-    clump : int
-        The number of heads in a head group, which run together.
-    in_step : bool
-        Whether a KV-outer pass alternates between the query heads of a GQA group.
-    launches : tuple of Shared
-        The launches in their order; most often there is only one.
+    `clump` is the number of heads in a head group, which run together. With `in_step`, a KV-outer
+    pass alternates between the query heads of a GQA group.
     """
 
     clump: int
@@ -116,19 +93,11 @@ class HandOut(NamedTuple):
 class Family(ABC):
     """A family of kernels for all stages of FlashAttention-2, or for its forward pass alone.
 
-    Attributes
-    ----------
-    name : str
-        The family's name in traces.
-    load : callable
-        The compiler: ``load(kernel, device)`` returns the compiled function, ready to launch on
-        CuPy's current device.
-    like : Variant
-        The kernels' compile-time choices that neither schedule tables nor reports determine.
-    takes_functions : bool
-        Whether the kernels take `mask_mod`, `score_mod` and `sinks`.
-    elsewhere : str
-        The advice that error texts give to the user if the kernels do not take functions and sinks.
+    `name` is the family's name in traces. The compiler ``load(kernel, device)`` returns the
+    compiled function, ready to launch on CuPy's current device. `like` holds the compile-time
+    choices that do not depend on schedule tables or reports. `takes_functions` says whether the
+    kernels take `mask_mod`, `score_mod` and `sinks`. If they do not, error texts end with the
+    advice `elsewhere`.
     """
 
     name: str
@@ -159,7 +128,7 @@ class Family(ABC):
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """Return why the kernels cannot run ``PassRequest(problem, *asked)``, or None."""
+        """Return why kernels cannot run ``PassRequest(problem, *asked)``, or None if they can."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
@@ -167,13 +136,7 @@ class Family(ABC):
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """Return `tiling`, or the fastest tiling if `tiling` is None.
-
-        Raises
-        ------
-        TilingError, UnsupportedError
-            If the kernels cannot run the pass, the error that `refused` returns.
-        """
+        """Return `tiling` (if None, the fastest one), or raise an error for an unsupported pass."""
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
@@ -192,19 +155,19 @@ class Family(ABC):
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether the fused backward with ordered dQ can run and beats three passes."""
+        """Return whether a fused backward with ordered dQ sums can run and beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Return whether "flash2-once" can run and is the fastest backward on this GPU.
 
-        With `ordered`, the fused backward to compare with is the one that adds to dQ in a fixed
+        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
         order.
         """
         return False
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Return whether the fused backward with unordered dQ is faster than three passes."""
+        """Return whether the fused backward with unordered dQ sums is faster than three passes."""
         return True
 
     # -- how work tiles are assigned ------------------------------------------------------------
@@ -219,10 +182,10 @@ class Family(ABC):
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return the launches that run before the main launch and take some of its work tiles.
+        """Return extra launches (or none) before the main launch, which compute some work tiles.
 
-        Each returned launch is a pair (blocks per cluster, number of work tiles). The argument
-        `cluster` is the number of blocks that share each work tile of the main launch.
+        Each returned launch is a pair (blocks per cluster, number of work tiles). In the main
+        launch, `cluster` blocks share each work tile.
         """
         return ()
 
@@ -231,7 +194,7 @@ class Family(ABC):
         return False
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Return whether a KV-outer pass visits the query heads of a GQA group in alternation."""
+        """Return whether a KV-outer pass alternates between the query heads of a GQA group."""
         return False
 
     def hand_out(
@@ -246,7 +209,7 @@ class Family(ABC):
         """Decide how a stage's work tiles are assigned to thread blocks.
 
         If blocks add to dQ in a fixed order, or record a timeline, no cluster shares a work tile.
-        If a pass reports bytes or times, each of its stages is a single launch.
+        If a pass reports bytes or times, the stage is a single launch.
         """
         walk = Walked(stage, tables, gpu)
         cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
@@ -268,17 +231,9 @@ class Family(ABC):
     ) -> tuple[KernelPass, ...]:
         """Return a tuple that holds the single launch of the forward pass.
 
-        Parameters
-        ----------
-        tiling : Tiling or None
-            If None, the method `choose` chooses the tiling.
-        report : {"", "counts", "timeline"}
-            What the kernels record: nothing, the bytes that they move, or the times at which they
-            move them.
-
-        Raises
-        ------
-        TilingError, UnsupportedError
+        If `tiling` is None, the method `choose` chooses the tiling. With the `report` "counts", the
+        kernels record the bytes that they move. With the `report` "timeline", the kernels also
+        record time stamps. The method raises `TilingError` or `UnsupportedError`.
         """
         return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
 
@@ -294,13 +249,9 @@ class Family(ABC):
     ) -> tuple[KernelPass, ...]:
         """Return the launches of the backward pass, in order.
 
-        For the other parameters and the errors, see `forward_passes`.
-
-        Parameters
-        ----------
-        ordered : bool
-            Whether to add to dQ in a fixed order (`device_tables.in_turns`). This needs
-            "flash2-fused" and `orders_dq`.
+        With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`). The option
+        `ordered` needs the algorithm "flash2-fused" and a true `orders_dq`. For the other
+        parameters and the errors, see `forward_passes`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

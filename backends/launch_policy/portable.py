@@ -15,11 +15,7 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True)
 class Portable(Family):
-    """A family of kernels that run on every GPU from sm_80 on.
-
-    The kernels are compiled with the choices of `like`, except those that the schedule tables and
-    reports determine.
-    """
+    """A family of kernels that run on every GPU from sm_80 on."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why these kernels cannot run this pass, or None if they can."""
@@ -56,10 +52,7 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the fastest tiling that runs on this GPU, or None if no tiling runs.
-
-        The notebook docs/notebooks/speed_gpu.md has the measurements.
-        """
+        """Return this GPU's fastest tiling (docs/notebooks/speed_gpu.md), or None if unknown."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
@@ -90,10 +83,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the largest number of bytes of shared memory that any kernel of the pass needs.
-
-        The result is None if some kernel cannot be built with this tiling.
-        """
+        """Return the most shared memory of any kernel in bytes, or None if one cannot be built."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

@@ -1,4 +1,4 @@
-"""Compute the portable kernels' thread counts, shared memory and compile-time constants."""
+"""Compute the number of threads, shared memory and constants of each portable kernel."""
 
 from __future__ import annotations
 
@@ -14,13 +14,7 @@ _ACCUMULATORS = 192
 
 
 def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return the kernel `flash_forward` for a problem.
-
-    Raises
-    ------
-    TilingError
-        If the kernel cannot be built for this tile.
-    """
+    """Return the kernel `flash_forward` for a problem, or raise `TilingError`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * (dv // 16 + bk // 16) <= _ACCUMULATORS)
@@ -47,10 +41,7 @@ def forward_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu)
 
 
 def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return the kernel `flash_dkdv`, which in a fused backward also computes dQ.
-
-    The function raises the same errors as `forward_kernel`.
-    """
+    """Return `flash_dkdv`, which in a fused backward also computes dQ, or raise `TilingError`."""
     fused = variant.fused
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
@@ -104,10 +95,7 @@ def dkdv_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) ->
 
 
 def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> Kernel:
-    """Return the kernel `flash_dq`, which computes dQ in the last of three passes.
-
-    The function raises the same errors as `forward_kernel`.
-    """
+    """Return the kernel `flash_dq` (dQ in the last of three passes), or raise `TilingError`."""
     bq, bk, d, dv = _sides(problem, tiling)
     if _plain(problem, variant):
         _require(tiling, bq // 16 * d // 16 + 2 * bq * bk // 256 <= _ACCUMULATORS)
@@ -129,10 +117,7 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu) -> K
 
 
 def rows_kernel(stage: str, problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return `flash_delta` for the stage "delta", or `flash_convert` for the stage "convert".
-
-    The kernel works row by row and uses no shared memory.
-    """
+    """Return `flash_delta` for the stage "delta", or `flash_convert` for the stage "convert"."""
     dlse = int(problem.dlse and stage == "delta")
     more = {"fused": int(variant.fused), "f32": int(problem.dtype == "float32"), "dlse": dlse}
     return _kernel("backward_rows", f"flash_{stage}", 8, 0, (problem, tiling, variant), **more)
@@ -148,17 +133,14 @@ WALKING = {
 
 
 def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
-    """Return the tile's sides and the padded head dims.
-
-    The function raises `TilingError` if the tile is invalid.
-    """
+    """Return the tile's sides and the padded head dims, or raise `TilingError`."""
     bq, bk = tiling.block_q, tiling.block_k
     _require(tiling, bq in SIDES and bk in SIDES)
     return bq, bk, *padded_dims(problem)
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Return whether 256 threads compute products in float32, without tensor cores."""
+    """Return whether 256 threads per block compute float32 products without tensor cores."""
     return problem.dtype == "float32" and not variant.tf32
 
 

@@ -43,14 +43,9 @@ def kernels(
     rotate: bool,
     e5m2: bool = False,
 ) -> tuple[Kernel, ...]:
-    """Return the kernels that quantise q, k and v to FP8.
+    """Return the kernels that quantise q, k and v to FP8, or raise `UnsupportedError`.
 
-    There is only one kernel if each thread block has all rows that share a scale.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernels do not support these arguments.
+    A single kernel suffices if all rows that share a scale are in one thread block.
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
@@ -73,20 +68,14 @@ def kernels(
 
 
 def transposition(d: int) -> Kernel:
-    """Return the kernel that transposes a V that is already FP8.
-
-    Raises
-    ------
-    UnsupportedError
-        If the kernel is not built for this head_dim.
-    """
+    """Return the kernel that transposes a V that is already FP8, or raise `UnsupportedError`."""
     check_head_dim(d)
     unused = ("ROTATE", "E5M2", "BF16", "SCALES", "MODE")
     return _kernel("transpose", d, dict.fromkeys(unused, 0) | {"SCALE_Q": ROWS, "SCALE_K": ROWS})
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for GPUs older than Hopper, which lack needed instructions."""
+    """Raise `UnsupportedError` for GPUs older than Hopper, which cannot run these kernels."""
     if gpu.compute_capability < (9, 0):
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(
@@ -122,12 +111,8 @@ def sizes(
 ) -> tuple[dict[str, int], int]:
     """Return the integer fields of ``struct Args``, and the number of thread blocks in a launch.
 
-    Parameters
-    ----------
-    q, k : (batch, heads, n, d)
-        The shapes of Q and K. If `q` is None, the launch only transposes V.
-    processors : int
-        The SMs of the GPU.
+    `q` and `k` are the shapes (batch, heads, n, d) of Q and K. If `q` is None, the launch only
+    transposes V.
     """
     batch, kv_heads, n_kv, d = k
     heads, n_q = (0, 0) if q is None else (q[1], q[2])

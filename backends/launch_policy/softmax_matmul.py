@@ -1,4 +1,4 @@
-"""Choose block sizes and constants of the kernel that fuses a softmax with a matrix product."""
+"""Build the kernel that fuses a softmax with a matrix product."""
 
 from __future__ import annotations
 
@@ -25,13 +25,7 @@ ARGS = np.dtype(
 
 
 def kernel(block_1: int, block_2: int, d3: int, *, counts: bool = False) -> Kernel:
-    """Return the kernel for these block sizes and a V with `d3` columns.
-
-    Raises
-    ------
-    TilingError
-        If the kernel is not built for this block size or width.
-    """
+    """Return the kernel for these block sizes and a V with `d3` columns, or raise `TilingError`."""
     if block_1 not in SIDES or block_2 not in SIDES:
         raise TilingError(
             f"each block side of the GPU kernel must be one of {', '.join(map(str, SIDES))}, got "

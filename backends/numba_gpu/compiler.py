@@ -1,9 +1,9 @@
-"""Compile the Python tensor-core kernels, and cache them on disk. Only `load` needs a GPU.
+"""Compile and cache the Python tensor-core kernels. Only the function `load` needs a GPU.
 
-numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. Kernels with
-Hopper's own instructions are an exception: the driver compiles their PTX as a whole program. The
-reason is that nvJitLink compiles code to which more code may be linked. In such code the compiler
-ignores `setmaxnreg` and waits for every `wgmma` at once (ptxas reports this as C7504 and C7509).
+numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. For kernels with
+Hopper's own instructions, the driver compiles the PTX as a whole program instead. The code that
+nvJitLink compiles may later be linked with other code. In linkable code, the compiler ignores
+`setmaxnreg` and waits for each `wgmma` immediately (ptxas reports this as C7504 and C7509).
 """
 
 from __future__ import annotations
@@ -99,10 +99,7 @@ def ptx(kernel: Kernel, capability: tuple[int, int]) -> str:
 
 
 def assemble(text: str, capability: tuple[int, int]) -> tuple[bytes, str]:
-    """Compile PTX to a cubin, and return the cubin and a report of registers, stack and spills.
-
-    The report comes from the assembler (ptxas -v).
-    """
+    """Compile PTX to a cubin; return the cubin and the report of ptxas on registers and spills."""
     from cuda.core import Linker, LinkerOptions, ObjectCode
 
     arch = f"sm_{capability[0]}{capability[1]}{'a' if capability[0] == 9 else ''}"
@@ -119,11 +116,7 @@ def cache_folder() -> Path:
 
 @cache
 def _sources() -> bytes:
-    """Return a digest of all that affects the compilation of kernels, except their constants.
-
-    The digest covers the compilers' versions, the kernels, the offsets of their arguments' fields,
-    and the layout of reports.
-    """
+    """Return a digest of all that affects the compilation of kernels, except their constants."""
     versions = (numba.__version__, numba_cuda.__version__, llvmlite.__version__)
     digest = hashlib.sha256(" ".join(versions).encode())
     rooms = [

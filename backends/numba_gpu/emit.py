@@ -45,14 +45,10 @@ def words(count: int) -> types.Type:
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
 
-    Parameters
-    ----------
-    returns : Numba type, list of them, or None
-        The type of the result. A Numba type stands for a value, a list for a fragment, and a list
-        of lists for several fragments.
-    *parameters : Numba type
-        The parameters' types. Scalars are cast to their parameter's type. A fragment must have
-        exactly its parameter's type.
+    `returns` is the type of the result. In `values` and in the result of `function`, a scalar is
+    one LLVM value, a fragment is a list, and several fragments are a list of lists. Scalars are
+    cast to the type of their parameter. The type of a fragment must be exactly that of its
+    parameter.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -122,8 +118,8 @@ def asm(
 
     With `effects`, the compiler does not move the instruction across barriers and other memory
     accesses, and keeps it even if its result is unused. With `together`, LLVM also keeps the
-    instruction out of branches, so that all threads of a warp that reach the instruction execute
-    it at the same time.
+    instruction out of branches, so that all threads of a warp that reach the instruction execute it
+    at the same time.
     """
     result = returns or ir.VoidType()
     kind = ir.FunctionType(result, [v.type for v in operands])
@@ -155,16 +151,11 @@ class MapType(types.Type):
 
 
 class ArgsType(types.Type):
-    """The Numba type of the argument struct `launch.ARGS`, passed by value.
+    """The Numba type of the argument struct `launch.ARGS`, passed by value, of `nbytes` bytes.
 
     Kernels read the struct's fields as attributes, such as ``q_data`` and ``q_row`` for the tensor
-    q. Attribute ``word_n`` is the n-th of the 64-bit numbers that follow `launch.ARGS` in the
-    arguments of kernels with functions.
-
-    Parameters
-    ----------
-    nbytes : int
-        The size of the whole struct.
+    q. In kernels with mask or score functions, 64-bit numbers follow `launch.ARGS` in the struct.
+    The attribute ``word_n`` is the n-th of these numbers.
     """
 
     def __init__(self, nbytes: int = launch.ARGS.itemsize) -> None:
@@ -192,11 +183,7 @@ _WORD = "word_"
 
 
 def _register() -> None:
-    """Register `ArgsType` and `MapType` with numba-cuda.
-
-    The data models registered here define how the argument struct is passed (as an array of words),
-    how its fields are read, and how a tensor map is passed.
-    """
+    """Register with numba-cuda how the argument struct and tensor maps are passed and read."""
     from numba.cuda import models
     from numba.cuda.cudadecl import registry as typing_registry
     from numba.cuda.cudaimpl import registry as lowering_registry

@@ -1,10 +1,10 @@
 """`backend="numba_cuda"`: FlashAttention-2 on a GPU in Python, compiled by numba-cuda.
 
-There are three families of kernels. The family "tensor" supports float16 and bfloat16, and uses
-tensor cores from sm_80 on. The "hopper" kernels support the same types, and use instructions that
-only Hopper has. The "teaching" kernels support float16 and float32. The "teaching" kernels are
-plain Python loops, which also run in Numba's CUDA simulator. The families "tensor" and "teaching"
-support score and mask functions. Only the "teaching" kernels support sinks.
+The "tensor" kernels support float16 and bfloat16, and use tensor cores from sm_80 on. The "hopper"
+kernels support the same types, and use instructions that only Hopper has. The "teaching" kernels
+are plain Python loops for float16 and float32, which also run in Numba's CUDA simulator. The
+families "tensor" and "teaching" support score and mask functions. Only the "teaching" kernels
+support sinks.
 """
 
 from __future__ import annotations
@@ -76,17 +76,14 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass in three deterministic kernels, or in one that sums dQ in HBM."""
+    """Run the backward as three deterministic passes, or as a fused pass that sums dQ in HBM."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)
 
 
 def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array filled with `value`, in the job's array library and on the job's device.
-
-    The function launches no kernel.
-    """
+    """Return an array filled with `value`, in the job's array library and on the job's device."""
     _kernel(job)  # or say what is not taken
     if teaching_run.simulated():
         return teaching_run.constant(job, shape, dtype, value)
@@ -94,13 +91,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward with ordered dQ is the fastest deterministic backward.
-
-    Parameters
-    ----------
-    job : Job
-        A backward pass.
-    """
+    """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
     return _kernel(job) != "teaching" and _family_of(job, saved).orders_dq(job.problem)
 
 
@@ -128,8 +119,7 @@ def _launcher() -> Any:
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
     """Return the family of tensor-core kernels that runs the forward or backward pass.
 
-    If the job names no family, the function returns `HOPPER` if its kernels can run the pass, and
-    otherwise `TENSOR`.
+    By default, the family is `HOPPER` if its kernels can run the pass, and otherwise `TENSOR`.
     """
     from flashsim.backends.numba_gpu.launch_policy import HOPPER, TENSOR
 
@@ -147,20 +137,13 @@ def _family_of(job: Job, saved: Mapping[str, Any]) -> Family:
 
 
 def _kernel(job: Job) -> str:
-    """Return the kernel family's name: "teaching", "tensor" or "hopper".
-
-    If the caller requested a family that supports the job, the function returns that family.
-
-    Raises
-    ------
-    OptionError, UnsupportedError
-    """
+    """Return the kernel family's name ("teaching", "tensor" or "hopper"), or raise an error."""
     p = job.problem
     name = launch.check_asked("numba_cuda", job, ALGORITHMS, KERNELS)
     simulated = teaching_run.simulated()
     narrow = p.dtype in ("float16", "bfloat16")
     if name == "auto":
-        teaching = simulated or p.sinks or (p.has_functions and (job.trace or p.bias is not None))
+        teaching = simulated or p.sinks or (p.has_functions and p.bias is not None)
         name = "tensor" if narrow and not teaching else "teaching"
     takes = ("float16", "float32") if name == "teaching" else ("float16", "bfloat16")
     if p.dtype not in takes:
@@ -182,11 +165,6 @@ def _kernel(job: Job) -> str:
         raise UnsupportedError(
             f"kernel={name!r} of backend='numba_cuda' does not support sinks; use "
             "kernel='teaching', or backend='cupy', 'simulator' or 'numba'"
-        )
-    if name != "teaching" and p.has_functions and job.trace:
-        raise UnsupportedError(
-            f"kernel={name!r} of backend='numba_cuda' cannot trace a call with functions; leave "
-            "out trace=, or use kernel='teaching'"
         )
     if name != "teaching":
         launch.check_head_dims(p, "backend='numba_cuda'")

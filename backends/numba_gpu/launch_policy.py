@@ -2,8 +2,7 @@
 
 `TENSOR` uses the instruction `mma.sync`, and `HOPPER` uses instructions that only Hopper has.
 `TENSOR` has the same passes, tiles, threads and shared memory as the portable CUDA C++ kernels,
-except for the differences that `launch.Variant` names. The Python kernels and the C++ kernels
-otherwise differ only in language and compiler.
+except for the differences that `launch.Variant` names.
 """
 
 from __future__ import annotations
@@ -32,10 +31,7 @@ from flashsim.schedule.tiling import Tiling
 
 @dataclass(frozen=True)
 class PythonHopper(hopper.Hopper):
-    """The family of Hopper kernels that are written in Python.
-
-    The family uses `TENSOR`'s row-wise kernels.
-    """
+    """The family of Hopper kernels that are written in Python, with `TENSOR`'s row-wise kernels."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why the Python Hopper kernels cannot run this pass, or None if they can."""
@@ -44,10 +40,7 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return all tilings with which the Python Hopper kernels can run this pass.
-
-        The result has the tilings of the C++ kernels that were also tested with the Python kernels.
-        """
+        """Return those tilings of the C++ kernels that were also tested with the Python kernels."""
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))

@@ -1,6 +1,5 @@
-"""Functions that each emit one PTX instruction that the kernels need.
+"""Functions that each emit one PTX instruction with an LLVM builder, and return its results.
 
-Every function emits its instruction with an LLVM builder and returns the result's registers.
 NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/parallel-thread-execution) defines semantics and operand
 layouts. A name in quotation marks in a docstring is a section of the *PTX ISA*. All instructions
 run on sm_80 and later unless a docstring says otherwise. A *lane* is a thread's index in its warp,
@@ -24,8 +23,8 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
     """Load four 8 x 8 matrices of 16-bit elements from shared memory ("Warp-level matrix load").
 
     Lane l supplies the address of one row (16 bytes, 16-byte aligned): row l % 8 of matrix l / 8.
-    Of each matrix, lane l receives two elements in one register: row l / 4, columns 2 (l % 4) and
-    2 (l % 4) + 1. With `transposed`, the instruction transposes each matrix.
+    Of each matrix, lane l receives two elements in one register: row l / 4, columns 2 (l % 4) and 2
+    (l % 4) + 1. With `transposed`, the instruction transposes each matrix.
     """
     trans = ".trans" if transposed else ""
     text = f"ldmatrix.sync.aligned.m8n8.x4{trans}.shared.b16 {{$0,$1,$2,$3}}, [$4];"
@@ -36,11 +35,11 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
 def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.Value) -> Values:
     """Compute C + A B for a 16 x 16 matrix A and a 16 x 8 matrix B, with sums in float32.
 
-    The layout is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x = 2 (lane %
-    4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x + 8), each
-    with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each with the
-    neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and (r + 8, x
-    + 1).
+    The layout of A, B and C is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x
+    = 2 (lane % 4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x +
+    8), each with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each
+    with the neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and
+    (r + 8, x + 1).
     """
     kind = "bf16" if bf16 else "f16"
     text = (
@@ -58,10 +57,7 @@ def pack(b: ir.IRBuilder, bf16: bool, low: ir.Value, high: ir.Value) -> ir.Value
 
 
 def unpack(b: ir.IRBuilder, bf16: bool, word: ir.Value) -> Values:
-    """Return the two 16-bit elements of a register as floats.
-
-    A bfloat16 is the upper half of a float32.
-    """
+    """Return the two 16-bit elements of a register as floats."""
     if bf16:
         halves = (b.shl(word, i32(16)), b.and_(word, i32(0xFFFF0000)))
         return [b.bitcast(half, F32) for half in halves]
@@ -89,10 +85,7 @@ def cp_async_16(
 
 
 def cp_async_4(b: ir.IRBuilder, to: ir.Value, source: ir.Value, taken: ir.Value) -> None:
-    """Copy 4 bytes from HBM to shared memory like `cp_async_16`, except that they pass through L1.
-
-    Such small copies cannot bypass L1.
-    """
+    """Copy 4 bytes as `cp_async_16` does, but through L1, which small copies cannot bypass."""
     text = "cp.async.ca.shared.global [$0], [$1], 4, $2;"
     asm(b, text, "r,l,r", [to, source, taken], effects=True)
 
@@ -165,10 +158,7 @@ def store_16(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
 
 
 def add_float(b: ir.IRBuilder, to: ir.Value, values: Values) -> None:
-    """Add values to neighbouring float32 in HBM: to one or, from sm_90 on, to two or four.
-
-    The instruction is described in the PTX section "Parallel Synchronization: red".
-    """
+    """Add to one float32 in HBM or, from sm_90 on, to two or four neighbours ("red")."""
     if len(values) == 1:
         asm(b, "red.global.add.f32 [$0], $1;", "l,f", [to, *values], effects=True)
     elif len(values) == 2:
@@ -189,7 +179,7 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
 def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
     """Wait until the previous launch in the stream is complete and its writes are visible.
 
-    The compiler does not move reads of the previous launch's data to a place before this wait.
+    The compiler does not move reads of the previous launch's data before this wait.
     """
     asm(b, "griddepcontrol.wait;", "", [], effects=True)
 
@@ -206,7 +196,7 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Return the value of lane number (this lane XOR `mask`), by the instruction "shfl.sync"."""
+    """Return the value of the lane whose number is this lane's XOR `mask` ("shfl.sync")."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 
@@ -251,10 +241,7 @@ def special(b: ir.IRBuilder, name: str, *, effects: bool = False) -> ir.Value:
 
 
 def again(b: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    """Return a 32-bit integer unchanged, in such a way that LLVM does not know its value.
-
-    LLVM cannot assume that the results of two calls with the same integer are equal.
-    """
+    """Return a 32-bit integer unchanged, in such a way that LLVM does not know its value."""
     return asm(b, "mov.b32 $0, $1;", "=r,r", [value], I32, effects=True)
 
 

@@ -1,8 +1,4 @@
-"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports.
-
-The device functions are built for one kernel's compile-time constants. The device functions read
-the order of tiles, and the begin and end of each tile, from the schedule's tables.
-"""
+"""Code that all tensor-core kernels share: the loop over tile pairs, copies and reports."""
 
 from __future__ import annotations
 
@@ -27,10 +23,7 @@ SLOTS, VISIT_STAMPS, TILE_STAMPS = launch.SLOTS, launch.VISIT_STAMPS, launch.TIL
 
 
 def constants(kernel: Kernel) -> SimpleNamespace:
-    """Return an object whose attributes are a kernel's compile-time constants.
-
-    For example, the constant ``FS_BLOCK_Q`` is the attribute ``block_q``.
-    """
+    """Return an object with a kernel's constants: ``FS_BLOCK_Q`` is attribute ``block_q``."""
     return SimpleNamespace(**{k.removeprefix("FS_").lower(): v for k, v in kernel.constants})
 
 
@@ -67,10 +60,7 @@ def read_int(b: ir.IRBuilder, address: ir.Value, index: ir.Value) -> ir.Value:
 
 @emitted(types.int32, types.int32, types.int32)
 def quotient(b: ir.IRBuilder, x: ir.Value, y: ir.Value) -> ir.Value:
-    """Return x // y for non-negative 32-bit integers.
-
-    Python's own operator would compute with 64 bits.
-    """
+    """Return x // y for non-negative 32-bit integers; Python's operator would take 64 bits."""
     return b.udiv(x, y)
 
 
@@ -101,8 +91,8 @@ def tile_copies(tile: Tile, row: RowWidth, threads: int) -> SimpleNamespace:
     """Return device functions that copy a tile between HBM and shared memory.
 
     The functions are ``load(to, source, row_bytes, rows)`` and ``store(address, to, row_bytes,
-    rows)``. Both functions, `load` and `store`, return the bytes that this thread moved, excluding
-    padding. The function `load` fills the tile's rows past the end of the tensor with zeros.
+    rows)``. ``load`` and ``store`` return the bytes that this thread moved, excluding padding.
+    ``load`` fills the tile's rows past the end of the tensor with zeros.
     """
     width = row.width
     total, step = tile.rows * tile.chunks, threads // tile.chunks
@@ -199,10 +189,7 @@ def _not_unrolled(module: ir.Module) -> Any:
 
 
 def piece_bytes(row: RowWidth) -> Any:
-    """Return ``piece_bytes(piece)``: it returns how many bytes of a 16-byte piece are not padding.
-
-    The piece belongs to a row in HBM whose elements have 16 bits.
-    """
+    """Return ``piece_bytes(piece)``: how many bytes of a row's 16-byte piece are not padding."""
 
     @emitted(types.int32, types.int32)
     def piece_bytes_(b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
@@ -212,10 +199,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``: it loads one float32 per row to shared memory.
-
-    Past the last existing row, it stores 0.
-    """
+    """Return ``load(to, source, rows)``, which copies a float32 per row to shared memory."""
 
     @device
     def load(to, source, rows):
@@ -254,17 +238,20 @@ _let_what_runs_next_start = emitted(None)(ptx.let_what_runs_next_start)
 def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
     """Return the device functions that loop over tile pairs, built for one kernel's constants.
 
-    ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
-    ``take_work(a)`` returns that of this block. ``row_tile`` and ``col_tile`` return a tile's
-    (start, stop, offset). A visit is one query tile times one key tile. ``begin(a, outer)`` starts
-    the inner loop of an outer tile. ``begin`` returns the index of the tile's first visit, the
-    number of its visits, and the span of inner tiles that they cover. ``visit(a, walk, n)`` returns
-    (inner tile, masked) of the n-th visit, where `walk` is the result of ``begin``.
+    A visit is one query tile times one key tile.
 
-    If the kernel is built for reports, ``report(slot, bytes)`` reports the bytes that a whole warp
-    moves. ``report_one`` reports the bytes that a single thread moves, and ``stamp(address, slot)``
-    writes a time stamp. One thread of every `every` threads writes time stamps. If launches do not
-    overlap, ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing.
+    - ``item(a, n)`` returns work tile number n as (index over batch and heads, outer tile).
+      ``take_work(a)`` returns this block's work tile in the same form.
+    - ``row_tile`` and ``col_tile`` return a tile's (start, stop, offset).
+    - ``begin(a, outer)`` returns five numbers: an outer tile's first visit, its number of visits,
+      and three bounds of its span of inner tiles.
+    - ``visit(a, walk, n)`` returns (inner tile, masked) of the n-th visit, where `walk` is the
+      result of ``begin``.
+    - ``report(slot, bytes)`` reports the bytes that a warp moves, and ``report_one`` those of one
+      thread. In one of every `every` threads, ``stamp(address, slot)`` writes a time stamp. In a
+      kernel that is built without reports, these functions do nothing.
+    - ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing if launches do
+      not overlap.
     """
     block_q, block_k, varlen = c.block_q, c.block_k, bool(c.varlen)
     spans, descending = bool(c.spans), bool(c.descending)

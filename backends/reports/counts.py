@@ -1,11 +1,10 @@
 """Convert the bytes that a GPU kernel's threads report into trace events.
 
-Every GPU backend uses this module. A kernel reports into two uint32 arrays. The array for
-iterations of the outer loop is ``(walks, tiles, SLOTS)``, and the array for visits (tile pairs) is
-``(batch * heads, n_visits, SLOTS)``. Slot n holds the bytes of the n-th transfer that the stage's
-description (`plans.Stage`) lists for a visit, or for an outer iteration before and after its
-visits. The events have the reported bytes. Kernels do not report the events that stay on chip
-(alloc, free, compute). These events are taken from the stage's description.
+A kernel reports into two uint32 arrays. The array for iterations of the outer loop is ``(walks,
+tiles, SLOTS)``, and the array for visits (tile pairs) is ``(batch * heads, n_visits, SLOTS)``. Slot
+n holds the bytes of transfer n. The stage's description (`plans.Stage`) lists the transfers per
+visit, and per outer iteration before and after its visits. Kernels do not report the events that
+stay on chip (alloc, free, compute), so these events are taken from the stage's description.
 """
 
 from __future__ import annotations
@@ -22,20 +21,11 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: plans.Stage, schedule: Schedule, tile_counts: np.ndarray, visit_counts: np.ndarray
 ) -> StageTrace:
-    """Return one stage's trace events, which contain the bytes that the stage's kernel reported.
+    """Return one stage's trace events with the bytes that its kernel reported.
 
-    Parameters
-    ----------
-    stage : plans.Stage
-    schedule : Schedule
-        The schedule that the stage loops over.
-    tile_counts : ndarray of uint32, (walks, tiles, SLOTS)
-    visit_counts : ndarray of uint32, (batch * heads, n_visits, SLOTS)
-
-    Raises
-    ------
-    TraceError
-        If two heads did not move the same number of bytes. Only a broken kernel can cause this.
+    `tile_counts` is uint32 (walks, tiles, SLOTS), and `visit_counts` uint32 (batch * heads,
+    n_visits, SLOTS). The function raises `TraceError` if two heads did not move the same number of
+    bytes, which only a broken kernel can cause.
     """
     repeat, stride = plans.heads_of(stage, schedule.problem)
     tiles = one_walk(stage.name, tile_counts.reshape(repeat, -1, tile_counts.shape[-1]))
@@ -56,14 +46,11 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """Return the first head's counts as int64.
-
-    The function raises `TraceError` if another head's counts differ.
-    """
+    """Return one head's counts as int64, or raise `TraceError` if the heads' counts differ."""
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(
-            f"stage {name!r}: all heads must move the same bytes, but in slot {slot} of record "
+            f"in stage {name!r}, all heads must move the same bytes, but in slot {slot} of record "
             f"{record} head {walk} reported {int(counts[walk, record, slot]):,} B and head 0 "
             f"reported {int(counts[0, record, slot]):,} B; the kernel has a bug"
         )

@@ -1,8 +1,9 @@
-"""Convert what the decode kernel's threads report into the events and times of two stages.
+"""Convert the decode kernel's counts and time stamps into the events and times of two stages.
 
-In a single launch, the kernel loops over parts of a sequence's keys and merges the partial results.
-A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report
-events that stay on chip. These events are taken from the stage's description (`plans.Stage`).
+In a single launch, the kernel loops over parts of each sequence's keys and merges their partial
+results. A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not
+report the events that stay on chip, so these events are taken from the stage's description
+(`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -36,15 +37,11 @@ _BLOCK = ROLES.index("block")
 
 
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """Return the schedule of a decode launch, as packed sequences with only their live keys.
+    """Return the schedule of a decode launch, whose packed sequences contain only live keys.
 
-    Raises
-    ------
-    UnsupportedError
-        If a schedule cannot express the launch. This is so if there is no key at all, or if there
-        are several row tiles under a mask: for each row tile, the kernel visits all key tiles that
-        any row tile sees. This is also so for a shared prefix, which is not reported visit by
-        visit.
+    The function raises `UnsupportedError` in three cases: no sequence has a key; the sequences
+    share a prefix; or a mask lets the row tiles of a sequence see different key tiles. Under a
+    mask, the kernel visits, for every row tile, all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -61,9 +58,9 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"with {launch.row_tiles} row tiles under a mask, the kernel computes every key tile "
-            "that any row tile sees for all row tiles, which a trace cannot describe; use "
-            "backend='simulator' to trace this call, or leave out trace="
+            f"a trace cannot describe {launch.row_tiles} row tiles under a mask, because the "
+            "kernel computes every key tile that one of them sees for all of them; use "
+            "backend='simulator', or leave out trace="
         )
     return schedule
 
@@ -73,15 +70,9 @@ def stages(
 ) -> tuple[StageTrace, ...]:
     """Return the events of two stages: the loop over parts of the keys, and the merge.
 
-    Parameters
-    ----------
-    visit_counts : ndarray of uint32, (batch * kv_heads * row_tiles, n_visits, SLOTS)
-    item_counts : ndarray of uint32, (items * kv_heads, row_tiles, SLOTS)
-
-    Raises
-    ------
-    TraceError
-        If two KV heads did not move the same number of bytes. Only a broken kernel can cause this.
+    `visit_counts` is uint32 (batch * kv_heads * row_tiles, n_visits, SLOTS), and `item_counts`
+    uint32 (items * kv_heads, row_tiles, SLOTS). The function raises `TraceError` if two KV heads
+    did not move the same number of bytes, which only a broken kernel can cause.
     """
     p, heads, slots = launch.problem, launch.problem.kv_heads, visit_counts.shape[-1]
     split, combine = plans.stages(schedule.problem, ALGORITHM, split=schedule.split)
@@ -130,22 +121,13 @@ def timeline(
     item_stamps: np.ndarray,
     clock_khz: int,
 ) -> np.ndarray:
-    """Return the SM and the time span of each visit, store and merge.
+    """Return the SM and the time span of each visit, store and merge, as `events.TIMELINE`.
 
     Times are in ns since the first thread block started. The first warp of a thread block records
-    the time stamps. Each warp computes different keys of a tile, so the time stamps only describe
-    the first warp's keys.
-
-    Parameters
-    ----------
-    visit_stamps : ndarray of uint64, (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS)
-    item_stamps : ndarray of uint64, (items * kv_heads, row_tiles, ITEM_STAMPS)
-    clock_khz : int
-        The SM clock to assume for an SM whose blocks were too short to measure it.
-
-    Returns
-    -------
-    ndarray of dtype `events.TIMELINE`
+    the time stamps, so they describe only this warp's keys of a tile. `visit_stamps` is uint64
+    (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64 (items *
+    kv_heads, row_tiles, ITEM_STAMPS). `clock_khz` is the clock rate to assume for an SM whose
+    blocks were too short to measure it.
     """
     p, heads = launch.problem, launch.problem.kv_heads
     items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])
@@ -219,10 +201,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return an event for each of `moves`, with the bytes that the kernel reported for it.
-
-    A store for which the kernel reported no bytes gets no event.
-    """
+    """Return an event with the reported bytes per transfer in `moves`, except stores of 0 bytes."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -232,6 +211,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """Return a free event for each buffer that `events` load or allocate, in the same order."""
+    """Return a "free" event for each buffer that `events` load or allocate, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

@@ -1,7 +1,7 @@
 """The simulated algorithms, one module per paper, written to read like the papers.
 
-Each module ends with the dict ``ALGORITHMS``, which maps an algorithm's name to its forward and
-backward pass. All modules in this folder are imported automatically.
+All modules are imported automatically. Each module ends with the dict ``ALGORITHMS``, which maps an
+algorithm's name to its forward and backward pass.
 """
 
 from collections.abc import Callable

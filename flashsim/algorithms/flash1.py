@@ -3,8 +3,8 @@
 Keys are the outer loop: K and V are read once, but O, l and m are read and written at every visit
 (tile pair). FlashAttention-2 swapped the two loops so that O, l and m stay on chip. The comments at
 the right end of the lines are line numbers of the paper's algorithms. If the inputs' type is
-narrower than the accumulators' type, O (and dQ) stay in HBM in the accumulators' type during the
-loop. They are converted once at the end, as in real kernels.
+narrower than the accumulators' type, O (and dQ) stay in HBM in the accumulators' type until they
+are converted at the end, as in real kernels.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from flashsim.algorithms.score_tile import (
 def forward(machine: Machine) -> None:
     """Run FlashAttention-1's forward pass, Algorithm 1 of the paper.
 
-    After each visit (tile pair), O is normalised by the l of the keys seen so far.
+    After each visit (tile pair), O is divided by l, the sum over the keys seen so far.
     """
     hbm = machine.hbm
     O = hbm.tensors[accumulator_name(machine, "O")]
@@ -64,8 +64,8 @@ def forward(machine: Machine) -> None:
 def backward(machine: Machine) -> None:
     """Run FlashAttention-1's backward pass, Algorithm 4, without dropout (lines 14, 15 and 18).
 
-    Every visit (tile pair) loads and stores its dQ. dK and dV are complete when the loop over
-    their column tile ends, so their HBM need not start as zeros (line 5).
+    Every visit (tile pair) loads and stores its dQ. The tiles of dK and dV are complete when the
+    outer step of their column tile ends, so they need not start as zeros in HBM (line 5).
     """
     hbm, p = machine.hbm, machine.problem
     dQ = hbm.tensors[accumulator_name(machine, "dQ")]

@@ -67,10 +67,7 @@ def stream_keys(
     visits: Iterable[Visit],
     own: Values = NOTHING,
 ) -> None:
-    """Update a row tile's O, l and m with one key tile after another (lines 7 to 10).
-
-    The output O is not normalised yet.
-    """
+    """Update a row tile's unnormalised O, l and m by one key tile after another (lines 7 to 10)."""
     p = sram.schedule.problem
     for visit in visits:
         with sram.visit(visit):
@@ -93,10 +90,7 @@ def stream_keys(
 def normalised(
     O_i: np.ndarray, l_i: np.ndarray, m_i: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the final O and LSE of a row tile (lines 12 and 13).
-
-    A row that saw no key has O = 0 and LSE = -inf.
-    """
+    """Return a row tile's final O and LSE (lines 12, 13), 0 and -inf for a row without keys."""
     l_safe = np.where(l_i == 0, 1, l_i)
     return O_i / l_safe[..., None], log_sum_exp(m_i, l_i)
 
@@ -104,10 +98,10 @@ def normalised(
 def backward(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in three passes: first delta, then dK and dV, then dQ.
 
-    This backward pass needs no atomics, so it is deterministic. dQ is a sum over keys; dK and dV
-    are sums over queries. A loop can keep only one of these kinds of sum on chip, so dQ needs a
-    pass of its own, which recomputes the scores. Recomputing the scores makes 7 matrix products
-    instead of 5: 14 N^2 d FLOPs.
+    The three passes need no atomics, so they are deterministic. The gradient dQ is a sum over keys;
+    dK and dV are sums over queries. A loop can keep sums over keys or sums over queries on chip,
+    not both, so dQ needs its own pass. This pass recomputes the scores: 7 matrix products instead
+    of 5, or 14 N^2 d FLOPs.
     """
     delta_pass(machine)
     clear_dbias(machine)
@@ -120,9 +114,8 @@ def backward(machine: Machine) -> None:
 def backward_fused(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one KV-outer pass, which adds dQ up in HBM.
 
-    This backward pass takes 5 matrix products: 10 N^2 d FLOPs. Each tile's dQ is added by atomics.
-    On a GPU, the order of the atomic additions changes from run to run, and so do the last bits of
-    dQ.
+    The fused pass takes 5 matrix products: 10 N^2 d FLOPs. On a GPU, atomics add each tile's dQ in
+    an order that changes from run to run, so the last bits of dQ change too.
     """
     delta_pass(machine, clears_dq=True)
     clear_dbias(machine)
@@ -135,11 +128,9 @@ def backward_fused(machine: Machine) -> None:
 def backward_once(machine: Machine) -> None:
     """Compute the gradients (Algorithm 2) in one pass, if each row tile sees a single key tile.
 
-    The pass adds nothing up in HBM.
-
-    All P and dP of a row are on chip at once. So delta = rowsum(P o dP) needs neither O nor a
-    separate pass. Each tile's dQ is complete, so it is stored directly in its final type. This
-    backward pass is deterministic.
+    All P and dP of a row are on chip at once, so delta = rowsum(P o dP) needs neither O nor a
+    separate pass. Each tile's dQ is complete, so dQ is stored directly in its final type, and the
+    pass is deterministic.
     """
     clear_dbias(machine)
     with machine.stage("fused") as sram:
@@ -150,7 +141,7 @@ def backward_once(machine: Machine) -> None:
 def delta_pass(machine: Machine, *, clears_dq: bool = False) -> None:
     """Compute delta = rowsum(dO o O), which the paper calls D.
 
-    If the LSE has a gradient dL, it is subtracted from delta: d LSE / dS = P, so dS = P (dP - D +
+    If the LSE has a gradient dL, dL is subtracted from delta: d LSE / dS = P, so dS = P (dP - D +
     dL). With `clears_dq`, the pass also sets dQ's accumulator to 0, for the fused backward pass.
     """
     hbm = machine.hbm
@@ -177,10 +168,8 @@ def _sink_gradient(
 ) -> np.ndarray | None:
     """Return the sum that these rows add to the gradient of the attention sinks, (lead, group, 1).
 
-    If the problem has no sinks, the function returns None.
-
-    An attention sink has the probability P = exp(sink - L) and no value row, so its gradient is -P
-    delta.
+    The result is None without sinks. An attention sink has the probability P = exp(sink - L) and no
+    value row, so its gradient is -P delta.
     """
     if not machine.problem.sinks:
         return None
@@ -191,9 +180,9 @@ def _sink_gradient(
 def _keys_outside(machine: Machine, sram: Sram, *, dq: Literal["", "reduce", "store"]) -> None:
     """Compute dK and dV in a loop whose outer level runs over key tiles.
 
-    A thread block computes one tile of keys of one key head, for all query heads that share it. The
-    argument `dq` says what happens to the dQ of each tile pair. With "", it is not computed. With
-    "reduce", it is added to HBM. With "store", it is complete and is stored.
+    A thread block computes one tile of keys of one key head, for all query heads that share it. If
+    `dq` is "", no dQ is computed. If `dq` is "reduce", each tile pair's dQ is added to dQ in HBM.
+    If `dq` is "store", each tile pair's dQ is complete, and is stored.
     """
     hbm, p, schedule = machine.hbm, machine.problem, sram.schedule
     for j in schedule.outer_order():                                                      # 5

@@ -1,15 +1,14 @@
 """FlashDecoding: Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference", 2023.
 
-A few queries with a long KV cache yield too few row tiles to fill a GPU, so most SMs would idle. So
-FlashDecoding also splits the keys into parts, and works in two steps. Step 1 computes attention
-over each part of the keys in parallel, and each part's log-sum-exp. Step 2 merges the results of
-all parts. Each part's output is normalised and stored in float32 (float64 for float64 inputs).
-`flashsim.Schedule` decides where each part of the keys begins and ends.
+A few queries with a long KV cache yield too few row tiles to fill a GPU, so FlashDecoding also
+splits the keys into parts. Step 1 computes attention over each part of the keys in parallel, and
+each part's log-sum-exp. Step 2 merges the results of all parts. Each part's output is normalised
+and stored in float32 (float64 for float64 inputs).
 
 If all batch entries share a prefix of keys, additional row tiles hold the queries of all entries,
-so that the prefix is read only once. The results over the shared prefix are merged with those over
-each entry's own keys. This method, which reads a shared prefix only once, is called cascade
-attention (FlashInfer, arXiv:2501.01005; also Hydragen, arXiv:2402.05099).
+so that the prefix is read only once (cascade attention: FlashInfer, arXiv:2501.01005; also
+Hydragen, arXiv:2402.05099). The results over the shared prefix are merged with the results over
+each entry's own keys.
 """
 
 from __future__ import annotations
@@ -22,20 +21,13 @@ from flashsim.algorithms.merge import merged
 
 
 def forward(machine: Machine) -> None:
-    """Run both steps of decoding: attention over each part of the keys, then the merge.
-
-    If the keys of a row tile are not split into several parts, the second step does nothing for
-    that row tile.
-    """
+    """Run both steps of decoding: attention over each part of the keys, then the merge."""
     _split(machine)
     _combine(machine)
 
 
 def _split(machine: Machine) -> None:
-    """Run step 1: each thread block computes a row tile's attention over one part of its keys.
-
-    The loop is that of FlashAttention-2.
-    """
+    """Run step 1: each thread block attends over one part of a row tile's keys."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("split") as sram:
         schedule = sram.schedule
@@ -62,12 +54,9 @@ def _split(machine: Machine) -> None:
 def _combine(machine: Machine) -> None:
     """Run step 2: merge the results over all parts of a row tile's keys into its output.
 
-    The order of the parts is fixed, so every run gives the same bits.
-
-    When results are merged, the parts of a shared prefix come before the parts of an entry's own
-    keys. This function merges one part after another. FlashAttention's combine kernel and
-    flashsim's GPU kernel first compute the largest LSE of all parts, and then the weighted sum.
-    Merging one by one and the weighted sum give the same result except for rounding.
+    The parts are merged one after another in a fixed order, a shared prefix first, so every run
+    gives the same bits. FlashAttention's and flashsim's GPU kernels merge all parts at once, with
+    the same result except for rounding.
     """
     hbm, p = machine.hbm, machine.problem
     with machine.stage("combine") as sram:
@@ -89,10 +78,7 @@ def _combine(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Raise an error, because decoding has no backward pass.
-
-    Never reached, as `plans.check_backward` raises first.
-    """
+    """Raise an error, because decoding has no backward pass."""
     raise NotImplementedError
 
 

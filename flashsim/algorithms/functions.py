@@ -26,11 +26,11 @@ NOTHING: Values = MappingProxyType({})
 
 
 class Chain(NamedTuple):
-    """The data that the backward pass needs, besides dS, for the gradient of a tile's scale Q K^T.
+    """The data, besides dS, from which the backward pass computes a tile's gradient of scale Q K^T.
 
     `cap` is the softcap's derivative. `raw` is the score that was passed to the score function.
-    `values` are the captured elements that the function read, and `positions` its arguments b, h,
-    q, k.
+    `values` are the captured elements that the function read, and `positions` are its arguments b,
+    h, q, k.
     """
 
     cap: np.ndarray | None = None
@@ -42,10 +42,7 @@ class Chain(NamedTuple):
 def indices(
     schedule: Schedule, i: int, rows: slice, cols: slice | None, member: int | None
 ) -> dict[str, np.ndarray]:
-    """Return the arguments b, h, q, k of a score or mask function for every score of a tile.
-
-    Each is an array (lead, group, rows, cols).
-    """
+    """Return a function's arguments b, h, q, k for a tile, as arrays (lead, group, rows, cols)."""
     p, s = schedule.problem, schedule.sequence_of_row(i)
     lead = np.arange(p.batch * p.kv_heads)[:, None, None, None]
     members = np.arange(p.group) if member is None else np.array([member])
@@ -59,7 +56,7 @@ def indices(
 
 
 def load_own(sram: Sram, hbm: Hbm, i: int) -> Values:
-    """Load the captured-array elements that depend on row tile i but not on keys (Q-outer loop)."""
+    """Load row tile i's captured elements that do not depend on keys, for a Q-outer loop."""
     rows = sram.schedule.row_slice(i)
     positions = indices(sram.schedule, i, rows, None, None)
     values: dict[tuple[str, int], np.ndarray] = {}
@@ -99,10 +96,7 @@ def apply_score(
 def apply_mask(
     sram: Sram, hbm: Hbm, visit: Visit, S_ij: np.ndarray, own: Values, member: int | None
 ) -> None:
-    """Set the scores of a tile that the mask function removes to -inf.
-
-    A tile whose kind is FULL has no such scores.
-    """
+    """Set the scores of a tile that the mask function removes to -inf."""
     mask = visit.schedule.problem.mask_mod
     if mask is None:
         return
@@ -124,10 +118,7 @@ def _evaluated(
 
 
 def score_derivative(sram: Sram, hbm: Hbm, chain: Chain, dS: np.ndarray) -> None:
-    """Turn dS, the gradient of the score function's result, into the gradient of its input score.
-
-    The gradients of captured arrays are added to their sums in HBM.
-    """
+    """Turn dS into the gradient of the score function's input; sum captured arrays' gradients."""
     p = sram.schedule.problem
     if chain.raw is None or p.score_mod is None:
         return

@@ -1,8 +1,8 @@
 """Simulated HBM: it contains every tensor, but code cannot compute with tensors in HBM directly.
 
-A tensor in HBM is a `Tensor` handle that does not allow arithmetic; `Sram.load` copies one of its
-tiles on chip. All heads run at once: tiles have leading axes (batch * kv_heads, group, ...), where
-`group` is the number of query heads that share a key head, or 1.
+`Sram.load` copies one tile of a tensor on chip. All heads run at once: tiles have leading axes
+(batch * kv_heads, group, ...), where `group` is the number of query heads that share a key head, or
+1 if a stage processes these heads one by one.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ ALL = slice(None)
 class Tensor:
     """A tensor in simulated HBM, which can be loaded and stored by tiles, but not computed with.
 
-    `data` has the shape (batch * kv_heads, group or 1, n[, width]); `dtype` is its element type in
-    HBM.
+    `data` has the shape (batch * kv_heads, group or 1, n[, width]); `dtype` is its type in HBM.
     """
 
     def __init__(self, name: str, data: np.ndarray, dtype: str, code: int | None = None) -> None:
@@ -59,10 +58,7 @@ class Tensor:
 
 
 class Scale(Tensor):
-    """The scales of an FP8 tensor: one factor per `every` rows.
-
-    `data` is float32 of shape (batch * kv_heads, group or 1, ceil(n / every)).
-    """
+    """FP8 scales, one per `every` rows: float32 (batch * kv_heads, group or 1, ceil(n / every))."""
 
     def __init__(self, name: str, data: np.ndarray, every: int) -> None:
         super().__init__(name, data, "float32")
@@ -86,7 +82,7 @@ class Scale(Tensor):
 
 
 class SharedTensor(Tensor):
-    """A bias or its gradient, (1 or batch, 1 or heads, n_q, n_kv), shared if an axis is 1."""
+    """A bias or its gradient, (1 or batch, 1 or heads, n_q, n_kv); axes of length 1 are shared."""
 
     def __init__(self, name: str, data: np.ndarray, dtype: str, problem: Problem) -> None:
         super().__init__(name, data, dtype)
@@ -114,11 +110,7 @@ class SharedTensor(Tensor):
 
 
 class BlockTable(Tensor):
-    """The block table of a paged KV cache: the page numbers of each sequence's keys.
-
-    Loading some keys from the block table loads the numbers of their pages. `data` is (1, 1,
-    problem.pages): the page numbers of one sequence after another.
-    """
+    """The block table of a paged KV cache: the sequences' page numbers, (1, 1, problem.pages)."""
 
     def __init__(self, numbers: np.ndarray, problem: Problem) -> None:
         super().__init__("table", numbers[None, None], "float32")
@@ -134,7 +126,7 @@ class BlockTable(Tensor):
         return self.problem.page_size
 
     def local(self, rows: slice) -> tuple[int, int, int]:
-        """Return the number of these keys' sequence, and their start and end positions in it."""
+        """Return the number of the keys' sequence, and the keys' start and end in the sequence."""
         s = int(np.searchsorted(self.starts, rows.start, "right")) - 1
         start = int(self.starts[s])
         return s, rows.start - start, rows.stop - start
@@ -184,10 +176,7 @@ class PagedTensor(Tensor):
 
 
 class CapturedTensor(Tensor):
-    """The elements of captured arrays that a score or mask function reads, in simulated HBM.
-
-    They are loaded once per outer step or per tile pair.
-    """
+    """The elements of captured arrays that a score or mask function reads, in simulated HBM."""
 
     def __init__(
         self, name: str, graph: Graph, arrays: tuple[np.ndarray, ...], problem: Problem
@@ -196,12 +185,7 @@ class CapturedTensor(Tensor):
         self.graph, self.arrays, self.problem = graph, arrays, problem
 
     def read(self, positions: Mapping[str, np.ndarray], outer: str) -> dict[int, np.ndarray]:
-        """Return the captured elements that a kernel reads for these positions, in float64.
-
-        Which elements it reads also depends on its outer loop.
-
-        The dict's keys are the load nodes of the function's graph.
-        """
+        """Return a dict from load node to the captured elements that a kernel reads, in float64."""
         sides = captured(self.problem, self.name, outer)
         values = self.graph.values({"score": np.zeros(()), **positions}, self.arrays)
         nodes = (n for n in self.graph.loads if self.graph.side(n) in sides)
@@ -225,11 +209,11 @@ class Hbm:
             return self.__dict__["tensors"][name]
         except KeyError:
             raise MemoryModelError(
-                f"HBM holds no tensor {name!r}; it holds {', '.join(self.__dict__['tensors'])}"
+                f"HBM holds no tensor {name!r}; choose from {', '.join(self.__dict__['tensors'])}"
             ) from None
 
     def put(self, name: str, array: np.ndarray, dtype: str | None = None) -> Tensor:
-        """Put an array (batch, heads, n[, width]) into simulated HBM, uncopied if possible."""
+        """Put an array (batch, heads, n[, width]) into simulated HBM, as a view if possible."""
         p = self.problem
         lead = p.batch * p.kv_heads
         data = array.reshape(lead, array.shape[0] * array.shape[1] // lead, *array.shape[2:])
@@ -259,7 +243,7 @@ class Hbm:
             self.tensors[name] = PagedTensor(name, pool, self.problem.dtype, table)
 
     def through(self, pages: np.ndarray, name: str) -> Tensor:
-        """Return K or V as a tensor that is read by `pages`, a loaded tile of the block table."""
+        """Return K or V as a tensor that is read through `pages`, a loaded tile of page numbers."""
         tensor = getattr(self, name)
         assert isinstance(tensor, PagedTensor)
         return PagedTensor(name, tensor.data, tensor.dtype, tensor.table, pages)

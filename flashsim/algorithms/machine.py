@@ -21,21 +21,9 @@ from flashsim.trace.events import StageTrace
 
 
 class Machine:
-    """One run of one algorithm: its HBM, and its stages (simulated kernels) as they run.
+    """One run of one algorithm: its HBM, and a trace of each stage (simulated kernel) that has run.
 
-    Parameters
-    ----------
-    problem, tiling, device
-        The problem, its tiles, and the simulated device.
-    algorithm, direction : str
-        The algorithm and its pass, whose stages are those of `plans.stages`.
-    key_order : {"ascending", "descending"}
-    split : Split
-    record : bool
-        Whether to record events.
-    precision : Precision
-    schedules : dict, optional
-        Each stage's schedule, kept between runs of one problem with one tiling.
+    `schedules` keeps each stage's schedule between runs of one problem with one tiling.
     """
 
     def __init__(
@@ -86,7 +74,7 @@ class Machine:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[Sram]:
-        """Run one stage (kernel): yield an empty SRAM, whose `schedule` is the stage's loop."""
+        """Run one stage (kernel): yield an empty SRAM, which has the stage's schedule."""
         stage = self._plan[name]
         schedule = self._schedules.get(name)
         if schedule is None:
@@ -99,10 +87,7 @@ class Machine:
 
     @staticmethod
     def part_slice(schedule: Schedule, rows: slice, part: int) -> slice:
-        """Return where `O_part` and `L_part` hold some rows' results over one part of the keys.
-
-        The result is a slice of their rows.
-        """
+        """Return the slice of `O_part` and `L_part` for some rows and one part of the keys."""
         before = part * schedule.n_rows
         return slice(before + rows.start, before + rows.stop)
 

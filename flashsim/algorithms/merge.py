@@ -10,11 +10,9 @@ def merged(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the output and the LSE of attention over the keys of both sets.
 
-    The arrays ``lse`` lack the last axis of ``out``.
-
-    The formulas are lse = log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b
-    - lse) out_b. If a row saw no key of one set (lse = -inf), the result is the row of the other
-    set.
+    Each LSE has the shape of its output without the last axis. The formulas are lse =
+    log(exp(lse_a) + exp(lse_b)) and out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. If a row
+    saw no key of one set (lse = -inf), the result is the row of the other set.
     """
     m = np.maximum(lse_a, lse_b)
     base = np.where(np.isneginf(m), 0, m)  # avoids inf - inf if a row saw no key of either set

@@ -20,17 +20,15 @@ from flashsim.schedule.schedule import Visit
 
 
 def unseen(m: np.ndarray) -> np.ndarray:
-    """Return booleans: True for each row that saw no key, as its maximum (or LSE) shows."""
+    """Return booleans from the rows' maxima (or LSEs): True for each row that saw no key."""
     return m <= masked_score(m.dtype)
 
 
 def finite(m: np.ndarray) -> np.ndarray:
     """Return the row maxima (or LSEs), with 0 in place of -inf for rows that saw no key.
 
-    The result is subtracted from scores.
-
-    For rows that saw no key, the 0 avoids the NaN of inf - inf. Scores that count as masked are so
-    low that their exponential is 0 even if nothing is subtracted.
+    The result is subtracted from scores, and the 0 avoids the NaN of inf - inf. Scores that count
+    as masked are so low that their exponential is 0 even if nothing is subtracted.
     """
     return np.where(unseen(m), 0, m)
 
@@ -53,14 +51,9 @@ def score_tile(
 ) -> tuple[np.ndarray, Chain]:
     """Compute S_ij = score_mod(softcap(scale Q_i K_j^T) + bias), with masked scores at -inf.
 
-    `own` holds the captured elements that a Q-outer loop has loaded for the row tile.
-
-    Returns
-    -------
-    S_ij : ndarray, (.., rows, cols)
-    chain : Chain
-        The data from which the gradient of the scaled product follows, given dS. If `gated`, with a
-        softcap c, its `cap` is 1 - tanh(scale q.k / c)^2.
+    `own` holds the captured elements that a Q-outer loop has loaded for the row tile. The function
+    returns S_ij, (.., rows, cols), and the data for the gradient of scale Q_i K_j^T. If `gated` is
+    true and there is a softcap c, the data's field `cap` is 1 - tanh(scale q.k / c)^2.
     """
     p = visit.schedule.problem
     shape = Q_i.shape[-2], K_j.shape[-2]
@@ -94,16 +87,10 @@ def score_gradient(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Compute dS_ij = P_ij (dP_ij - delta_i) with dP_ij = dO_i V_j^T, in the memory of dP's tile.
 
-    If `delta_i` is None, the tile must contain all keys that its rows see. The function then
-    computes delta = rowsum(P o dP), minus the LSE's gradient `dL_i` if there is one.
-
-    Returns
-    -------
-    dS_ij : ndarray
-        Gradient of the scaled product before the softcap; dQ and dK are computed from it.
-    dbias_ij : ndarray
-        Gradient of the score after the softcap and before the score function, which is the bias's
-        gradient.
+    If `delta_i` is None, the function computes delta = rowsum(P o dP), minus the LSE's gradient
+    `dL_i` if there is one. This delta is right only if the tile contains all keys that its rows
+    see. The first result is the gradient of the scaled product before the softcap, for dQ and dK.
+    The second result is the bias's gradient, taken after the softcap and before the score function.
     """
     dP_ij = sram.alloc("dP", P_ij.shape[-2:])
     np.matmul(dO_i, V_j.mT, out=dP_ij)
@@ -124,14 +111,14 @@ def score_gradient(
 def lse_gradient(
     machine: Machine, sram: Sram, rows: slice, *, member: int | None = None
 ) -> np.ndarray | None:
-    """Load the LSE's gradient for some rows and return it, or return None if it has no gradient."""
+    """Load the LSE's gradient for some rows, and return it; return None if the LSE has none."""
     if not machine.problem.dlse:
         return None
     return sram.load(machine.hbm.dL, rows, member=member)
 
 
 def fill(machine: Machine, name: str, values: dict[str, float]) -> None:
-    """Run a kernel that fills tensors in HBM with constants: the dict is ``{tensor: value}``."""
+    """Run a kernel that fills tensors in HBM with constants; `values` is ``{tensor: value}``."""
     with machine.stage(name) as sram:
         for i in range(sram.schedule.t_r):
             with sram.step(i):
@@ -155,10 +142,7 @@ def convert(machine: Machine, accumulator: str, result: str) -> None:
 
 
 def clear_dbias(machine: Machine) -> Tensor | None:
-    """Set the accumulator of the bias's gradient to zero, and return it.
-
-    If the problem has no bias, return None.
-    """
+    """Clear the accumulator of the bias's gradient, and return it; without a bias, return None."""
     if not machine.has("clear_dbias"):
         return None
     name = accumulator_name(machine, "dBias")
@@ -167,9 +151,6 @@ def clear_dbias(machine: Machine) -> Tensor | None:
 
 
 def accumulator_name(machine: Machine, result: str) -> str:
-    """Return the name of the HBM tensor in which `result` is accumulated.
-
-    The name is `result` itself if that tensor has the accumulator's type.
-    """
+    """Return the name of the HBM tensor in which `result` is accumulated: `result` or "..._acc"."""
     name = f"{result}_acc"
     return name if name in machine.hbm.tensors else result

@@ -3,8 +3,7 @@
 Code can compute only with the copies that `Sram.load` returns. Each copy is overwritten with NaN
 when the step or visit (tile pair) that loaded it ends. So a missing load causes an error or a wrong
 result, and every byte used is counted. All heads run the same loop, so each event is recorded once,
-and `Trace` multiplies it by the number of heads. Recorded sizes are those of one head's thread
-block.
+with the sizes of one head's thread block.
 """
 
 from __future__ import annotations
@@ -27,20 +26,7 @@ from flashsim.trace.events import StageTrace
 
 
 class Sram:
-    """The simulated on-chip memory of one thread block: capacity, tiles, and a log of events.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        The stage's loop over tiles.
-    stage : plans.Stage
-    device : Device
-        `device.sram_bytes` is the capacity.
-    record : bool
-        Whether to record events.
-    roundings : Roundings
-        The type at each rounding point.
-    """
+    """One thread block's simulated on-chip memory of `device.sram_bytes`: its tiles and events."""
 
     def __init__(
         self,
@@ -73,7 +59,7 @@ class Sram:
             self._log(COMPUTE, 0, 0)
 
     def strip(self) -> AbstractContextManager[None]:
-        """Open a scope for some rows of an outer step; tiles that it loads are freed at its end."""
+        """Open a scope for some rows of an outer step; the end frees tiles loaded in the scope."""
         return self._frame(self._where)
 
     @contextmanager
@@ -108,13 +94,7 @@ class Sram:
     # -- on chip --------------------------------------------------------------------------------
 
     def alloc(self, name: str, shape: tuple[int, ...], fill: float | None = None) -> np.ndarray:
-        """Allocate one tile, and return it as an array (batch * kv_heads, group or 1, *shape).
-
-        Raises
-        ------
-        SramOverflow
-            If it does not fit. The message lists the tiles on chip and the device's capacity.
-        """
+        """Allocate a tile (batch * kv_heads, group or 1, *shape), or raise `SramOverflow`."""
         nbytes = math.prod(shape) * self.compute.itemsize
         tile = np.empty((*self._lead, *shape), self.compute)
         if fill is not None:
@@ -171,10 +151,7 @@ class Sram:
         rows: slice,
         cols: slice,
     ) -> dict[int, np.ndarray]:
-        """Load the captured elements that a score or mask function reads for a tile.
-
-        The result is a dict from load nodes to elements.
-        """
+        """Load a function's captured elements for a tile; return a dict from load node to array."""
         elements = tensor.read(positions, self.stage.outer)
         tile = np.concatenate([x.ravel() for x in elements.values()])
         nbytes = self._tile_of(tensor.name, rows, cols)
@@ -187,7 +164,7 @@ class Sram:
         }
 
     def reserve(self, name: str, rows: slice, cols: slice) -> None:
-        """Count the bytes of a buffer that this tile does not use, because it stays allocated."""
+        """Count the bytes of a buffer that a tile does not use: the buffer stays allocated."""
         nbytes = self._tile_of(name, rows, cols)
         self._hold(name, nbytes, np.empty(0))
         self._log(ALLOC, CODES[name], nbytes)
@@ -198,10 +175,7 @@ class Sram:
         self._log(REDUCE, CODES[name], move.tile.nbytes(*shape))
 
     def rounded(self, name: str, tile: np.ndarray) -> np.ndarray:
-        """Round P or dS to the type in which it enters a product, and return it.
-
-        S and m are rounded too if the `Precision` says so.
-        """
+        """Round P or dS to its type in products, or S or m to the type that `Precision` sets."""
         kind = self._roundings.operands.get(name)
         return tile if kind is None else round_to(tile, *kind)
 
@@ -242,10 +216,7 @@ class Sram:
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile from SRAM to HBM, rounded once to the tensor's type.
-
-        If `tile` is a number, it fills the whole tile.
-        """
+        """Store a tile in HBM, or one number in all its elements, rounded once to HBM's type."""
         kind = self._roundings.stored.get(tensor.name)
         if kind is not None:
             tile = round_to(np.asarray(tile, self.compute), kind)

@@ -43,7 +43,7 @@ def _scores(machine: Machine) -> None:
     """Compute the scores S = scale Q K^T and, if there is a softcap, the softcap's derivative.
 
     The softcap's derivative is stored too, because a rounded S is not precise enough to recompute
-    the derivative.
+    it.
     """
     hbm = machine.hbm
     with machine.stage("scores") as sram:
@@ -64,10 +64,7 @@ def _scores(machine: Machine) -> None:
 
 
 def _softmax(machine: Machine) -> None:
-    """Compute P = softmax(S) from complete rows of S.
-
-    The LSE becomes a result of the run, but is not stored in HBM.
-    """
+    """Compute P = softmax(S) from complete rows of S; the LSE is not stored in HBM."""
     hbm = machine.hbm
     with machine.stage("softmax") as sram:
         for i in range(sram.schedule.t_r):
@@ -87,10 +84,7 @@ def _softmax(machine: Machine) -> None:
 
 
 def backward(machine: Machine) -> None:
-    """Run the backward pass (Algorithm 3 of the paper) with the P that the forward pass saved.
-
-    With a softcap, the forward pass saved the softcap's derivative too.
-    """
+    """Run the backward pass (Algorithm 3) with the saved P and any softcap's saved derivative."""
     _sum_over_queries(machine, "dv", "P", "dO", "dV")                                     # 1
     hbm = machine.hbm
     with machine.stage("dp") as sram:

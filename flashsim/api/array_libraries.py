@@ -1,9 +1,8 @@
 """Convert CPU arrays of any library to NumPy arrays that share memory with them, and back.
 
-Results are arrays of the inputs' library; for inputs of a subclass of torch.Tensor, results are
-plain tensors. NumPy's and torch's arrays are recognised by their package's name. Arrays of other
-libraries are read through DLPack. Results become arrays of the inputs' library if it has an array
-namespace, as JAX does; otherwise they stay NumPy arrays. No input array is copied.
+NumPy's and torch's arrays are recognised by their package's name; other arrays are read through
+DLPack. If the inputs' library has an array namespace, as JAX does, results are arrays of that
+library; otherwise they are NumPy arrays. For a subclass of torch.Tensor, results are plain tensors.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ _DLPACK_CPU = 1
 
 
 class Host(NamedTuple):
-    """How to convert a library's arrays: `take(name, x)` returns NumPy's, `give` converts back.
+    """Two functions: `take(name, x)` converts a library's array to NumPy, and `give` converts back.
 
-    `library` is the array library's package name, or "" if arrays of any kind pass through
+    `library` is the array library's package name, or "" if the functions return any array
     unchanged.
     """
 
@@ -34,13 +33,13 @@ class Host(NamedTuple):
 
 
 def library_of(x: Any) -> str:
-    """Return the package of an array's class; "torch" for subclasses of torch's tensors."""
+    """Return the package name of an array's class, or "torch" for any subclass of torch.Tensor."""
     packages = [base.__module__.partition(".")[0] for base in type(x).__mro__]
     return "torch" if "torch" in packages else packages[0]
 
 
 def host_of(x: Any) -> Host:
-    """Return the `Host` that converts arrays like `x`; arrays of an unknown kind pass unchanged."""
+    """Return the functions that convert arrays like `x`; they return other arrays unchanged."""
     library = library_of(x)
     if library == "torch":
         return Host(library, from_torch, _to_torch)
@@ -53,7 +52,7 @@ def host_of(x: Any) -> Host:
 
 
 def _from_numpy(_: str, x: Any) -> Any:
-    """Return an np.matrix as a plain array; a later check refuses masked arrays."""
+    """Return an np.matrix as a plain array, and anything else unchanged."""
     return np.asarray(x) if isinstance(x, np.matrix) else x
 
 
@@ -67,31 +66,21 @@ ANY = NUMPY._replace(library="")
 
 
 def take(host: Host, **arrays: Any) -> list[Any]:
-    """Convert arrays, which must all be from one library, to NumPy arrays; None stays None.
-
-    Raises
-    ------
-    DTypeError
-        If they come from several libraries, or one cannot be read without a copy.
-    """
+    """Convert arrays, all of one library, to NumPy arrays without a copy; None stays None."""
     for name, x in arrays.items():
         if x is not None and host.library not in ("", host_of(x).library):
             for other, y in arrays.items():  # a tensor without numbers raises its own error here
                 host_of(y).take(other, y)
             raise DTypeError(
-                f"all arrays must come from one library, got {name} as "
-                f"{type(x).__module__}.{type(x).__name__}, but another argument from "
+                f"all arrays must come from one library, but {name} is a "
+                f"{type(x).__module__}.{type(x).__name__} and another argument comes from "
                 f"{host.library}; convert one of them"
             )
     return [None if x is None else host.take(name, x) for name, x in arrays.items()]
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Copy arrays to NumPy, also from a GPU; the returned `Host` converts results back.
-
-    The function serves operations that have no GPU kernel. The library of the first array decides
-    how all arrays are converted.
-    """
+    """Return arrays as NumPy arrays, also from a GPU, and the `Host` that converts results back."""
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)
     if all(isinstance(x, np.ndarray) for x in taken):
@@ -109,13 +98,7 @@ def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
 
 
 def from_torch(name: str, x: Any) -> Any:
-    """Return a NumPy array that shares a CPU tensor's memory; other tensors are returned unchanged.
-
-    Raises
-    ------
-    DTypeError
-        If the tensor holds no numbers, is not dense, or requires a gradient that would be lost.
-    """
+    """Return a NumPy array that shares a CPU tensor's memory; return other tensors unchanged."""
     import torch
 
     if x.is_nested:
@@ -147,7 +130,8 @@ def from_torch(name: str, x: Any) -> Any:
         return x.view(torch.int16).numpy().view(numpy_dtype(kind))
     except (RuntimeError, TypeError) as error:  # without storage: fake tensors, torch.func's
         raise DTypeError(
-            f"{name}, {type(x).__name__}, cannot be read from memory: {error}"
+            f"the array {name} of type {type(x).__name__} cannot be read from memory ({error}); "
+            "pass a NumPy array"
         ) from error
 
 
@@ -164,8 +148,8 @@ def _to_torch(x: np.ndarray) -> Any:
 
 def _traced(name: str, x: Any) -> Any:
     raise DTypeError(
-        f"{name} is a JAX tracer ({type(x).__name__}): under jax.jit, grad or vmap it stands for "
-        "an array and holds no numbers; call flashsim.jax.attention there"
+        f"{name} is a JAX tracer ({type(x).__name__}), which holds no numbers; inside jax.jit, "
+        "grad or vmap, call flashsim.jax.attention instead"
     )
 
 
@@ -179,6 +163,6 @@ def _from_dlpack(name: str, x: Any) -> Any:
         return np.asarray(x) if foreign else np.from_dlpack(x)
     except (BufferError, RuntimeError, TypeError, ValueError) as error:
         raise DTypeError(
-            f"{name}, {type(x).__module__}.{type(x).__name__}, cannot be read through DLPack: "
-            f"{error}"
+            f"the array {name} of type {type(x).__module__}.{type(x).__name__} cannot be read "
+            f"through DLPack ({error}); pass a NumPy array"
         ) from error

@@ -1,8 +1,4 @@
-"""Find the shape, the element type and the values of one array of any library.
-
-These functions work on anything with `shape`, `dtype` and `reshape` (NumPy, CuPy, torch), without a
-copy.
-"""
+"""Find the shape, the element type and the values of one array of any library, without a copy."""
 
 from __future__ import annotations
 
@@ -34,7 +30,7 @@ def only_dlpack(x: Any) -> bool:
 
 
 def last_axes(name: str) -> str:
-    """Return a text, for error messages, with the last axes that the argument `name` must have."""
+    """Return the last axes that the array named `name` must have, such as "(n, head_dim)"."""
     if "lse" in name:
         return "(heads, n_q)"
     return "(n_q, n_kv)" if "bias" in name else "(n, head_dim)"
@@ -58,10 +54,9 @@ def shape_of(name: str, x: Any) -> tuple[int, ...]:
     if several and x.strides[-1] != x.itemsize:
         if len(shape) > 1 and x.strides[-2] == x.itemsize:
             raise ShapeError(
-                f"{name} of shape {shape} looks transposed (strides {x.strides} B): its last two "
-                f"axes must be {last_axes(name)}, in the order in which they lie in memory; pass "
-                f"{name} without .T, or, if the transpose is meant, np.ascontiguousarray({name}) "
-                f"({name}.contiguous() in torch)"
+                f"{name} of shape {shape} looks transposed (strides {x.strides} B), but its last "
+                f"two axes must be {last_axes(name)} in memory; pass {name} without .T, or copy "
+                f"it with np.ascontiguousarray({name}), or {name}.contiguous() in torch"
             )
         raise ShapeError(
             f"{name}'s last axis must be contiguous, got strides {x.strides} B for shape {shape}; "
@@ -84,29 +79,31 @@ def require_numpy(backend: str, **arrays: Any) -> None:
     """Raise unless all arguments are NumPy arrays, because `backend` runs on the CPU."""
     for name, x in arrays.items():
         if x is not None and not isinstance(x, np.ndarray):
+            where = f" on {x.device}" if hasattr(x, "device") else ""
+            kind = f"{type(x).__module__}.{type(x).__name__}{where}"
             raise DTypeError(
-                f"backend {backend!r} takes arrays in the CPU's memory, got {name} as "
-                f"{type(x).__module__}.{type(x).__name__}"
-                f"{f' on {x.device}' if hasattr(x, 'device') else ''}; move it to the CPU, or pass "
-                "the name of a GPU backend as backend="
+                f"backend {backend!r} takes arrays in the CPU's memory, but {name} is a {kind}; "
+                f"move {name} to the CPU, or pass the name of a GPU backend as backend="
             )
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """Return `array` if its shape and dtype are those of `like`; error texts call it `what`."""
+    """Return `array`; raise unless it has the shape and dtype of `like`, whose name is `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
-        raise ShapeError(f"{name} must have {what}'s shape {wanted}, got {shape}")
+        raise ShapeError(
+            f"{name} must have the same shape as {what}, which is {wanted}, got {shape}"
+        )
     if array.dtype != like.dtype and dtype_name(array) != dtype_name(like):
         raise DTypeError(
-            f"{name} must have {what}'s dtype {dtype_name(like)}, got {dtype_name(array)}; "
-            f"convert it with {name}.astype(...)"
+            f"{name} must have the same dtype as {what}, which is {dtype_name(like)}, got "
+            f"{dtype_name(array)}; convert it with {name}.astype(...)"
         )
     return array
 
 
 def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless `array` has the shape and type that the forward pass returns."""
+    """Raise unless `array` has the shape and dtype that an earlier `run` returned."""
     got = tuple(shape_of(name, array)), dtype_name(array)
     if got[0] != shape:
         raise ShapeError(f"{name} must have the shape that run returned, {shape}, got {got[0]}")
@@ -139,10 +136,7 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Warn if results contain NaN or infinity although all inputs are finite.
-
-    A bias may contain -inf, which masks a score.
-    """
+    """Warn of NaN or infinity in results if the inputs have none; a bias may contain -inf."""
     for name, x in results.items():
         bad = _not_finite(x)
         if not bad:

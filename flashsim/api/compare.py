@@ -1,7 +1,4 @@
-"""`compare`: several algorithms on the same inputs, side by side in one table.
-
-`side_by_side` makes the same table from counts, without running anything.
-"""
+"""`compare`: several algorithms on the same inputs, side by side in one table."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ from flashsim.trace.trace import Trace
 @own_errors
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(report.Tabled):
-    """The results of several algorithms on the same inputs; prints as one table.
+    """Results of several algorithms on the same inputs; printing them shows one table.
 
     Attributes
     ----------
@@ -48,7 +45,7 @@ class Comparison(report.Tabled):
 
     @property
     def traces(self) -> list[Trace]:
-        """All recorded traces: those of forward passes, then those of backward passes."""
+        """Return all recorded traces, first of the forward passes, then of the backward passes."""
         runs: list[Result | Gradients] = [*self.results.values(), *self.gradients.values()]
         return [r.trace for r in runs if r.traced]
 
@@ -80,10 +77,7 @@ class Comparison(report.Tabled):
 
 
 def side_by_side(sources: Sequence[questions.Answers]) -> report.Table:
-    """Return a table with one row per trace or count: its bytes, intensity and peak SRAM.
-
-    The note under the table says whether all algorithms have the same tile sizes.
-    """
+    """Return a table with one row per trace or count: its bytes, intensity and peak SRAM."""
     first = sources[0]
     tiles = dict.fromkeys(str(source.tiling) for source in sources)
     table = report.Table(
@@ -165,7 +159,7 @@ def compare(
     if not isinstance(algorithms, (list, tuple)) or not algorithms:
         raise OptionError(
             f"algorithms must be a non-empty list of names, got {shown(algorithms)}; "
-            + choices(algorithms, plans.ALGORITHMS)
+            f"choose from {choices(algorithms, plans.ALGORITHMS)}"
         )
     for name in algorithms:
         plans.check_algorithm(name)

@@ -34,13 +34,7 @@ class Estimate:
 
 
 def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
-    """Return the estimated time and memory of simulating these passes and keeping their results.
-
-    Raises
-    ------
-    OptionError
-        If that is more than this machine's memory.
-    """
+    """Estimate the time and memory of simulating passes; raise if memory does not suffice."""
     seconds, nbytes = 0.0, 0
     for t in passes:
         visits = sum(t.schedule(stage).sums.visits for stage in t.stages)
@@ -54,13 +48,7 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
-    """Estimate the cost of replaying the requests of these passes through a model of the L2 cache.
-
-    Raises
-    ------
-    OptionError
-        If that is more than this machine's memory.
-    """
+    """Estimate the cost of replaying passes in a simulated L2; raise if memory is too small."""
     each = [requests(stage, t.schedule(stage)) for t in passes for stage in t.stages]
     nbytes = max(each) * REQUEST_BYTES[at_every_size]
     fits(nbytes, "larger tiles or fewer heads make fewer requests")

@@ -21,10 +21,10 @@ from flashsim.schedule.split import check_splits
 class DecodeOptions:
     """The options of ``algorithm="flash-decode"``, checked when the object is created.
 
-    Pass the object to `run`, `compare`, `count` or `predict` as ``decode=``. Each field can also be
-    passed to these functions as a keyword of the same name. Arrays are kept by reference, so a
-    server can change the lengths in place between calls. Two `DecodeOptions` are equal only if they
-    are the same object.
+    Pass the object to `run`, `compare`, `count` or `predict` as ``decode=``. `run` and the others
+    also take each field as a keyword of the same name. Arrays are kept by reference, so a server
+    can change the cache's lengths in place between calls. Two `DecodeOptions` are equal only if
+    they are the same object.
 
     Attributes
     ----------
@@ -86,10 +86,7 @@ class DecodeOptions:
 
 
 def _check_lengths(lengths: Any) -> None:
-    """Raise unless `lengths` is a one-dimensional array of integers.
-
-    An array on a GPU is not read.
-    """
+    """Raise unless `lengths` is one integer per batch entry; an array on a GPU is not read."""
     if hasattr(lengths, "shape") and hasattr(lengths, "dtype"):
         kind = str(lengths.dtype).removeprefix("torch.")
         if len(lengths.shape) != 1 or not kind.startswith(("int", "uint")):
@@ -110,14 +107,7 @@ def _check_lengths(lengths: Any) -> None:
 
 
 def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[str]) -> Any:
-    """Return a call's keywords, to which the fields of `decode` are added.
-
-    Raises
-    ------
-    DTypeError, OptionError
-        If `decode` is not a `DecodeOptions`, if a field is passed twice, or if none of the
-        algorithms splits the keys.
-    """
+    """Return a call's keywords plus the fields of its `DecodeOptions`; raise if they conflict."""
     if decode is None:
         return options
     if not isinstance(decode, DecodeOptions):
@@ -125,8 +115,8 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
     names = list(algorithms)
     if not any(plans.splits_keys(plans.check_algorithm(name)) for name in names):
         raise OptionError(
-            f"decode= is for algorithm='flash-decode', which splits the keys; {names[0]!r} "
-            "processes all keys of a query tile in one loop: leave out decode="
+            "decode= works only with algorithm='flash-decode', which splits the keys; leave out "
+            f"decode= for {names[0]!r}, which does not split them"
         )
     fields = decode.keywords()
     for name in DecodeOptions.__dataclass_fields__:
@@ -139,15 +129,7 @@ def with_fields(options: Mapping[str, Any], decode: Any, algorithms: Iterable[st
 
 
 def counted_fields(problem: Problem, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a closed-form count takes besides its problem.
-
-    Fields about pages and about V must agree with the problem, which has them already.
-
-    Raises
-    ------
-    OptionError
-        If they do not agree.
-    """
+    """Return the decoding options for `count`; raise if they contradict the problem's fields."""
     rest = dict(fields)
     rest.pop("workspace", None)
     if rest.pop("block_table", None) is not None and problem.page_size is None:

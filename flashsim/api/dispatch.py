@@ -14,27 +14,13 @@ ON_CPU = ("simulator", "numba")
 
 
 def backend_name(name: Any, possible: Iterable[str] = BACKENDS) -> str:
-    """Return the backend for `name`; "numpy" is the simulator's older name.
-
-    Raises
-    ------
-    OptionError
-        If `name` is not one of the possible backends.
-    """
+    """Return a backend's name, "simulator" for the older "numpy"; raise unless it is `possible`."""
     simulator = isinstance(name, str) and name == "numpy"
     return checks.one_of("backend", "simulator" if simulator else name, possible)
 
 
 def engine(name: str) -> Engine:
-    """Return the backend's engine, which is imported at first use.
-
-    Raises
-    ------
-    OptionError
-        If no engine has this name.
-    BackendUnavailable
-        If a package that it needs is not installed.
-    """
+    """Return a backend's engine, imported at first use; raise if a package is not installed."""
     name = backend_name(name)
     if name == "simulator":
         import flashsim.engines.simulator as simulator

@@ -101,8 +101,7 @@ def run(
         "teaching" kernels of "numba_cuda" record no timeline, so that backend has no timeline in
         float32.
     decode : DecodeOptions, optional
-        The options of "flash-decode" in one object, for "simulator" and "cupy". They are listed
-        there.
+        The options of "flash-decode" in one object, for "simulator" and "cupy".
     **options
         Options of the backend and the algorithm:
 
@@ -178,7 +177,7 @@ def backward(
     captured: bool | Sequence[str] | None = None,
     **question: Any,
 ) -> Gradients:
-    """Compute attention's gradients from its inputs, `out`, `lse` and `dout`; P is recomputed.
+    """Compute gradients of attention from q, k, v, `out`, `lse` and `dout`; P is recomputed.
 
     Parameters
     ----------

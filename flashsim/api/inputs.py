@@ -36,19 +36,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keyword arguments of `run` or `backward`, with their defaults; arrays are not among them.
-
-    Attributes
-    ----------
-    causal .. cu_seqlens_k, mask_mod, score_mod
-        The problem to solve: see `flashsim.Problem`.
-    sinks : array (heads,), optional
-        See `flashsim.run`.
-    algorithm .. trace
-        How to solve it: see `flashsim.run`.
-    options : tuple of (name, value)
-        The options of the backend.
-    """
+    """All keyword arguments of `run` or `backward` except `bias`, with their defaults."""
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -74,9 +62,9 @@ class Request(NamedTuple):
 class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
-    `empty` says whether the batch, the queries or the keys have size 0. If so, the problem has size
-    1 for that axis, and neither offsets nor a block mask nor functions. `captured` holds the arrays
-    that the score function captures, as the user passed them.
+    If the batch, the queries or the keys have size 0, `empty` is True. An empty problem has size 1
+    instead of 0, and no offsets, block mask or functions. `captured` holds the arrays that the
+    score function captures, as the user passed them.
     """
 
     problem: Problem
@@ -93,10 +81,10 @@ class Inputs(NamedTuple):
 
 
 def offsets(cu_seqlens: Any) -> Any:
-    """Return the offsets of packed sequences; a tensor is converted to a tuple.
+    """Return the offsets of packed sequences; convert a tensor to a tuple.
 
-    The conversion is needed because a tensor may change later, and a tensor's hash is only its id.
-    Reading a tensor that is on a GPU waits for the GPU.
+    A tensor cannot be a cache key, because it may change later. Reading a tensor from a GPU waits
+    for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -116,15 +104,15 @@ def check_key_order(key_order: str) -> Any:
 
 
 def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
-    """Return `trace` unchanged; raise if it is no trace mode, or the backend cannot record it."""
+    """Return `trace`; raise unless it is True, False or, on a GPU backend, "timeline"."""
     timeline = isinstance(trace, str) and trace == "timeline"
     if not timeline and not isinstance(trace, (bool, np.bool_)):
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
     if timeline and backend in ON_CPU:
         raise UnsupportedError(
             "trace='timeline' records when a GPU ran each part of the work, so it needs one of "
-            f"the backends {' and '.join(b for b in BACKENDS if b not in ON_CPU)}; pass one as "
-            "backend=, or pass trace=True"
+            f"the GPU backends ({' and '.join(b for b in BACKENDS if b not in ON_CPU)}); pass "
+            "one as backend=, or pass trace=True"
         )
     return trace if timeline else bool(trace)
 
@@ -144,13 +132,8 @@ def prepare(
 ) -> Inputs:
     """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
-    `may_be_empty` says whether the batch, the queries or the keys may have size 0. `on_cpu` says
-    whether the engine takes captured arrays as NumPy arrays.
-
-    Raises
-    ------
-    ShapeError, DTypeError, OptionError, MaskError
-        Each message says what was wrong, what was passed and what is possible.
+    With `may_be_empty`, the batch, the queries or the keys may have size 0. With `on_cpu`, captured
+    arrays are converted to NumPy arrays.
     """
     shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:
@@ -234,11 +217,9 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return V, and whether V consists of the first `head_dim_v` columns of k.
+    """Return V, and whether V is the first `head_dim_v` columns of k, in which case `v` is None.
 
-    If it does, `v` must be None.
-
-    The function removes `head_dim_v` from `options`.
+    `head_dim_v` is removed from `options`.
     """
     width = options.pop("head_dim_v", None)
     if width is None:
@@ -251,8 +232,8 @@ def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
     width = checks.positive_int("head_dim_v", width)
     if width > shape_of("k", k)[-1]:
         raise ShapeError(
-            f"V is the first head_dim_v columns of k, {tuple(k.shape)}: head_dim_v must be at most "
-            f"{k.shape[-1]}, got {width}"
+            f"head_dim_v must be at most {k.shape[-1]}, because V is the first head_dim_v columns "
+            f"of k, whose shape is {tuple(k.shape)}; got {width}"
         )
     return k[..., :width], True
 
@@ -262,8 +243,8 @@ def check_decoding(algorithm: str, options: Iterable[str]) -> None:
     used = [name for name in options if name in DECODING]
     if used and not plans.splits_keys(algorithm):
         raise OptionError(
-            f"{algorithm!r} takes no {', '.join(used)}: it processes all keys of a query tile in "
-            "one loop; use algorithm='flash-decode', which splits the keys"
+            f"{algorithm!r} does not take {', '.join(used)}, because it processes all keys of a "
+            "query tile in one loop; use algorithm='flash-decode', which splits the keys"
         )
 
 
@@ -284,7 +265,7 @@ def _same_ndim(shapes: tuple[tuple[int, ...], ...], may_be_empty: bool) -> int:
 
 
 def _check_offsets(of_q: Any, of_k: Any, batch: int, n_q: int, n_kv: int) -> None:
-    """Raise `ShapeError` unless the offsets of sequences without queries or keys are valid."""
+    """Raise `ShapeError` unless `cu_seqlens` are valid for arrays without any query or key."""
     if batch != 1:
         raise ShapeError(
             "with cu_seqlens, all sequences are packed into one batch entry, so batch must "
@@ -309,10 +290,10 @@ def _check_shapes(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) ->
         raise ShapeError(f"k and v must have the same number of heads, got {_named(shapes)}")
     if q[3] != k[3]:
         hint = "; k looks transposed: its rows are keys" if q[3] == k[2] else ""
-        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes)}{hint}")
+        raise ShapeError(f"q and k must have the same head_dim, got {_named(shapes) + hint}")
     if k[2] != v[2]:
         hint = "; v looks transposed: its rows are values" if k[2] == v[3] else ""
-        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes)}{hint}")
+        raise ShapeError(f"k and v must have the same number of rows, got {_named(shapes) + hint}")
 
 
 def _named(shapes: Iterable[tuple[int, ...]]) -> str:
@@ -323,11 +304,13 @@ def _bias_shape(bias: Any, dtype: str, full: tuple[int, ...]) -> tuple[int, ...]
     shape = shape_of("bias", bias)
     if name_of(bias.dtype) != dtype:
         whose = "out" if dtype == "bfloat16" else "q"  # as FP8 inputs have it, whose out is wider
-        raise DTypeError(f"bias must have {whose}'s dtype {dtype}, got {name_of(bias.dtype)}")
+        raise DTypeError(
+            f"bias must have the same dtype as {whose}, which is {dtype}, got {name_of(bias.dtype)}"
+        )
     if not 2 <= len(shape) <= 4 or shape[-2:] != full[2:]:
         raise ShapeError(
-            f"bias must be (1 or {full[0]}, 1 or {full[1]}, {full[2]}, {full[3]}), leading axes "
-            f"optional, got {shape}"
+            f"bias must have shape {tuple(full)}, of which the first two lengths may also be 1 or "
+            f"missing; got {shape}"
         )
     return (1,) * (4 - len(shape)) + shape
 

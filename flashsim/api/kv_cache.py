@@ -1,8 +1,7 @@
 """Build the `Problem` of a KV cache whose entries differ in length or share a prefix.
 
-Each batch entry becomes a packed sequence of its live keys (the keys in use), which `Schedule`
-already supports. The arrays are not changed: the engine gets `cache_seqlens` and `block_table`
-among its options.
+Each batch entry becomes a packed sequence of its live keys (the keys in use). The arrays are not
+changed: the engine gets `cache_seqlens` and `block_table` among its options.
 """
 
 from __future__ import annotations
@@ -24,14 +23,9 @@ CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 
 
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
-    """Return the shapes of q, k and v as if each entry's pages were joined into one row of keys.
+    """Return the shapes of q, k and v as if each batch entry's pages were joined to one array.
 
     Only the block table's shape and type are read, so a table on a GPU causes no wait.
-
-    Raises
-    ------
-    ShapeError, DTypeError
-        If the table does not have one row per entry, or the pages of K and V do not match.
     """
     q, k, v = shapes
     table = check_table_kind(block_table)
@@ -64,22 +58,11 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
 def live_problem(
     whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
-    """Return the `Problem` of the live keys, and the options with integer lengths and pages.
+    """Return the `Problem` of a cache's live keys, and `options` with checked lengths and pages.
 
-    Parameters
-    ----------
-    whole : Problem
-        The problem of q, k and v if every key of the cache were live.
-    options : mapping
-        Some of these. `cache_seqlens`, (batch,): live keys per batch entry. `block_table`, (batch,
-        max_pages). `shared_prefix`: the number of keys that all entries begin with.
-    pool : tuple of int
-        The shape of k if there is a `block_table`.
-
-    Raises
-    ------
-    ShapeError, OptionError, UnsupportedError
-        The message names the entry.
+    `whole` is the problem in which every key of the cache is live. `options` may contain
+    `cache_seqlens`, `block_table` and `shared_prefix`, as in `DecodeOptions`. `pool` is the shape
+    of k if there is a `block_table`.
     """
     lengths = live_lengths(whole, options)
     if not any(lengths):
@@ -107,14 +90,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return how many keys of each batch entry are in use.
-
-    The arguments are those of `live_problem`.
-
-    Raises
-    ------
-    ShapeError, OptionError, UnsupportedError
-    """
+    """Return how many keys each batch entry uses; the arguments are those of `live_problem`."""
     lengths = live_keys.live_lengths(
         options.get("cache_seqlens"), whole.batch, whole.n_kv, paged="block_table" in options
     )
@@ -131,21 +107,21 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_alike(prefix: int, **caches: np.ndarray) -> None:
-    """Raise `OptionError` unless the first `prefix` keys of all entries are equal, bit for bit."""
+    """Raise `OptionError` unless all batch entries' first `prefix` keys are equal, bit for bit."""
     for name, x in caches.items():
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
             raise OptionError(
-                f"the first {prefix:,} keys are not shared: those of {name}[{b}] differ from "
-                f"those of {name}[0]; set shared_prefix= to the number of leading keys that are "
-                "the same in all entries"
+                f"the first {prefix:,} keys must be the same in all batch entries, but those of "
+                f"{name}[{b}] differ from those of {name}[0]; set shared_prefix= to the number of "
+                "leading keys that all entries share"
             )
 
 
 def _checked_table(
     said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
-    """Return the block table as int64, after checking that the pool has all pages of live keys.
+    """Return the block table as int64, after checking that the pool has every page of live keys.
 
     The pages of a shared prefix must be the same in every row.
     """

@@ -25,7 +25,7 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     key of one set (lse = -inf, out = 0), the row's result is that of the other set.
 
     `lse_a` and `lse_b` are natural logarithms. Some libraries, such as FlashInfer, return an LSE to
-    base 2. Multiply such an LSE by ``math.log(2)``.
+    base 2; multiply an LSE to base 2 by ``math.log(2)``.
 
     Parameters
     ----------
@@ -53,8 +53,8 @@ def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     check_like("lse_b", lse_b, lse_a, "lse_a")
     if lse_a.shape != out_a.shape[:-1]:
         raise ShapeError(
-            f"lse_a must have out_a's shape without its last axis, {out_a.shape[:-1]}, got "
-            f"{lse_a.shape}"
+            "lse_a must have the shape of out_a without its last axis, which is "
+            f"{out_a.shape[:-1]}, got {lse_a.shape}"
         )
     for name, x in (("out_a", out_a), ("lse_a", lse_a)):
         checks.one_of(f"dtype of {name}", dtype_name(x), WIDE)
@@ -82,7 +82,6 @@ def _check_lse(**arrays: Any) -> None:
             bad = int((~(lse < np.inf)).sum())
         if bad:
             raise OptionError(
-                f"{name} contains {bad:,} values that cannot be an LSE (NaN or +inf): an LSE is "
-                "the natural log of a row's sum of exponentials, and -inf for a row that sees no "
-                "key; multiply a base-2 LSE by math.log(2)"
+                f"{name} contains {bad:,} NaN or +inf values, but an LSE, a natural logarithm, is "
+                "finite, or -inf for a row that sees no key; multiply a base-2 LSE by math.log(2)"
             )

@@ -25,7 +25,7 @@ ROTATIONS = ("hadamard",)
 class Quantized:
     """Attention inputs in FP8, with scales by which the elements are multiplied.
 
-    To run attention on such inputs `x`: ``flashsim.run(x.q, x.k, x.v, **x.options)``.
+    To run attention on a `Quantized` object `x`: ``flashsim.run(x.q, x.k, x.v, **x.options)``.
 
     Attributes
     ----------
@@ -67,13 +67,13 @@ class Quantized:
 
     @property
     def options(self) -> dict[str, Any]:
-        """The keywords of `flashsim.run` for these inputs."""
+        """Return the keywords to pass to `flashsim.run` together with q, k and v."""
         block = {} if self.block is None else {"scale_block": self.block}
         extra = {} if self.v_transposed is None else {"v_transposed": self.v_transposed}
         return {"scales": self.scales, **block, **extra}
 
     def dequantized(self) -> tuple[Any, Any, Any]:
-        """The inputs q, k and v in float32, with scales applied and the rotation undone."""
+        """Return q, k and v in float32, with scales applied and the rotation undone."""
         rows = self.block or (1, 1)
         sides = {"q": rows[0], "k": rows[1], "v": rows[1]}
         arrays = []
@@ -89,7 +89,7 @@ class Quantized:
         return q, k, v
 
     def unrotated(self, x: Any) -> Any:
-        """Undo the rotation of q or k, or of their gradients; out and dv are never rotated."""
+        """Undo the rotation of q, k, dq or dk; out and dv are never rotated."""
         if self.signs is None:
             return x
         host, (here,) = array_libraries.take_anywhere(x=x)
@@ -191,7 +191,7 @@ def quantize(
 def _on_gpu(
     prepared: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
-    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`; the number of axes is kept."""
+    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`, and keep the number of axes."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = prepared.problem
@@ -211,7 +211,7 @@ def _on_gpu(
 def _quantized(
     x: np.ndarray, granularity: str, side: int, dtype: str
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return `x` in FP8, and its scales."""
+    """Return the array `x` rounded to FP8, and its float32 scales."""
     import ml_dtypes
 
     kind = numpy_dtype(dtype)

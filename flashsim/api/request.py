@@ -37,9 +37,7 @@ _OR_NONE = {*CACHES, "precision"}
 class Checked:
     """A call that passed every check: its job, its engine, and the library of its arrays.
 
-    `empty` says whether the batch, the queries or the keys have size 0; then the engine is
-    `Nothing`. `captured` holds the arrays that the score function captures, as the user passed
-    them.
+    If the batch, the queries or the keys have size 0, `empty` is True and the engine is `Nothing`.
     """
 
     engine: Engine
@@ -52,10 +50,7 @@ class Checked:
     captured: tuple[Any, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return this object's state without the engine, so that a `Result` can be pickled.
-
-        The engine is a module, which unpickling finds by its name.
-        """
+        """Return the object's state without the engine, a module that cannot be pickled."""
         return {name: x for name, x in self.__dict__.items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -63,10 +58,10 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """Return the job that was checked, on other arrays of the same shapes and types.
+        """Return a copy of an already checked job, with other arrays of the same shapes and types.
 
-        The job keeps its memo (cached values that do not depend on the arrays' content) if the
-        checks saw every value that it may depend on.
+        The new job shares the old job's memo (cached values) only if no bias, mask or unchecked
+        option can change these values.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)
@@ -90,8 +85,8 @@ class Checked:
     ) -> Job:
         """Return the `Job` of the backward pass that follows the forward pass `mine`.
 
-        `dlse` says whether the caller passes a gradient of the LSE. `captured` names the captured
-        arrays of the score function whose gradients the caller wants.
+        With `dlse`, the caller passes a gradient of the LSE. `captured` names the captured arrays
+        of the score function whose gradients the caller wants.
         """
         engine = self.engine
         form = plans.backward_form(mine.algorithm, deterministic)  # raises if there is none
@@ -135,7 +130,7 @@ _SEEN_LATER = frozenset({"cache_seqlens", "block_table", "workspace"})
 
 
 def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Checked, Job]:
-    """Return a call's `Checked` and its job on these arrays; an equal call is not checked again."""
+    """Check a call, unless an equal call was checked before; return its `Checked` and `Job`."""
     if request.backend == "numpy":
         request = request._replace(backend="simulator")
     host = array_libraries.ANY
@@ -166,7 +161,7 @@ def ask(request: Request, q: Any, k: Any, v: Any, bias: Any = None) -> tuple[Che
 def _key(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> tuple[Any, ...] | None:
-    """Return a call's cache key for arrays like these, or None if it is to be checked each time.
+    """Return the key under which a call's checks are cached, or None if each call must be checked.
 
     True and 1 are equal in Python, so the key holds types as well as values.
     """
@@ -208,7 +203,7 @@ def _options(request: Request) -> dict[str, Any]:
 def _check(
     request: Request, host: array_libraries.Host, q: Any, k: Any, v: Any, bias: Any
 ) -> Checked:
-    """Check a call on these arrays and return it as `Checked`; raise if a check fails."""
+    """Run every check of a call, and return the call as `Checked`."""
     backend, algorithm, options = request.backend, request.algorithm, _options(request)
     engine = dispatch.engine(backend)
     if "precision" in options:
@@ -288,10 +283,7 @@ def _check(
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first unknown option that belongs to another backend.
-
-    Backends that are not installed are not considered.
-    """
+    """Raise `UnknownArgumentError` if an option is valid only for other installed backends."""
     for name in unknown:
         having = []
         for other in dispatch.BACKENDS:
@@ -300,8 +292,8 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
                     having.append(f"backend={other!r}")
         if having:
             raise UnknownArgumentError(
-                f"run() has no argument {name!r} with backend={backend!r}; "
-                f"{' and '.join(having)} {'has' if len(having) == 1 else 'have'} it"
+                f"run() has no argument {name!r} with backend={backend!r}, but with "
+                f"{', '.join(having)}; use one of these backends, or leave out the argument"
             )
 
 

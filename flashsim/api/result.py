@@ -36,12 +36,12 @@ class _Pass:
 
     @property
     def traced(self) -> bool:
-        """Whether a trace of the pass was recorded."""
+        """Return whether a trace of the pass was recorded."""
         return self._trace is not None
 
     @property
     def trace(self) -> Trace:
-        """The trace, which has every transfer of the pass.
+        """Return the trace, which lists every transfer of the pass.
 
         Raises
         ------
@@ -124,7 +124,7 @@ class Result(_Pass):
 
     @property
     def problem(self) -> Problem:
-        """The attention problem that was solved.
+        """Return the attention problem that was solved.
 
         Raises
         ------
@@ -133,17 +133,17 @@ class Result(_Pass):
         """
         if self._asked.empty:
             raise UnsupportedError(
-                "the arrays of this call have an axis of length 0, and no flashsim.Problem "
-                "describes them: its sizes must all be at least 1"
+                "no flashsim.Problem describes this call, because its arrays have an axis of "
+                "length 0; pass arrays whose axes all have a length of at least 1"
             )
         return self._job.problem
 
     @property
     def copied(self) -> Mapping[str, int]:
-        """Bytes of each input that was copied on the GPU, because its kernels cannot read it.
+        """Return the bytes of each input that was copied because GPU kernels cannot read it as is.
 
         The GPU kernels read rows in 16-byte pieces on 16-byte boundaries, so a head_dim that is not
-        a multiple of 8 is padded. A trace counts neither padding nor such copies.
+        a multiple of 8 is padded. A trace counts neither padding nor copies.
         """
         return self._saved.get("copied", {})
 
@@ -160,12 +160,12 @@ class Result(_Pass):
         """Compute the gradients with the algorithm of the forward pass, recomputing P.
 
         The FlashAttention-2 paper's backward pass (Algorithm 2 of arXiv:2307.08691) is one KV-outer
-        pass that adds to dQ by atomics; flashsim calls it "flash2-fused". The backward pass of
-        "flash2" has three parts and no atomics: delta; dK and dV; dQ. Because the dQ pass
+        pass that adds to dQ by atomics; flashsim calls it "flash2-fused". "flash2" runs three
+        passes without atomics: one for delta, one for dK and dV, one for dQ. Because the dQ pass
         recomputes the scores, "flash2" takes 7 matrix products instead of 5.
 
-        This method reads the inputs of `run`, `out` and `lse` without a copy, so do not change them
-        in place before you call it.
+        Do not change the inputs of `run`, `out` or `lse` in place before you call this method,
+        because it reads them without a copy.
 
         Parameters
         ----------
@@ -218,10 +218,7 @@ def gradients(
     trace: bool | str | None,
     captured: bool | Sequence[str] | None = None,
 ) -> Gradients:
-    """Run the backward pass that follows the forward pass `mine`.
-
-    `dout` must have the shape and type of `out`. `dlse` must be None or have those of `lse`.
-    """
+    """Run the backward pass that follows the forward pass `mine`."""
     on_cpu = asked.backend in dispatch.ON_CPU
     alike = None if on_cpu else _alike(mine, dout, dlse, tiling, deterministic, trace)
     if mine.problem.score_mod is not None or mine.bias is not None:
@@ -298,10 +295,7 @@ def _captured(
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
-    """Return a cache key of all values that a GPU backward pass checks.
-
-    The result is None if the pass has to be checked each time.
-    """
+    """Return a cache key for a GPU backward pass's checks, or None if each call must be checked."""
     arrays = (dout,) if dlse is None else (dout, dlse)
     if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in arrays):
         return None

@@ -89,7 +89,7 @@ def load_sample_trace(name: str = "h200-forward") -> Trace:
 
 
 class RandomInputs(NamedTuple):
-    """Return standard normal 4-D arrays of a problem's shapes and dtype."""
+    """Standard normal 4-D arrays q, k, v and dout of a problem's shapes and dtype."""
 
     q: np.ndarray
     k: np.ndarray

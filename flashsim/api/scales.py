@@ -19,15 +19,7 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return the three scales, with plain numbers converted to float32 arrays.
-
-    The result is None if `scales` is "unscaled".
-
-    Raises
-    ------
-    DTypeError
-        If `scales` does not have three values.
-    """
+    """Return a call's three scales, with numbers as float32 arrays; None for "unscaled"."""
     if isinstance(scales, str) and scales == UNSCALED:
         return None
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
@@ -47,16 +39,16 @@ def _number(value: Any) -> Any:
 
 
 def require(dtype: str) -> None:
-    """Raise an `OptionError` that says that FP8 inputs need `scales`, which may be "unscaled"."""
+    """Raise an `OptionError` that says that inputs of the FP8 type `dtype` need `scales`."""
     raise OptionError(
-        f"q, k and v are {dtype}, and FP8 elements need scales: pass scales=(q_scale, k_scale, "
-        "v_scale), which flashsim.quantize returns in x.options (run(x.q, x.k, x.v, "
-        f"**x.options)), or scales={UNSCALED!r} if all scales are 1"
+        f"q, k and v are {dtype}, and FP8 inputs need scales; pass the options that "
+        "flashsim.quantize returns, as in run(x.q, x.k, x.v, **x.options), or "
+        f"scales={UNSCALED!r} if all scales are 1"
     )
 
 
 def refuse(dtype: str, who: str) -> None:
-    """Raise `UnsupportedError` if `dtype` is FP8: the function named `who` takes no scales."""
+    """Raise `UnsupportedError` if `dtype` is FP8, because the caller `who` takes no scales."""
     if dtype in checks.FP8:
         raise UnsupportedError(
             f"{who} takes no scales=, but {dtype} inputs need scales; convert to bfloat16, or "
@@ -67,15 +59,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return the value of `Problem.scales` for scales of these shapes.
-
-    The number `ndim` is the number of q's axes.
-
-    Raises
-    ------
-    DTypeError, ShapeError, OptionError
-        If these are not three arrays of one granularity, or the length of a block is unknown.
-    """
+    """Return the unit with one FP8 scale: "tensor", "head" or a block, (rows of q, rows of k)."""
     if scales is None:
         if block is not None:
             raise OptionError(
@@ -100,9 +84,9 @@ def granularity(
     else:
         shapes = ", ".join(str(np.shape(scale)) for scale in scales)
         raise ShapeError(
-            "the scales of q, k and v must all have shape () (one per tensor), (batch, heads) "
-            "(one per head) or (batch, heads, blocks) (one per block), without batch or heads "
-            f"if q has no such axis; got shapes {shapes}"
+            "the scales of q, k and v must all have shape () for one per tensor, (batch, heads) "
+            "for one per head, or (batch, heads, blocks) for one per block, except for axes that "
+            f"q lacks; got shapes {shapes}"
         )
     if block is not None:
         raise OptionError(
@@ -113,14 +97,9 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """Return the scales of q, k and v, each (), (batch, heads) or (batch, heads, blocks).
+    """Return the scales of q, k and v, of shape (), (batch, heads) or (batch, heads, blocks).
 
-    `values` says whether the scales' numbers are checked: the arrays (of any library) are then read
-    on the CPU.
-
-    Raises
-    ------
-    ShapeError, DTypeError, OptionError
+    With `values`, the numbers are checked too; the scales must then lie in the CPU's memory.
     """
     p, checked_scales = problem, []
     for name, scale in zip(INPUTS, scales, strict=True):

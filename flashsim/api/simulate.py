@@ -140,7 +140,7 @@ def simulate(
     for tensor in (*more, *asked):
         if tensor not in NAMES:
             raise OptionError(
-                f"no input or output is named {shown(tensor)}; {choices(tensor, NAMES)}"
+                f"no input or output is named {shown(tensor)}; choose from {choices(tensor, NAMES)}"
             )
     if not asked or set(asked) & {"Q", "K", "V", *more}:
         raise OptionError(
@@ -187,10 +187,7 @@ def _problem(
     more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """Return four results: the problem, 4-D copies of the inputs, `ndim` and the `Host`.
-
-    The copies are a dict by the names in the papers.
-    """
+    """Return the problem, copies of the inputs by their names in the papers, `ndim` and `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)
@@ -218,7 +215,7 @@ def _squeezed(array: np.ndarray, p: Problem, name: str, ndim: int) -> np.ndarray
 
 
 def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iterable[str]) -> Trace:
-    """Return the trace of a machine's run; `arrays` are its inputs, `asked` its outputs' names."""
+    """Return the trace of a run; `arrays` names the input tensors, `asked` the output tensors."""
     p, hbm = machine.problem, machine.hbm
     backward = any(tensor.startswith("d") for tensor in asked)
     trace = Trace(
@@ -249,11 +246,11 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
 
 
 def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
-    """Raise if the user's function reads an input array itself, because no load would be counted.
+    """Raise if the user's function reads an input array directly: no load would be counted.
 
-    The check looks at the globals, closure and defaults of the function and of the functions inside
-    it. The simulated machine already refuses to store such an array or to combine it with a tile.
-    But the simulated machine would accept the array's numbers one by one.
+    The globals, closures and defaults of the function and of its inner functions are searched. The
+    simulated machine refuses to store an array from outside, or to combine it with a tile. But the
+    machine cannot tell whether a single number comes from an outside array.
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value
@@ -289,7 +286,7 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=64)  # disassembling bytecode costs as much as a small task's tiles
 def global_names(code: CodeType) -> set[str]:
-    """Return the global names that a function, and the functions inside it, read."""
+    """Return the global names that a function and its inner functions read."""
     names = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }

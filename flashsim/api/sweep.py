@@ -1,8 +1,7 @@
 """`sweep`: count many problems, tilings and machines into one table.
 
-A sweep is the Cartesian product of lists of sizes, tilings, algorithms and machines. The points of
-a sweep are independent of each other, so any `concurrent.futures` executor may run the points, on
-one machine or many.
+The points of a sweep (its combinations of values) are independent of each other, so any
+`concurrent.futures` executor may run them.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from flashsim.report import Cell
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The rows of a sweep, in the order of the sweep's lists; prints as one table.
+    """The rows of a sweep, in the order of the sweep's lists; printing them shows one table.
 
     Attributes
     ----------
@@ -65,10 +64,9 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """Return a short table with the parameters that vary between points, and the figures.
+        """Return a short table of the parameters that vary between points, and of the counts.
 
-        The methods and attributes `csv`, `json`, `rows` and `dataframe` have every column, and the
-        full text of each status.
+        `csv`, `json`, `rows` and `dataframe` have every column and the full text of each status.
         """
         told = [  # n_kv is left out if it is always n_q
             name
@@ -102,7 +100,7 @@ class Sweep:
         return self.full_table().json()
 
     def dataframe(self) -> Any:
-        """Return all columns as a `pandas.DataFrame`, in which missing figures are missing values.
+        """Return all columns as a `pandas.DataFrame`, with NA for missing counts.
 
         Raises
         ------
@@ -163,9 +161,9 @@ def sweep(
 ) -> Sweep:
     """Count every combination of sizes, tiles, algorithms and machines.
 
-    Each parameter up to and including `key_order` is one value or a list (a range, an array). All
-    combinations of these values are counted. A combination that is impossible, for example because
-    its tiles do not fit on chip, gets the error as its `status` and does not stop the others.
+    Each parameter from `n_q` to `key_order` is one value or a list (a range, an array). If a
+    combination is impossible, for example because its tiles do not fit on chip, its `status` is the
+    error, and counting goes on.
 
     Parameters
     ----------
@@ -289,7 +287,7 @@ def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
 
 
 def _track(rows: Iterable[Row], total: int, done: int, progress: bool) -> Iterator[Row]:
-    """Yield the same rows, and show a progress bar on a terminal."""
+    """Yield `rows` unchanged, and show a progress bar on a terminal."""
     if not (progress and sys.stderr.isatty()):
         yield from rows
         return

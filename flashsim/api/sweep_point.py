@@ -51,10 +51,7 @@ Key = tuple[Cell, ...]
 
 @dataclass(frozen=True)
 class SweepPoint:
-    """One combination of a sweep's parameters.
-
-    The field `tiling` is a `Tiling`, a preset's name or "fit".
-    """
+    """One combination of a sweep's parameters; `tiling` is a `Tiling`, a preset's name or "fit"."""
 
     method: str
     algorithm: str
@@ -86,7 +83,7 @@ class SweepPoint:
         return key_of(self.parameters())
 
     def parameters(self) -> Row:
-        """Return the parameters as plain values, which are the first columns of the point's row."""
+        """Return the parameters as plain values, for the first columns of the point's row."""
         return {
             **{name: getattr(self, name) for name in PARAMETERS},
             "window": None if self.window is None else f"{self.window[0]},{self.window[1]}",
@@ -96,13 +93,13 @@ class SweepPoint:
         }
 
     def problem(self) -> Problem:
-        """Return the point's `Problem`; raise if its sizes contradict each other."""
+        """Return the point's `Problem`; raise if the point's sizes contradict each other."""
         names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads")
         masks = ("dtype", "causal", "window", "softcap")
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
 
     def tile(self, problem: Problem) -> Tiling:
-        """Return the tiling of this point; raise if none fits or the preset has none."""
+        """Return this point's tiling; raise if no tiling fits, or if the preset has none."""
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":
@@ -111,10 +108,7 @@ class SweepPoint:
 
 
 def seconds(point: SweepPoint) -> float:
-    """Return an estimate of how many seconds `measure` will take.
-
-    The estimate is 0 if a closed form is used or the point is impossible.
-    """
+    """Estimate how many seconds `measure` takes; 0 for a closed form or an impossible point."""
     if point.method == "count":
         return 0.0
     try:
@@ -125,10 +119,7 @@ def seconds(point: SweepPoint) -> float:
 
 
 def measure(point: SweepPoint) -> Row:
-    """Count or run a point, and return its row: its parameters, its figures and its status.
-
-    The status is "ok" or the error.
-    """
+    """Count or run a point; return its row: parameters, figures, and status "ok" or an error."""
     row: Row = {**point.parameters(), **dict.fromkeys(FIGURES)}
     try:
         problem = point.problem()
@@ -154,10 +145,7 @@ def _count(point: SweepPoint, problem: Problem, tiling: Tiling) -> Traffic:
 
 
 def _cost(point: SweepPoint, problem: Problem, tiling: Tiling) -> Estimate:
-    """Return the estimated time and memory of simulating a point.
-
-    If the point is a backward pass, the forward pass before it is included.
-    """
+    """Estimate the time and memory of simulating a point, including its forward pass."""
     passes = [_count(point, problem, tiling)]
     if point.direction == "backward":
         forward = replace(point, direction="forward")
@@ -183,7 +171,7 @@ def _run(point: SweepPoint, problem: Problem, tiling: Tiling) -> Trace:
 
 
 def axis(name: str, value: Any) -> list[Any]:
-    """Return the values of one axis of a sweep, checked, in the form that `SweepPoint` needs."""
+    """Check the values of one axis of a sweep, and return them as `SweepPoint` stores them."""
     pair = name == "window" and isinstance(value, (tuple, list)) and len(value) == 2
     if pair and not any(isinstance(x, (tuple, list)) or x is None for x in value):
         value = [tuple(value)]  # one window, not two values
@@ -240,10 +228,7 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Check the value of one field by making a `Problem` with it, and return the value.
-
-    The `Problem` has the dtype that allows the most values.
-    """
+    """Return a field's value as a `Problem` checks it; float64 problems accept the most values."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 
@@ -254,7 +239,7 @@ def _tiling(name: str, value: Any) -> Tiling | str:
     if not isinstance(value, str) or value not in names:
         raise OptionError(
             f"{name} must hold flashsim.Tiling(block_q, block_k) or names, got {shown(value)}; "
-            + choices(value, names)
+            f"choose from {choices(value, names)}"
         )
     return value
 
@@ -273,7 +258,7 @@ _CHECKS: Mapping[str, Any] = {
 
 
 def key_of(row: Mapping[str, Cell]) -> Key:
-    """Return the parameters in a row, which identify its point."""
+    """Return the parameters in a row of a sweep, which identify the row's point."""
     return tuple(row[name] for name in PARAMETERS)
 
 
@@ -281,14 +266,14 @@ def parse_row(text: Mapping[str, str]) -> Row:
     """Parse a row from the text of its cells; ValueError if `measure` cannot return such a row."""
     row = {name: _cell(name, cell) for name, cell in text.items()}
     if lacks := [name for name in PARAMETERS if row[name] is None and name != "window"]:
-        raise ValueError(f"it has no {', '.join(lacks)}")
+        raise ValueError(f"the row lacks the columns {', '.join(lacks)}")
     status = str(row["status"])
     if status == "ok":
         if lacks := [name for name in FIGURES if row[name] is None]:
-            raise ValueError(f"its status is ok, but it has no {', '.join(lacks)}")
+            raise ValueError(f"the row's status is ok, but it lacks values of {', '.join(lacks)}")
     elif status.partition(":")[0] not in _FAILURES:
         raise ValueError(
-            f"its status must be 'ok' or an error's name and text, got {status[:40]!r}"
+            f"the row's status must be 'ok' or an error's name and text, got {status[:40]!r}"
         )
     return row
 
@@ -318,4 +303,4 @@ _FAILURES = _kinds(FlashSimError) | _kinds(MemoryError)
 
 
 def _bad(text: str) -> bool:
-    raise ValueError(f"{text!r} is not True or False")
+    raise ValueError(f"the row must have True or False in a column of truth values, got {text!r}")

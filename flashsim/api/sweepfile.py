@@ -30,24 +30,13 @@ class SweepFile:
 
     Each row is one line, written at once under a lock, so several processes can add rows. An
     interruption can truncate only the last line; the next writer drops a truncated line. A file
-    with a byte order mark or CRLF, as spreadsheets and editors save it, can be read; new rows keep
-    its line endings.
+    with a byte order mark or CRLF, as spreadsheets save it, can be read; new rows keep its line
+    endings.
 
-    Parameters
-    ----------
-    path : path-like
-        Created, with a header, if it does not exist or is empty.
-    columns : sequence of str
-        The header.
-    parse : callable
-        Turns the text of one line, ``{column: text}``, back into a row; raises ValueError for
-        text that no row has.
-
-    Raises
-    ------
-    OptionError
-        If the folder does not exist, or the file is not of this kind (another header, or a line
-        that cannot be parsed). The file does not change.
+    A missing or empty file gets the header `columns`. `parse` turns the text of one line,
+    ``{column: text}``, back into a row, and raises ValueError for text that no row has. If the
+    folder does not exist, or if the file has another header or an unreadable line, `OptionError` is
+    raised and the file does not change.
     """
 
     def __init__(
@@ -97,13 +86,7 @@ class SweepFile:
             self._write(self._header)
 
     def append(self, row: Row) -> None:
-        """Append one row.
-
-        Raises
-        ------
-        OptionError
-            If the file cannot be written any more, for example because the disk is full.
-        """
+        """Append one row; raise `OptionError` if writing fails, for example on a full disk."""
         try:
             with self._locked():
                 self._drop_truncated_line()
@@ -170,8 +153,8 @@ class SweepFile:
                 rows.append(parse(dict(zip(self.columns, cells, strict=True))))
         except (ValueError, csv.Error) as error:
             raise OptionError(
-                f"{self.path}, line {1 + lines.line_num}: not a row of a sweep ({error}); remove "
-                "the line, or name another file"
+                f"{self.path}, line {1 + lines.line_num}, is not a row of a sweep ({error}); "
+                "remove the line, or name another file"
             ) from None
         return rows
 

@@ -29,16 +29,13 @@ def main() -> None:
 
 
 def _stop(number: int, _: Any) -> NoReturn:
-    """On a signal, exit as after an error, to remove temporary files; a second signal kills."""
+    """Exit on a signal, but remove temporary files first; a second signal kills the process."""
     signal.signal(number, signal.SIG_DFL)
     sys.exit(128 + number)
 
 
 def _ready_streams() -> None:
-    """Let stdout and stderr accept every character, and exit with an error if stdout is closed.
-
-    A standard stream that was closed before Python started is None.
-    """
+    """Let stdout and stderr accept every character; exit with an error if stdout is closed."""
     if sys.stderr is None:  # errors cannot be shown
         sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
     if sys.stdout is None:

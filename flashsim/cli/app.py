@@ -1,6 +1,6 @@
 """The `flashsim` command: prints tables for people, and JSON or CSV for programs.
 
-A command's module is imported only when the command is called, so `flashsim --help` takes its texts
+A command's module is imported only when the command is called. So `flashsim --help` takes its texts
 from the list `COMMANDS`.
 """
 
@@ -139,11 +139,7 @@ _Options = list[tuple[str, str]]
 
 
 class _Command(TyperCommand):
-    """A command whose ``--help`` fits on one screen; ``--help-all`` explains every option in full.
-
-    Groups of options are in the order of PANELS. For an option without a value (a flag), the help
-    shows no kind of value.
-    """
+    """A command whose ``--help`` fits on one screen; ``--help-all`` explains every option."""
 
     explain_all = False
 
@@ -187,7 +183,7 @@ class _Command(TyperCommand):
                 formatter.write_dl(records)
 
     def _groups(self, ctx: Any) -> dict[str, _Options]:
-        """Return each group's options as pairs: the name with its kind of value, and the help."""
+        """Return a dict from group to options: pairs of (name and kind of value, help text)."""
         groups: dict[str, _Options] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -221,7 +217,7 @@ class _Command(TyperCommand):
 
 
 def _write_short(formatter: Any, records: _Options, *, names_only: bool) -> None:
-    """Write one line per option; rarely used options share a line that lists their names."""
+    """Write one line per option. Options for a single algorithm share a line with their names."""
     together: dict[str, list[str]] = {}
     wide = 2 + max(len(name) for name, _ in records)
     for name, text in records:
@@ -253,16 +249,13 @@ _INDENTED: dict[str, Any] = {
 
 
 def _place(parameter: Any) -> int:
-    """Return the index in PANELS of a parameter's group; -1 for arguments and ungrouped options."""
+    """Return the index of a parameter's group in PANELS; -1 for a parameter without a group."""
     panel = getattr(parameter, "rich_help_panel", None)
     return PANELS.index(panel) if panel in PANELS else -1
 
 
 class _Group(TyperGroup):
-    """A group of commands, each of which is imported only when it is called.
-
-    For an error of flashsim, the command prints one line, and the exit code is 2.
-    """
+    """A group of commands, each imported when called; an error prints one line and exits with 2."""
 
     entries: _Entries = COMMANDS
 
@@ -298,7 +291,9 @@ class _Group(TyperGroup):
             _moved(f"flashsim {args[0]}", f"flashsim {MOVED[args[0]]}")
             args = [*MOVED[args[0]].split(), *args[1:]]
         if args[0] not in self.entries:
-            raise OptionError(f"there is no command {args[0]!r}; {choices(args[0], self.entries)}")
+            raise OptionError(
+                f"there is no command {args[0]!r}; choose from {choices(args[0], self.entries)}"
+            )
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:

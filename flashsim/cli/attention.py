@@ -108,8 +108,9 @@ def compare(
 ) -> Tables:
     """Compare algorithms side by side, by formula or (--execute) on tensors.
 
-    All algorithms use the same tile size: 64x64 or, if it does not fit on chip for all of them, the
-    largest of 64x32, 32x32, ... that does. With --tiling fit each algorithm has its own tile size.
+    All algorithms use the same tile size: 64x64 or, if this does not fit on chip for all of them,
+    the largest of 64x32, 32x32, ... that fits. With --tiling fit, each algorithm has its own tile
+    size.
     """
     for name in algorithm:
         plans.check_algorithm(name)
@@ -144,7 +145,7 @@ def compare(
 def _passes(
     whole: Problem, how: opt.Simulated, algorithms: Sequence[tuple[str, opt.Decoding]]
 ) -> list[Traffic]:
-    """Count the requested passes of each algorithm, with its options of decoding, by formula."""
+    """Count each algorithm's forward pass and, if requested, backward pass, by formula."""
     tiles = values.tilings(how, whole, [name for name, _ in algorithms])
     return [
         counting.count(

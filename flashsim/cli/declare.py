@@ -1,9 +1,9 @@
-"""Declare command-line options, single or in bundles (one dataclass per topic), for Typer.
+"""Declare command-line options for Typer: single ones, or bundles (one dataclass per topic).
 
 A command takes a bundle (a dataclass of options) as one parameter, and `spread` turns it into one
-option per field. The parameter's default, if it has one, holds the command's own defaults: ``sizes:
-Sizes = LAYER``. An option that only one command has is declared as a parameter whose default is
-``option(default, help)``.
+option per field. A command can have its own defaults: the default value of the parameter, as in
+``sizes: Sizes = LAYER``. An option that only one command has is declared as a parameter whose
+default is ``option(default, help)``.
 """
 
 from __future__ import annotations
@@ -54,16 +54,16 @@ def option(
     panel: str | None = None,
     **more: Any,
 ) -> Any:
-    """Declare an option: write it as the default of a command's parameter, whose name it gets.
+    """Declare an option as the default of a command's parameter; the parameter names the option.
 
-    `read(name, text)` converts the text to the option's value; for a list, the text has commas. The
-    arguments `more` are passed to `typer.Option`.
+    `read(name, text)` converts the text to the option's value. For a list, commas separate the
+    values in the text. The arguments in `more` are passed to `typer.Option`.
     """
     return _Option(default, help, short, read, more | ({"rich_help_panel": panel} if panel else {}))
 
 
 def in_bundle(default: Any, help: str, short: str = "") -> Any:
-    """Declare an option: write it as the default of a bundle's field, whose name it gets."""
+    """Declare an option as the default of a bundle's field; the field names the option."""
     return field(default=default, metadata={"option": _Option(default, help, short)})
 
 
@@ -102,7 +102,7 @@ def each(convert: Callable[[str], Any]) -> Callable[[str, str], list[Any]]:
 
 
 def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
-    """Return the function that converts text to this list type; None for other types."""
+    """Return a function that converts a text with commas to the list type `kind`, or None."""
     list_type = next((x for x in (kind, *get_args(kind)) if get_origin(x) is list), None)
     return None if list_type is None else each(get_args(list_type)[0])
 
@@ -110,7 +110,7 @@ def _lists(kind: Any) -> Callable[[str, str], list[Any]] | None:
 def pair(
     between: str, convert: Callable[[str], T], takes: str
 ) -> Callable[[str, str], tuple[T, T]]:
-    """Return a function that converts two values around a separator; errors quote `takes`."""
+    """Return a function that converts two values with a separator; errors quote `takes`."""
 
     def read(name: str, text: str) -> tuple[T, T]:
         try:
@@ -123,10 +123,10 @@ def pair(
 
 
 def spread(command: Callable[..., Any], show: Callable[..., None]) -> Callable[..., None]:
-    """Return the command in Typer's form: a parameter per field replaces each bundle.
+    """Return the command for Typer, in which one parameter per field replaces each bundle.
 
-    A parameter of the command replaces the field of the same name. The command's result is printed
-    in the requested `Format`.
+    A parameter of the command replaces a bundle's field of the same name. The returned function
+    prints the command's result in the requested `Format`.
     """
     hints: dict[str, Any] = get_type_hints(command, include_extras=True)
     parameters = inspect.signature(command).parameters
@@ -179,7 +179,7 @@ def _leaves(bundle: Any) -> dict[str, inspect.Parameter]:
 
 
 def _gather(defaults: Any, received: dict[str, Any]) -> Any:
-    """Remove a bundle's values from `received` and build the bundle; others are `defaults`."""
+    """Build a bundle: take values out of `received`, and missing values from `defaults`."""
     return type(defaults)(
         **{
             name: _gather(default, received)
@@ -208,16 +208,15 @@ def refuse_unused(
     only: Iterable[str] | None = None,
     never: Iterable[str] = (),
 ) -> None:
-    """Raise `OptionError` if the user typed options that have no effect in this case.
+    """Raise `OptionError` if the user typed options that have no effect.
 
-    These are the options in `never` or, if `only` is set, all except those in `only` and the output
-    formats.
+    The options in `never` have no effect. If `only` is set, all options except `only` and the
+    output formats have no effect either.
     """
     never, only = set(never), None if only is None else {*only, "json", "csv"}
     idle = [n for n in written(typed) if n in never or (only is not None and n not in only)]
+    if len(idle) == 1:
+        raise OptionError(f"the option {flag(idle[0])} has no effect with {where}; leave it out")
     if idle:
-        them = "it" if len(idle) == 1 else "them"
-        has = "has" if len(idle) == 1 else "have"
-        raise OptionError(
-            f"{', '.join(map(flag, idle))} {has} no effect with {where}; leave {them} out"
-        )
+        options = ", ".join(map(flag, idle))
+        raise OptionError(f"the options {options} have no effect with {where}; leave them out")

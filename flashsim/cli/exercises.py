@@ -85,8 +85,8 @@ def hint(
     hints = shelf.find(name).hints
     if number > len(hints):
         raise OptionError(
-            f"{name} has {len(hints)} hints, got --number {number}; pass a number up to "
-            f"{len(hints)}"
+            f"the exercise {name} has {len(hints)} hints, got --number {number}; pass a number up "
+            f"to {len(hints)}"
         )
     typer.echo(f"{number} of {len(hints)}: {hints[number - 1]}")
 
@@ -100,7 +100,8 @@ def reveal(
     exercise = shelf.find(name)
     if not exercise.revealed:
         raise OptionError(
-            f"the solution of {exercise.name} is not published; `{_hint(exercise)}` shows a hint"
+            f"the solution of {exercise.name} is not published; run `{_hint(exercise)}` to see a "
+            "hint"
         )
     text = f"# flashsim exercise: {exercise.name}\n\n{exercise.solution_source}"
     if out is None:
@@ -191,7 +192,7 @@ def _predict_shape(
     said: tuple[int | None, int | None],
     plot: Path | None,
 ) -> None:
-    """Ask how many bytes attention of the user's shape moves; the answer is counted."""
+    """Ask how many bytes attention of the user's shape moves, and show the counted answer."""
     whole = replace(sizes, **{"n_q": 1024, **sizes.given()})
     counted = values.counted(whole, mask, algorithm, how)
     typer.echo(
@@ -205,7 +206,7 @@ def _predict_shape(
 
 
 def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traffic) -> None:
-    """Ask for guesses that were not passed as options, and show them beside the right answers."""
+    """Ask for the guesses that no option gave, and show all guesses beside the right answers."""
     options = ("loaded", "--loaded"), ("stored", "--stored")
     guesses = [
         _asked(f"bytes {what}", option) if guess is None else guess
@@ -268,17 +269,18 @@ def grade(
             if not kernels:
                 looked = ", ".join(dict.fromkeys(one.path for one in exercises_of([])))
                 raise OptionError(
-                    f"{str(file)!r} contains no file of an exercise, and no folder that does; "
-                    f"looked for {looked}; to give 0 points for missing files, name the exercises "
-                    "with --exercise"
+                    f"neither {str(file)!r} nor a folder in it contains a file of an exercise; "
+                    f"flashsim looked for {looked}. To give 0 points for missing files, name the "
+                    "exercises with --exercise"
                 )
             roots = [file]  # the student's mistake: 0 points, no error
         if roots:
             work = kernels or exercises_of(roots)
             if any((plot, save)) or (gradescope and len(roots) > 1):
                 raise OptionError(
-                    "a folder of submissions was passed, but --plot and --save need a single file, "
-                    "and --gradescope the folder of a single homework; leave out these options"
+                    "--plot and --save need a single file, and --gradescope needs the folder of "
+                    "a single homework, but a folder of submissions was passed; leave out these "
+                    "options"
                 )
             _say_graded(work, chosen=bool(kernels))
             if roots != [file] and (loose := [x.name for x in file.iterdir() if x.is_file()]):
@@ -374,7 +376,7 @@ def _homework(
     form: opt.Format,
     gradescope: Path | None,
 ) -> None:
-    """Print a row for each file and exercise of the homework folders, and each folder's total."""
+    """Print one row per file and exercise of each homework folder, and the folder's total."""
     short, full = Table(f"{len(graded)} homework folders", _COLUMNS), Table("", _ALL_COLUMNS)
     whole = 0
     for root, found in graded:
@@ -390,7 +392,7 @@ def _homework(
 
 
 def _for_gradescope(marks: Marks, path: Path | None) -> None:
-    """Write marks in Gradescope's format if a file was requested."""
+    """If `path` is not None, write the marks there in Gradescope's format."""
     if path is not None:
         with beside(path) as part:
             part.write_text(marks.gradescope(), encoding="utf-8")
@@ -398,7 +400,7 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """Return tables of all graded files: for people with the first reason, else with all."""
+    """Return two lists of tables: for people with one reason per file; for programs with all."""
     short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
     for path, marks in graded:
         _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])
@@ -408,7 +410,7 @@ def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table],
 
 
 def _add(short: Table, full: Table, file: str, exercise: str, every: list[Marks]) -> None:
-    """Add a row to both tables: one file's marks, or a student's total without reasons."""
+    """Add a row to both tables: the marks of one file, or a folder's total without reasons."""
     parts = dict.fromkeys(("results", "safe", "on-chip", "bytes"), 0)
     for mark in (mark for marks in every for mark in marks.marks):
         part = mark.name.split(" ")[0].rstrip(",")

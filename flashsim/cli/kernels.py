@@ -78,7 +78,7 @@ def kernel(
 
     The user's function gets random arrays for parameters such as q, k and v. If no function is
     named, a Triton file runs as a program. The command needs Triton or JAX, but no GPU. FILE.py
-    runs with your user's rights, like any program that you start.
+    runs with your rights, like any program that you start.
     """
     path, function = _split(target)
     names = dict(_pair("--name", pair) for pair in name or ())
@@ -88,7 +88,8 @@ def kernel(
     if any("jax.experimental.pallas" in name for name in imports(text)):
         if not function:
             raise OptionError(
-                f"{path} uses Pallas; name the function that calls pl.pallas_call: FILE.py:function"
+                f"{path} uses Pallas, so name the function that calls pl.pallas_call; pass "
+                "FILE.py:function"
             )
         with beside(path):
             with readers_errors(path):
@@ -185,7 +186,9 @@ def _attribute(module: Any, dotted: str) -> Any:
     for part in dotted.split("."):
         if not hasattr(value, part):
             there = [n for n, x in vars(value).items() if callable(x) and not n.startswith("_")]
-            raise OptionError(f"{module.__file__} has no {dotted!r}; {choices(part, there)}")
+            raise OptionError(
+                f"the file {module.__file__} has no {dotted!r}; choose from {choices(part, there)}"
+            )
         value = getattr(value, part)
     return value
 
@@ -193,12 +196,12 @@ def _attribute(module: Any, dotted: str) -> Any:
 def _pair(option: str, text: str) -> tuple[str, str]:
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise OptionError(f"{option} must be NAME=VALUE, got {text!r}")
+        raise OptionError(f"the option {option} must have the form NAME=VALUE, got {text!r}")
     return name, value
 
 
 def _value(text: str, dtype: str, rng: np.random.Generator) -> Any:
-    """Convert text to a number, a flag or a random array (64x200), or return it unchanged."""
+    """Convert a text: "64x200" to a random array, a Python literal to its value; keep others."""
     if re.fullmatch(r"\d+(x\d+)+", text):
         shape = tuple(int(n) for n in text.split("x"))
         return rng.standard_normal(shape, dtype=np.float32).astype(numpy_dtype(dtype))
@@ -260,18 +263,20 @@ def _call(
         else:
             raise OptionError(
                 f"{name} has a parameter {parameter!r}, which is not the name of an attention "
-                f"tensor; set it with --set {parameter}=VALUE (64x200 is a random array)"
+                f"tensor; set its value with --set {parameter}=VALUE, where a VALUE such as "
+                "64x200 makes a random array"
             )
     for other in settings:
         if other not in parameters:
             raise OptionError(
-                f"--set: {name} has no parameter {other!r}; {choices(other, parameters)}"
+                f"--set names the parameter {other!r}, but {name} has no such parameter; choose "
+                f"from {choices(other, parameters)}"
             )
     return functools.partial(called, **keywords), attention
 
 
 def _given(call: functools.partial[Any]) -> str:
-    """If the user's function raises an error, say with which arguments it was called."""
+    """Return a text for error messages: the arguments with which the user's function was called."""
     words = []
     for name, value in [*((f"argument {n}", x) for n, x in enumerate(call.args)),
                         *call.keywords.items()]:  # fmt: skip
@@ -286,20 +291,22 @@ _GIVEN = ("Q", "K", "V", "O", "L", "dO", "delta")
 
 
 class _Arrays:
-    """Random inputs and the oracle's results, in the shapes that the user's file uses."""
+    """Random inputs and right results, in the shapes and the library of the user's file."""
 
     def __init__(self, p: Problem, axes: int, layout: str, library: str, seed: int) -> None:
         if axes not in (2, 3, 4):
             raise OptionError(f"--ndim must be 2, 3 or 4, got {axes}")
         if layout not in _LAYOUTS:
-            raise OptionError(f"unknown --layout {layout!r}; {choices(layout, _LAYOUTS)}")
+            raise OptionError(
+                f"unknown --layout {layout!r}; choose from {choices(layout, _LAYOUTS)}"
+            )
         self._p, self._axes, self._library = p, axes, library
         self._swapped = layout == "bnhd" and axes == 4
         self._inputs = random_inputs(p, seed)
         self._more: dict[str, np.ndarray] = {}
 
     def of(self, name: str) -> Any:
-        """Return an input or a result by the papers' name for it."""
+        """Return the input or result with this name of the papers, such as "dO"."""
         if self._axes == 2 and self._p.batch * self._p.heads > 1:
             raise OptionError(
                 "q has two axes, so it has one batch entry and one head; pass --batch 1 --heads 1"
@@ -335,11 +342,11 @@ class _Arrays:
 
 
 def _axes(called: Any) -> tuple[str, ...]:
-    """Return the names that a function unpacks a shape to: three for ``heads, n, d = q.shape``.
+    """Return the names to which a function unpacks a shape, such as ``heads, n, d = q.shape``.
 
-    If the function belongs to a `torch.autograd.Function`, the names come from the class's
-    `forward`. The shape of q comes before those of other arrays. Without such a line, no names are
-    returned.
+    If the function unpacks several shapes, the shape of q has priority. For a
+    `torch.autograd.Function`, the names come from its `forward`. If the function unpacks no shape,
+    the result is empty.
     """
     from flashsim.own_kernels.names import paper_name
 
@@ -366,13 +373,13 @@ def _axes(called: Any) -> tuple[str, ...]:
 
 
 def _heads_third(axes: tuple[str, ...]) -> bool:
-    """Whether a function calls the third of four axes heads: ``batch, seqlen, nheads, d``."""
+    """Return whether the third of four names stands for heads: ``batch, seqlen, nheads, d``."""
     head = [bool(re.fullmatch(r"(n|num)?_?(q_?)?h(eads?)?(_?q)?", x, re.I)) for x in axes]
     return len(head) == 4 and head[2] and not head[1]
 
 
 def _written(traced: Any, out: Path) -> list[str]:
-    """Write an HTML page and a plot of the kernel; return one line about each."""
+    """Write an HTML page and a plot of the kernel; return one line of text about each file."""
     from flashsim import viz
 
     out.mkdir(parents=True, exist_ok=True)

@@ -131,7 +131,7 @@ _GPU = "The GPU to simulate; `flashsim study devices` lists them."
 
 @dataclass(frozen=True)
 class One:
-    """Options of a command that handles one pass, forward or backward."""
+    """Options of a command that counts or runs one pass, forward or backward."""
 
     panel = _HOW
     direction: str = in_bundle("forward", "Pass: forward or backward.")
@@ -143,22 +143,18 @@ class One:
 
 
 def one_pass(direction: str) -> str:
-    """Return `direction` after checking that it is "forward" or "backward".
-
-    Raises
-    ------
-    OptionError
-    """
+    """Return `direction`; raise `OptionError` unless it is "forward" or "backward"."""
     if direction not in ("forward", "backward"):
         raise OptionError(
-            f"unknown --direction {direction!r}; {choices(direction, ('forward', 'backward'))}"
+            f"unknown --direction {direction!r}; choose from "
+            f"{choices(direction, ('forward', 'backward'))}"
         )
     return direction
 
 
 @dataclass(frozen=True)
 class Passes:
-    """Options of a command that handles the forward pass, and the backward pass if requested."""
+    """Options of a command that counts or runs the forward and, if requested, the backward pass."""
 
     panel = _HOW
     backward: bool = in_bundle(False, "Also run or count the backward pass.")
@@ -169,7 +165,7 @@ class Passes:
 
 @dataclass(frozen=True)
 class Simulated(Passes):
-    """Options of passes on a simulated device whose on-chip memory size can be changed."""
+    """Options of passes on a simulated device; the user can change its on-chip memory size."""
 
     sram: int | None = in_bundle(
         None, "On-chip memory per thread block in bytes. Default: that of --device."
@@ -181,7 +177,7 @@ class Simulated(Passes):
 
 @dataclass(frozen=True)
 class Parts:
-    """Options for how many splits of the keys flash-decode uses, and for the cache's layout."""
+    """Options for the number of splits of the keys in flash-decode, and for the cache's layout."""
 
     panel = _HOW
     splits: str | None = in_bundle(

@@ -30,7 +30,7 @@ _FIGURES = ("algorithm", "direction", "tile", "quantity", "of", "value", "unit")
 
 
 def figures(source: Trace | Traffic) -> report.Table:
-    """Return a table with one row per figure of a run or a count."""
+    """Return a table with one row per figure (such as the FLOPs) of a run or a count."""
     table = report.Table(f"{source.algorithm} {source.direction}", _FIGURES)
     for tensor, row in sorted(
         source.by_tensor().items(), key=lambda item: CODES.get(item[0], len(CODES))
@@ -68,7 +68,7 @@ def add(
     value: float,
     unit: str | None = None,
 ) -> None:
-    """Add a row with one figure of `source` to a table."""
+    """Add a row to a table: one figure of `source`, a trace or a count."""
     what = (source.algorithm, source.direction, str(source.tiling))
     table.rows.append((*what, quantity, of, value, unit))
 
@@ -136,7 +136,7 @@ def viz() -> Any:
 def draw(
     kind: str, data: Any, out: Path, options: dict[str, Any], note: str = "", **how: Any
 ) -> None:
-    """Draw one plot, and print the file's path and `note`."""
+    """Draw one plot and save it; print the file's path, followed by `note`."""
     plot = getattr(viz(), kind.replace("-", "_"))
     axes = plot(*data, **options) if kind == "diff" else plot(data, **options)
     viz().save_figure(axes, out, **how)
@@ -155,15 +155,16 @@ def ready_to_draw(path: Path | None) -> None:
 def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
     """Check that a file can be written, before the work begins, and make its folder.
 
-    Raises
-    ------
-    OptionError
-        If the ending is not one of `endings`, the path is a folder, or write permission is missing.
+    An ending that is not in `endings`, a folder as `path`, or a lack of permission raises an
+    `OptionError`.
     """
     if path is None:
         return
     if endings and path.suffix not in endings:
-        raise OptionError(f"cannot write {path.name!r}; {choices(path.suffix, endings)}")
+        raise OptionError(
+            f"cannot write {path.name!r}, because flashsim knows no format with this ending; "
+            f"choose from {choices(path.suffix, endings)}"
+        )
     if path.is_dir():
         raise OptionError(f"cannot write {str(path)!r}: it is a folder; name a file")
     try:
@@ -175,5 +176,5 @@ def ready(path: Path | None, endings: Sequence[str] = ()) -> None:
 
 
 def say(text: str) -> None:
-    """Print a message on stderr, because stdout holds only results."""
+    """Print a message on stderr, because stdout is only for results."""
     typer.echo(printable(text), err=True)

@@ -63,7 +63,7 @@ _ROW = opt.option(None, "Query row whose running maximum m and sum l are shown."
 
 @dataclass(frozen=True)
 class Recordings:
-    """The traces or counts to draw, and Q and K of the first one if they are known."""
+    """The traces or counts to draw, and the tensors Q and K of the first one if they are known."""
 
     traces: list[Trace | Traffic]
     q: np.ndarray | None = None
@@ -72,14 +72,14 @@ class Recordings:
 
     @property
     def how(self) -> str:
-        """Return a note for pictures that show a count instead of a run; "" for other pictures."""
+        """A note for pictures that show a count instead of a run; "" for other pictures."""
         counts = any(isinstance(trace, Traffic) for trace in self.traces)
         return " (counted by formula; --execute simulates it on tensors)" if counts else ""
 
     def statistics(self, row: int | None) -> Any:
-        """Return m and l of one row of scores after each tile, or None without trace or tensors.
+        """Return m and l of one row of scores after each tile, or None if they are not known.
 
-        For a count, m and l are computed from one row of scores of random tensors.
+        For a count, m and l are computed from random tensors.
         """
         first = self.traces[0]
         if isinstance(first, Traffic) and (row is not None or first.compulsory() < _SMALL):
@@ -149,7 +149,7 @@ def plot(
     shows two.
     """
     if kind not in KINDS:
-        raise OptionError(f"unknown kind of plot {kind!r}; {choices(kind, KINDS)}")
+        raise OptionError(f"unknown kind of plot {kind!r}; choose from {choices(kind, KINDS)}")
     if kind == "gpu-timeline" and not source.trace:
         raise OptionError(
             "gpu-timeline needs a trace that was recorded on a GPU; pass --trace FILE, or "
@@ -193,8 +193,8 @@ def plot(
             options = {"color": color, "sms": sms, "times": times}
     needed = {"diff": 2, "tile-map": 1, "sram-timeline": 1, "gpu-timeline": 1}.get(kind)
     if needed and len(data) != needed:
-        takes = "takes two traces or algorithms" if kind == "diff" else "shows one trace"
-        raise OptionError(f"{kind} {takes}, got {len(data)}")
+        takes = "two traces or algorithms" if kind == "diff" else "one trace"
+        raise OptionError(f"the plot {kind} shows {takes}, got {len(data)} of them")
     if needed == 1:
         data = data[0]
     kind = "traffic" if kind == "heads" else kind
@@ -294,8 +294,11 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
     unused = [name for name in typed if name not in _USES[kind]]
     if unused:
         fitting = [other for other, uses in _USES.items() if set(unused) <= uses]
-        hint = f", only for {', '.join(fitting)}" if fitting else "; leave them out"
-        raise OptionError(f"{values.flags(unused)} cannot be used for {kind}{hint}")
+        hint = f", or plot {', '.join(fitting)} instead" if fitting else ""
+        raise OptionError(
+            f"the plot {kind} cannot use {values.flags(unused)}; leave out "
+            f"{values.flags(unused) + hint}"
+        )
     held = {"n_q": ("n_q",), "head_dim": ("head_dim",), "sram_bytes": ()}.get(over, ())
     clash = [name for name in typed if kind == "io-curve" and name in held]
     if clash:
@@ -306,10 +309,10 @@ def _refuse_unused(kind: str, typed: list[str], over: str) -> None:
 
 
 def _recorded(source: opt.Source, typed: list[str], *, events: bool = True) -> Recordings:
-    """Return the saved traces, or counts; run the simulator for --execute or given tensors.
+    """Return saved traces, traces of runs (--execute, or the user's tensors), or else counts.
 
-    `typed` names the options that the user typed. If `events` are needed, algorithms that split
-    keys are simulated, because their closed form gives only totals.
+    If `events` is true, algorithms that split keys are simulated, because their closed form gives
+    only totals.
     """
     mask, how = source.mask, source.how
     if source.trace:
@@ -358,7 +361,7 @@ def _io_sweep(source: opt.Source, over: str) -> Sweep:
     """Count bytes in closed form for several values of one size."""
     how, mask = source.how, source.mask
     if over not in _OVER:
-        raise OptionError(f"unknown --over {over!r}; {choices(over, _OVER)}")
+        raise OptionError(f"unknown --over {over!r}; choose from {choices(over, _OVER)}")
     sizes = source.sizes.given()
     shape = {"n": sizes.pop("n_q", 4096), **sizes}
     tile: Any = None if how.tiling == "same" else values.parse_tiling(how.tiling)
@@ -390,7 +393,7 @@ def _counts(source: opt.Source, defaults: opt.Sizes) -> list[Traffic]:
 
 
 def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
-    """Return counts for one KV head per query head (MHA), per four (GQA), and for all (MQA)."""
+    """Return counts for MHA, for GQA (four query heads per KV head), and for MQA (one KV head)."""
     sizes = replace(opt.LAYER, **{"heads": 32, **source.sizes.given()})
     heads = sizes.heads or 1
     few = sizes.n_q is not None and sizes.n_q <= 16  # decoding
@@ -411,7 +414,7 @@ def _by_heads(source: opt.Source, typed: list[str]) -> dict[str, Traffic]:
 
 
 def _times(seconds: float | None, file: Path | None) -> float | dict[str, float] | None:
-    """Return measured seconds: one number, or numbers by algorithm from a CSV file."""
+    """Return measured seconds: one number, or a dict by algorithm from a CSV file."""
     if file is None:
         return seconds
     if seconds is not None:
@@ -421,8 +424,8 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
     reader = csv.DictReader(io.StringIO(values.read_text(file)))
     if not {"algorithm", "seconds"} <= set(reader.fieldnames or ()):
         raise OptionError(
-            f"{file} has columns {', '.join(reader.fieldnames or ()) or 'none'}; it needs "
-            "algorithm and seconds, e.g. flash2,0.0012"
+            f"{file} must have the columns algorithm and seconds, with rows such as "
+            f"flash2,0.0012, got the columns {', '.join(reader.fieldnames or ()) or 'none'}"
         )
     times: dict[str, float] = {}
     for row in reader:
@@ -433,13 +436,13 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
             took = math.nan
         if not 0 < took < math.inf:
             raise OptionError(
-                f"{file}, line {reader.line_num}: seconds must be a positive number, got "
+                f"in {file}, line {reader.line_num}, seconds must be a positive number, got "
                 f"{row['seconds']!r}"
             )
         if name in times:
             raise OptionError(
-                f"{file}, line {reader.line_num}: algorithm {name} appears twice; keep one of "
-                "the two rows"
+                f"in {file}, line {reader.line_num}, algorithm {name} appears for the second "
+                "time; keep one of the two rows"
             )
         times[name] = took
     if not times:
@@ -450,7 +453,7 @@ def _times(seconds: float | None, file: Path | None) -> float | dict[str, float]
 def _roofline(
     source: opt.Source, seconds: float | dict[str, float] | None, typed: list[str]
 ) -> tuple[Any, dict[str, Any]]:
-    """Return counts, or saved traces with GPU times, and the options for drawing a roofline."""
+    """Return counts or saved traces, and options for drawing a roofline, such as measured times."""
     if source.trace:
         traces = _recorded(source, typed).traces
         took = {

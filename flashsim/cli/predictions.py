@@ -150,9 +150,9 @@ def verify(
     """Compare predicted bytes with hardware counters, kernel by kernel.
 
     The command runs flashsim's kernels under Nsight Compute, and predicts for this machine's GPU
-    unless --device names another. With --from, it reads the output of an earlier Nsight Compute run
-    instead. A file that --save wrote also records which runs were measured; for other files, pass
-    the run's options again.
+    unless --device names another. With --from, the command reads the output of an earlier Nsight
+    Compute run instead. A file that --save wrote also records which runs were measured; for other
+    files, pass the run's options again.
     """
     from flashsim.studies import verify as verification
 
@@ -203,7 +203,7 @@ def verify(
         if how.device == _HERE:
             raise OptionError(
                 "--from needs --device, because this table does not record the GPU on which it "
-                "was measured (files written by --save do)"
+                "was measured, as files written by --save do; pass the GPU's name as --device"
             )
         predictions = [
             verification.predict(problem, algorithm, d, t, how.device)
@@ -235,7 +235,7 @@ def calibrate(
 ) -> Tables:
     """Measure the speed of each unit of this GPU, for `flashsim predict`; this takes seconds.
 
-    The last table has the speeds as fields of a `flashsim.Device`. In Python,
+    The last table shows the speeds as fields of a `flashsim.Device`. In Python,
     `flashsim.studies.predict.chip.calibrated` returns a device with the measured speeds.
     """
     from flashsim.studies.predict import chip

@@ -87,7 +87,9 @@ def walkthrough(
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
     if name not in walks.NAMES:
-        raise OptionError(f"there is no walkthrough {name!r}; {choices(name, walks.NAMES)}")
+        raise OptionError(
+            f"there is no walkthrough {name!r}; choose from {choices(name, walks.NAMES)}"
+        )
     walk: Callable[..., report.Table] = getattr(walks, name)
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(
@@ -271,7 +273,7 @@ def blocks(
         for name, _, text in (part.partition("=") for part in stages.split(",")):
             tile = values.tiling(text or "fit", problem.head_dim, problem.causal)
             if tile is None:
-                raise OptionError(f"--stages takes STAGE=QUERIESxKEYS, got {stages!r}")
+                raise OptionError(f"--stages must have the form STAGE=QUERIESxKEYS, got {stages!r}")
             tilings[name] = tile
         compared = tiles.mixed(problem, tilings, algorithm=algorithm, device=device)
     else:
@@ -321,9 +323,8 @@ def versions(
 def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -> Tables:
     """List the GPUs that can be simulated, and where each of their figures comes from.
 
-    If sizes are passed, the command shows how many thread blocks fill each GPU (SMs x blocks per
-    SM). It also shows how many blocks flash-decode launches, and how many splits of the keys it
-    uses.
+    If you pass sizes, the command shows how many thread blocks fill each GPU (SMs x blocks per SM),
+    and how many blocks and splits of the keys flash-decode uses.
     """
     if sizes.given():
         return _filled(sizes, decoding)

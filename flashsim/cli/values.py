@@ -31,7 +31,7 @@ from flashsim.trace.trace import Trace
 
 
 class Arrays(NamedTuple):
-    """The input arrays of a command; `out` is a real model's output, to compare results with."""
+    """The input arrays of a command; `out` is a real model's output, for comparison."""
 
     q: np.ndarray
     k: np.ndarray
@@ -49,13 +49,7 @@ class Arrays(NamedTuple):
 
 
 def read_text(file: Path) -> str:
-    """Return the text in a file that the user named.
-
-    Raises
-    ------
-    OptionError
-        If the file cannot be read.
-    """
+    """Return the text in a file that the user named, or raise `OptionError`."""
     try:
         return file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -65,10 +59,10 @@ def read_text(file: Path) -> str:
 def arrays(
     sizes: opt.Lengths, tensors: opt.Tensors, prefix: int | None = None, **instead: Any
 ) -> Arrays:
-    """Return input arrays: from a file, from the demo data, or random with these sizes.
+    """Return input arrays: from a file, from the demo data, or random with the user's sizes.
 
-    In random arrays, all batch entries begin with the same `prefix` keys. `instead` replaces some
-    of the random arrays' sizes.
+    In random arrays, all batch entries begin with the same `prefix` keys. `instead` replaces sizes
+    of the random arrays.
     """
     typed, file, sample = sizes.given(), tensors.input, tensors.demo_data
     if file is not None and sample is not None:
@@ -91,17 +85,14 @@ def arrays(
 
 
 def unscaled(arrays: Arrays) -> dict[str, Any]:
-    """Return the option `scales` for arrays drawn in FP8, which have no scales; otherwise {}."""
+    """Return {"scales": ...} for random FP8 arrays, which have no scales; {} for other arrays."""
     return {"scales": UNSCALED} if arrays.q.dtype.name in FP8 else {}
 
 
 def quantized(
     arrays: Arrays, scaling: opt.Scaling, rotate: bool, dtype: str | None
 ) -> tuple[Arrays, dict[str, Any]]:
-    """Return the arrays quantised to FP8, and their scales as options of `run`.
-
-    Without --scales the arrays are returned unchanged.
-    """
+    """Quantise the arrays to FP8 if --scales is set; return arrays, and options for `run`."""
     kind = scaling.kind()
     if kind is None:
         if rotate:
@@ -124,7 +115,7 @@ def quantized(
 def cache(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, dict[str, Any]]:
-    """Return Q, K and V in the requested cache layout, and the options of `run` that describe it.
+    """Return Q, K and V in the requested cache layout, and options of `run` for this layout.
 
     V is None if it is stored as columns of K.
     """
@@ -137,9 +128,9 @@ def cache(
 def _in_pages(
     arrays: Arrays, how: opt.Decoding
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-    """Return Q, and K and V in pages of `page_size` keys, and the options of `run` for them.
+    """Return Q, K and V, and options of `run`; K and V are cut into pages of `page_size` keys.
 
-    A prefix that all entries share is stored in pages of the first entry.
+    A prefix that all batch entries share is stored in the first entry's pages.
     """
     q, k, v = arrays[:3]
     if how.page_size is None:
@@ -171,12 +162,9 @@ def foresee(
     device: Device,
     backend: str = "simulator",
 ) -> Estimate | None:
-    """Return the estimated cost of the passes in `tiles`; None on a GPU or for invalid arrays.
+    """Return the passes' estimated cost; None for a GPU backend or invalid arrays.
 
-    Raises
-    ------
-    OptionError
-        If the passes need more than this machine's memory.
+    Passes that need more than this machine's memory raise an `OptionError`.
     """
     q, k, v = arrays[:3]
     backend = backend_name(backend)
@@ -197,19 +185,13 @@ def foresee(
 
 
 def problem(sizes: opt.Lengths, mask: opt.Mask) -> Problem:
-    """Return the `Problem` with these sizes and this mask."""
+    """Return the `Problem` with the user's sizes and mask."""
     softcap = mask.softcap if isinstance(mask, opt.Scores) else 0.0
     return Problem(**sizes.given(), causal=mask.causal, window=window(mask), softcap=softcap)
 
 
 def problem_of(arrays: Arrays, mask: opt.Mask) -> Problem:
-    """Return the `Problem` of one head of these arrays, which suffices to choose a tiling.
-
-    Raises
-    ------
-    FlashSimError
-        If the arrays' shapes or types are invalid.
-    """
+    """Return the `Problem` of one head of these arrays, enough for choosing a tiling."""
     q, k, v = arrays[:3]
     if min(x.ndim for x in (q, k, v)) < 2:
         raise ShapeError(
@@ -227,7 +209,7 @@ def counted(
     decoding: opt.Decoding | None = None,
     among: Sequence[str] = (),
 ) -> Traffic:
-    """Count a pass's bytes by formula; for the tiling "same", one tiling fits all of `among`."""
+    """Count a pass by formula; with --tiling same, the tile fits all algorithms in `among`."""
     machine = Device.get(how.device)
     decoding = decoding or opt.Decoding()
     whole = decoding.posed(problem(sizes, mask))
@@ -242,10 +224,9 @@ def counted(
 
 
 def decoding_of(names: Sequence[str], decoding: opt.Decoding) -> list[tuple[str, opt.Decoding]]:
-    """Return each algorithm with its options of decoding.
+    """Return a list of pairs: an algorithm, and its decoding options.
 
-    The decoding options apply to the algorithms that split keys; if no algorithm splits keys, the
-    options apply to all.
+    If some algorithms split keys, `decoding` applies only to these, otherwise to all.
     """
     splitting = any(map(plans.splits_keys, map(plans.check_algorithm, names)))
     plain = opt.Decoding()
@@ -258,7 +239,7 @@ def window(mask: opt.Mask) -> tuple[int, int] | None:
 
 
 def flags(names: Iterable[str]) -> str:
-    """Return options' names as the user types them, for error messages."""
+    """Return the names of options in the form that the user types, for error messages."""
     return ", ".join(map(opt.flag, names))
 
 
@@ -275,7 +256,7 @@ def _read_file(file: Path) -> Arrays:
     if missing:
         raise ShapeError(
             f"{file} must contain arrays q, k and v (and may contain dout), got "
-            f"{', '.join(contents) or 'none'}; missing: {', '.join(missing)}"
+            f"{', '.join(contents) or 'none'}; add {', '.join(missing)}"
         )
     return Arrays(contents["q"], contents["k"], contents["v"], contents.get("dout"))
 
@@ -285,7 +266,7 @@ def parse_size(name: str, text: str) -> tuple[float, float]:
     takes = "WIDTHxHEIGHT, 1 to 100 inches, e.g. 9.6x5.4"
     size = opt.pair("x", float, takes)(name, text)
     if not all(1 <= side <= 100 for side in size):
-        raise OptionError(f"{name} takes {takes}, got {text!r}")
+        raise OptionError(f"{name} must be {takes}, got {text!r}")
     return size
 
 
@@ -300,7 +281,7 @@ def parse_mask(text: str) -> bool:
     """Return whether a mask is causal, from the text "full" or "causal"."""
     masks = {"full": False, "causal": True}
     if text not in masks:
-        raise OptionError(f"unknown mask {text!r}; {choices(text, masks)}")
+        raise OptionError(f"unknown mask {text!r}; choose from {choices(text, masks)}")
     return masks[text]
 
 
@@ -308,12 +289,12 @@ def parse_tiling(text: str) -> Tiling | str:
     """Return the Tiling of a text such as ``128x64``; return "fit" and preset names unchanged."""
     if text == "fit" or text in PRESETS:
         return text
-    takes = f"QUERIESxKEYS, e.g. 128x64, or a name ({choices(text, ('fit', *PRESETS))})"
+    takes = f"QUERIESxKEYS, e.g. 128x64, or a name from {choices(text, ('fit', *PRESETS))}"
     return Tiling(*opt.pair("x", int, takes)("--tiling", text))
 
 
 def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
-    """Return the tiling of an option's text, for one run; None for "fit"."""
+    """Return the tiling that an option's text names, for one run; None for "fit"."""
     parsed = parse_tiling(text)
     if isinstance(parsed, Tiling):
         return parsed
@@ -323,7 +304,7 @@ def tiling(text: str, head_dim: int, causal: bool) -> Tiling | None:
 def tilings(
     how: opt.Passes, whole: Problem, algorithms: Sequence[str]
 ) -> tuple[Tiling | None, Tiling | None]:
-    """Return two tilings: one for the forward pass, one for the backward pass."""
+    """Return the tilings of the forward and of the backward pass."""
     if how.backward_tiling not in ("fit", "same") and not how.backward:
         raise OptionError(
             "--backward-tiling sets the tiles of the backward pass, so it needs --backward; "
@@ -342,14 +323,14 @@ def tilings(
 def one_tiling(
     text: str, whole: Problem, algorithms: Sequence[str], directions: Sequence[str], on: Device
 ) -> Tiling | None:
-    """Return one tiling for all algorithms; None for "fit", which each algorithm chooses."""
+    """Return one tiling for all algorithms; None for "fit": each algorithm chooses its own."""
     if text == "same":
         return Tiling.common(whole, on, algorithms, directions)
     return tiling(text, whole.head_dim, whole.causal)
 
 
 def _machine(how: opt.Passes) -> Device:
-    """Return the device of these passes, with its on-chip memory size changed if requested."""
+    """Return the device of the passes, with its on-chip memory size changed if requested."""
     return device(how) if isinstance(how, opt.Simulated) else Device.get(how.device)
 
 
@@ -360,7 +341,7 @@ def device(how: opt.Simulated) -> Device:
 
 
 def duration(trace: Trace) -> float | None:
-    """Return the seconds from a timeline's first span to its last; None without a timeline."""
+    """Return the seconds from a timeline's start to its end; None without a timeline."""
     spans = trace.timeline
     if spans is None or not len(spans):
         return None
@@ -368,6 +349,6 @@ def duration(trace: Trace) -> float | None:
 
 
 def load_trace(file: Path) -> Trace:
-    """Load a saved trace; if no file has that name, load the bundled trace of that name."""
+    """Load a saved trace or, if no such file exists, the bundled trace of that name."""
     bundled = str(file) in TRACES and not file.exists()
     return load_sample_trace(str(file)) if bundled else Trace.load(file)

@@ -28,7 +28,8 @@ def watch(
     """Run a program that uses PyTorch, and count every attention call that it makes.
 
     With --csv or --json, the program's own output goes to stderr. If the program fails or Ctrl-C
-    stops it, the calls made until then are printed. The command's exit code is that of the program.
+    stops it, the command prints the calls made until then. The command's exit code is that of the
+    program.
     """
     from flashsim.torch import program
     from flashsim.torch import watch as watching

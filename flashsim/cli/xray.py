@@ -1,4 +1,4 @@
-"""The `flashsim xray` command: find tile sizes of a program's kernels by GPU counters."""
+"""The `flashsim xray` command: find the tile sizes of a program's kernels from GPU counters."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ def xray(
 ) -> None:
     """Measure the bytes that a program's attention kernels move, and infer the kernels' tile sizes.
 
-    The command runs the program under Nsight Compute, on an NVIDIA GPU. By default it measures the
-    attention calls that `flashsim watch` sees. To measure any other kernel, pass its name with
-    --kernel, and the problem's sizes.
+    The command runs the program under Nsight Compute, on an NVIDIA GPU. By default, the command
+    measures the attention calls that `flashsim watch` sees. To measure any other kernel, pass its
+    name with --kernel, and the problem's sizes.
     """
     from flashsim.studies import xray as studies
 

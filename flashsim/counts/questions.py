@@ -25,12 +25,7 @@ Transfers = Mapping[tuple[str, str, str], int]
 class Answers:
     """The query methods that a `Trace` and its closed form, a `Traffic`, have in common.
 
-    Attributes
-    ----------
-    problem, device, algorithm, direction, backend
-        The pass, and how it ran or was counted.
-    transfers : dict
-        The requested bytes over all heads, as ``{(stage, op, tensor): bytes}``.
+    `transfers` has the requested bytes over all heads, as ``{(stage, op, tensor): bytes}``.
     """
 
     problem: Problem
@@ -60,7 +55,7 @@ class Answers:
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
         """Return the number of requested bytes (moved between HBM and SRAM), over all heads.
 
-        If no arguments are passed, the bytes of all operations and tensors are summed.
+        Without an argument, the bytes of all operations, or of all tensors, are summed.
 
         Parameters
         ----------
@@ -88,21 +83,14 @@ class Answers:
         return result
 
     def flops(self, kind: str | None = None) -> int:
-        """Return the FLOPs over all heads, either of one kind or of all kinds.
-
-        The kinds are those of `work.KINDS`.
-        """
+        """Return the FLOPs over all heads, of one kind in `work.KINDS` or of all kinds."""
         flops, _ = self._work
         if kind is None:
             return sum(flops.values())
         return flops.get(checks.one_of("kind of FLOP", kind, KINDS), 0)
 
     def on_chip(self, op: str | None = None) -> int:
-        """Return the number of bytes that tile operations read from SRAM or write to SRAM.
-
-        If `op` is "read", only the bytes read count; if it is "write", only those written. If it is
-        not passed, both numbers are summed.
-        """
+        """Return the bytes that tile operations "read" from SRAM, "write" to it, or both (None)."""
         _, chip = self._work
         if op is None:
             return sum(chip.values())
@@ -131,7 +119,7 @@ def check_names(op: str | None, tensor: str | None, tensors: Sequence[str] = TEN
 def by_operation(
     transfers: Transfers, stages: Container[str] | None = None
 ) -> dict[tuple[str, str], int]:
-    """Return ``{(op, tensor): bytes}``, summed over all stages or over the stages named."""
+    """Return ``{(op, tensor): bytes}``, summed over the given stages (default: all stages)."""
     total: dict[tuple[str, str], int] = {}
     for (stage, op, tensor), nbytes in transfers.items():
         if stages is None or stage in stages:
@@ -140,10 +128,7 @@ def by_operation(
 
 
 def in_words(p: Problem) -> str:
-    """Return a problem's sizes, element type and mask as text, for the titles of tables.
-
-    For example, "1 x 16 / 4 heads" means a batch of 1 with 16 query heads and 4 key heads.
-    """
+    """Return a problem's sizes, element type and mask as text, for the titles of tables."""
     heads = f"{p.heads} / {p.kv_heads}" if p.group > 1 else f"{p.heads}"
     width = f"{p.head_dim}" if p.head_dim_v == p.head_dim else f"{p.head_dim} / {p.head_dim_v}"
     words = [f"{p.batch} x {heads} heads", f"{p.n_q:,} x {p.n_kv:,}", f"d={width}", p.dtype]

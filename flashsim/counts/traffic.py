@@ -1,9 +1,9 @@
 """Traffic in closed form: the bytes that a schedule moves, computed without a run.
 
-The closed forms themselves are in the module `forms`. The forms need sums over a schedule's visits
-(pairs of a query tile and a key tile). For causal and windowed problems, these sums cost O(row
-tiles), so a million queries take milliseconds. This module shares no code with the simulator; the
-tests assert that both count the same bytes and FLOPs.
+The closed forms need sums over a schedule's visits (pairs of a query tile and a key tile). For
+causal and windowed problems, sums over visits cost O(row tiles), so a million queries take
+milliseconds. This module shares no code with the simulator; the tests assert that both count the
+same bytes and FLOPs.
 """
 
 from __future__ import annotations
@@ -29,12 +29,7 @@ from flashsim.schedule.tiling import Tiling
 class Traffic(Answers):
     """The bytes and FLOPs of a pass in closed form, with the same query methods as `Trace`.
 
-    Attributes
-    ----------
-    problem, tiling, algorithm, direction, device, split
-        The pass that was counted.
-    transfers : dict
-        Requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
+    `transfers` has the requested bytes over all heads, ``{(stage, op, tensor): bytes}``.
     """
 
     backend = "closed form"
@@ -132,10 +127,7 @@ class Traffic(Answers):
         return int(max(held, default=0)) if stage.buffers else 0
 
     def _paged_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that reads a paged KV cache.
-
-        For each page of its key tile, a visit loads one page number from the block table.
-        """
+        """Return the peak on-chip bytes of a stage that loads page numbers of a paged KV cache."""
         s = self.schedule(stage)
         ptr, col, _ = s.row_csr
         heights, widths = (np.diff(t[:, :2])[:, 0].astype(np.int64) for t in (s.rows, s.cols))
@@ -147,11 +139,7 @@ class Traffic(Answers):
         return int(max(held.max(), visits.max(initial=0)))
 
     def _strip_peak(self, stage: plans.Stage) -> int:
-        """Return the peak on-chip bytes of a stage that keeps whole rows of scores on chip.
-
-        Each buffer holds whole rows of scores, as long as the longest sequence's keys. Rows of
-        shorter sequences fill only a part of the buffer.
-        """
+        """Return the peak on-chip bytes of a stage that keeps whole rows of scores on chip."""
         tiles = [move.tile for move in stage.visit if move.holds]
         most = strip_rows(stage, self.schedule(stage), self.device)
         peak = 0
@@ -162,18 +150,11 @@ class Traffic(Answers):
         return peak
 
     def saved(self) -> int:
-        """Return the bytes that stay in HBM from the forward to the backward pass.
-
-        These are the inputs and the tensors that the algorithm saves, such as the output,
-        statistics and P.
-        """
+        """Return the HBM bytes of the inputs, and of the tensors saved for the backward pass."""
         return saved(self.problem, self.algorithm)
 
     def workspace(self) -> int:
-        """Return the bytes of HBM that the pass uses for accumulators, dP and dS.
-
-        The result does not include inputs, outputs and saved tensors.
-        """
+        """Return the HBM bytes besides inputs, outputs and saved tensors: accumulators, dP, dS."""
         parts = [int(self.schedule(s).slots[:, 1].max()) for s in self.stages if s.parts]
         return workspace(self.problem, self.algorithm, self.direction, max(parts, default=1))
 
@@ -211,8 +192,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
     """Return the bytes that any algorithm must move: each input and each output once.
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
-    inputs, out, dout and LSE (with `dlse`, also the gradient of the LSE). It writes dq, dk and dv
-    (and the bias's gradient). The algorithm "flash2-once" does not read out, so it alone may move
+    inputs, out, dout and LSE (with `dlse`, also the LSE's gradient), and writes dq, dk and dv (and
+    the bias's gradient). The algorithm "flash2-once" does not read `out`, so it alone may move
     fewer bytes.
     """
     f = Forms(problem)
@@ -233,10 +214,9 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 def once(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Return the bytes that a pass moves if each stage moves each of its tensors only once.
 
-    This is the traffic of a cache that starts each kernel empty and, within a kernel, never misses
-    twice on the same data. For FlashAttention-2's forward pass, which is one kernel, the result
-    equals the compulsory bytes. For standard attention, the result also includes the N x N
-    matrices. A run that computes all scores in a single tile requests exactly these bytes. The
+    The result is the traffic of a cache that starts each kernel empty and never misses twice on the
+    same data. For FlashAttention-2's forward pass, which is one kernel, the result equals the
+    compulsory bytes. For standard attention, the result also includes the N x N matrices. The
     problem's mask is ignored.
     """
     p = replace(problem, mask=None, mask_mod=None, block_mask=None, causal=False, window=None)
@@ -249,7 +229,7 @@ def saved(problem: Problem, algorithm: str) -> int:
 
     Standard attention keeps P (and, with a softcap, the softcap's derivative), which takes O(N^2)
     bytes. FlashAttention-1 keeps out, l and m, and FlashAttention-2 keeps out and LSE, which take
-    O(N) bytes. The algorithm "flash2-once" does not keep out.
+    O(N) bytes. The algorithm "flash2-once" does not keep `out`.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 
@@ -288,10 +268,7 @@ def strip_rows(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
 
 
 def live(problem: Problem, algorithm: str) -> int:
-    """Return the bytes of HBM in use during a backward pass.
-
-    The bytes are those of the saved tensors, the workspace, out, dout (and dlse) and the gradients.
-    """
+    """Return the HBM bytes of a backward pass: saved tensors, out, dout, workspace, gradients."""
     p = problem
     outputs = p.batch * p.heads * p.n_q * (p.head_dim + p.head_dim_v)  # dq and dout
     outputs += p.batch * p.kv_heads * p.n_kv * (p.head_dim + p.head_dim_v)  # dk and dv
@@ -303,10 +280,7 @@ def live(problem: Problem, algorithm: str) -> int:
 
 
 def figures(source: Answers) -> dict[str, int | float | None]:
-    """Return the bytes and FLOPs of a pass, by the names of the columns of a sweep's table.
-
-    Moved bytes and FLOPs are sums over all heads.
-    """
+    """Return the bytes and FLOPs of a pass over all heads, named as the columns of a sweep."""
     p, algorithm, own = source.problem, source.algorithm, getattr(source, "own", None)
     return {
         **{f"{op}_bytes": source.bytes(op) for op in OPS},

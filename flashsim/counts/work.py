@@ -1,17 +1,17 @@
 """The work per visit: floating-point operations by kind, and bytes read and written on chip.
 
-This module describes the work of each stage as a short list of tile operations. The cost of each
-operation is linear in the tile's rows, columns and scores. So the same list gives the cost of one
-visit or, from sums over a schedule's tiles, the cost of all visits.
+The work of a stage is a short list of tile operations. The cost of each operation is linear in the
+tile's rows, columns and scores. So the same list gives the cost of one visit or, from sums over a
+schedule's tiles, the cost of all visits.
 
-The rules for counting follow. A multiply-add in a matrix product is 2 FLOPs. The kind ``exp``
-counts exponentials, logarithms and tanh (which a GPU's special-function unit computes), and the
-kind ``max`` counts comparisons. The kind ``add`` includes subtractions. A row sum or row maximum
-over n elements is n operations. Operations that handle rows that see no key are not counted. A tile
-operation reads each operand once from SRAM and writes its result once; reuse in registers is
-ignored. A masked tile costs as much as a full tile, because the hardware computes the whole tile.
-The kind ``function`` counts each floating-point operation of a score function and its derivative
-once. A mask function compares integers, so its operations are not counted.
+A multiply-add in a matrix product is 2 FLOPs. The kind ``exp`` counts exponentials, logarithms and
+tanh (which a GPU's special-function unit computes), and the kind ``max`` counts comparisons. The
+kind ``add`` includes subtractions. A row sum or row maximum over n elements is n operations.
+Operations that handle rows that see no key are not counted. A tile operation reads each operand
+once from SRAM and writes its result once; reuse in registers is ignored. A masked tile costs as
+much as a full tile, because the hardware computes the whole tile. The kind ``function`` counts each
+floating-point operation of a score function and its derivative once. A mask function compares
+integers, so its operations are not counted.
 """
 
 from __future__ import annotations
@@ -34,19 +34,13 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Return the cost of a tile with these numbers of rows, columns and scores.
-
-        If the numbers are sums over many tiles, the result is the cost of all these tiles.
-        """
+        """Return the cost of a tile, or of many tiles if the arguments are sums over them."""
         return self.row * rows + self.col * cols + self.score * scores
 
 
 @dataclass(frozen=True)
 class TileOp:
-    """One operation on tiles in SRAM, with its FLOPs by kind.
-
-    The fields `reads` and `writes` name the buffers that the operation reads and writes.
-    """
+    """One operation on tiles in SRAM: buffers that it reads and writes, and FLOPs by kind."""
 
     name: str
     reads: str
@@ -59,7 +53,7 @@ class StageWork:
     """The tile operations of one stage, listed per visit and per outer step.
 
     In a stage that merges partial results of split keys, the operations of an outer step are
-    counted once per part.
+    counted once per part of the keys.
     """
 
     visit: tuple[TileOp, ...] = ()
@@ -246,10 +240,7 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """Return the number of FLOPs of each kind that tile operations perform on all tiles.
-
-    The arguments `n_rows`, `n_cols` and `n_scores` are sums over all tiles.
-    """
+    """Return the FLOPs of each kind in tile operations; the sizes are sums over all tiles."""
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():
@@ -260,10 +251,7 @@ def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int
 def on_chip_bytes(
     ops: tuple[TileOp, ...], stage: plans.Stage, n_rows: int, n_cols: int, n_scores: int
 ) -> dict[str, int]:
-    """Return the bytes that the tile operations read from and write to SRAM.
-
-    The result is ``{"read": bytes, "write": bytes}``.
-    """
+    """Return ``{"read": bytes, "write": bytes}`` that the tile operations move on chip."""
     size = {b.name: Cost(b.per_row, b.per_col, b.per_score) for b in stage.buffers}
     result = {"read": 0, "write": 0}
     for op in ops:

@@ -1,10 +1,8 @@
 """Records the memory accesses of a Numba-CUDA kernel that runs in Numba's CUDA simulator.
 
-Numba's simulator runs each thread of a block as a Python thread, and passes arguments of unknown
-types to the kernel unchanged. So flashsim calls the kernel with a `WatchedArray` in place of each
-array. A `WatchedArray` records every element that a thread reads or writes, with the source line.
-When a block ends, its threads' records are combined: all accesses from one source line between two
-barriers become one `BlockAccess`.
+The simulator runs each thread of a block as a Python thread, and passes arguments of unknown types
+to the kernel unchanged. So each array is replaced by a `WatchedArray`, which records every element
+that a thread reads or writes, with the source line.
 """
 
 from __future__ import annotations
@@ -40,8 +38,8 @@ class ThreadAccess(NamedTuple):
 class BlockAccess:
     """The accesses that a block's threads make from one source line between two barriers.
 
-    `offsets` are the accessed elements, one per thread and execution of that line, in no
-    particular order. `requests` is the number of memory requests of all warps. `sectors` is the
+    `offsets` are the accessed elements, one per thread and execution of the source line, in no
+    particular order. `requests` is the number of memory requests of all warps, and `sectors` the
     number of 32-byte sectors that the requests touch, summed over the requests. `outside` is the
     number of accesses past the tensor's end.
     """
@@ -79,16 +77,13 @@ class WatchedArray:
 
     @property
     def T(self) -> WatchedArray:
-        """The array with its dimensions reversed."""
+        """Return the array with its dimensions reversed."""
         return WatchedArray(
             self._watch, self._tensor, self._array.T, self._start, self._strides[::-1]
         )
 
     def _element(self, index: Any) -> tuple[tuple[int, ...], int] | None:
-        """Return the element that an index selects, and its offset in memory.
-
-        The result is None if the index selects a slice.
-        """
+        """Return an element's index as a tuple, and its offset in memory, or None for a slice."""
         one = index if isinstance(index, tuple) else (index,)
         if len(one) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in one):
             return None
@@ -156,7 +151,7 @@ class BlockWatch:
         self._first: dict[Any, int] = {}
 
     def array(self, array: np.ndarray) -> WatchedArray:
-        """Return a view of an argument that records accesses."""
+        """Return a `WatchedArray` of a kernel's argument, which records accesses."""
         self.itemsizes.append(array.itemsize)
         strides = tuple(s // array.itemsize for s in array.strides)
         return WatchedArray(self, len(self.itemsizes) - 1, array, 0, strides)
@@ -199,10 +194,7 @@ class BlockWatch:
 def merged(
     block: tuple[int, int, int], threads: dict[int, list[ThreadAccess]], itemsizes: list[int]
 ) -> list[BlockAccess]:
-    """Return a thread block's accesses in program order.
-
-    All accesses from one source line between two barriers are merged into one `BlockAccess`.
-    """
+    """Return a thread block's accesses in program order, merged to `BlockAccess` objects."""
     offsets: dict[tuple[int, str, int, tuple[str, int]], list[int]] = {}
     places: dict[tuple[int, str, int, tuple[str, int]], int] = {}
     requests: dict[tuple[Any, ...], set[int]] = {}
@@ -237,8 +229,8 @@ def merged(
 def counted_barriers(thread_class: Any):
     """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
-    The context also shortens Python's thread switch interval: a simulated thread that waits at a
-    barrier loops, and keeps others from running.
+    Python's thread switch interval is shortened, because a simulated thread busy-waits at a
+    barrier, and keeps others from running.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()
@@ -257,7 +249,7 @@ def counted_barriers(thread_class: Any):
 
 
 def require_simulator(kernel: Any) -> Any:
-    """Return Numba's simulator module for a kernel; raise `BackendUnavailable` otherwise."""
+    """Return the simulator's module that defines a kernel; raise if a GPU would run the kernel."""
     module = sys.modules.get(type(kernel).__module__)
     if type(kernel).__name__ == "FakeCUDAKernel" and module is not None:
         return module
@@ -274,10 +266,7 @@ def require_simulator(kernel: Any) -> Any:
 
 
 def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
-    """Run a kernel launch; return its accesses, and the arrays among its arguments.
-
-    The kernel writes to the caller's own arrays.
-    """
+    """Run a kernel on the caller's arguments; return its accesses, and the arguments' arrays."""
     simulator = require_simulator(kernel)
     refuse_merged_arrays(kernel)
     if kernel.grid_dim is None or kernel.block_dim is None:

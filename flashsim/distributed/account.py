@@ -27,8 +27,6 @@ class Account(report.Tabled):
 
     Attributes
     ----------
-    group : Group
-    direction : {"forward", "backward"}
     sent : dict of str to ndarray
         By tensor, the bytes that each rank sends on a link during each step: int64, (ranks, steps).
         In each step, a rank receives as many bytes as it sends.
@@ -78,7 +76,8 @@ class Account(report.Tabled):
         """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
         if tensor is not None and tensor not in self.sent:
             raise OptionError(
-                f"no rank sends a tensor named {shown(tensor)}; {choices(tensor, self.sent)}"
+                f"no rank sends a tensor named {shown(tensor)}; choose from "
+                f"{choices(tensor, self.sent)}"
             )
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)
@@ -96,7 +95,7 @@ class Account(report.Tabled):
         """Return the share of time in which ranks would idle if only arithmetic took time.
 
         All ranks start each step together, because every rank waits for the K and V of another
-        rank. A step lasts as long as the rank with the most FLOPs computes.
+        rank. Each step takes as long as its slowest rank, the rank with the most FLOPs.
         """
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
@@ -104,12 +103,11 @@ class Account(report.Tabled):
     def rows_to_hide(self, flop_rate: float, bandwidth: float) -> float:
         """Return how many rows per ring member make arithmetic take longer than communication.
 
-        With that many rows, arithmetic hides communication: the FLOPs of a step grow with the
-        square of the number of rows, but the bytes of a step grow only linearly. This number is the
-        ring attention paper's "minimal block size" c = F / B (arXiv:2310.01889, section 3),
-        computed from the bytes and FLOPs of this account. The result is the largest such number
-        over all steps that both compute and communicate. Steps that only communicate, such as the
-        last step of the gradients, do not count, because nothing can hide their communication.
+        The FLOPs of a step grow with the square of the number of rows, but the bytes of a step grow
+        only linearly. The ring attention paper calls this number of rows the "minimal block size" c
+        = F / B (arXiv:2310.01889, section 3). The result is the largest number of rows that any
+        step needs, among steps that compute and communicate. No arithmetic can hide steps that only
+        communicate, such as the last step of the gradients.
 
         Parameters
         ----------
@@ -128,8 +126,8 @@ class Account(report.Tabled):
         steps = (busiest > 0) & (sent > 0)
         if not steps.any():
             raise OptionError(
-                f"{self.group.scheme!r} over {self.group.ranks} ranks sends nothing while it "
-                "computes, so there is no communication that computation could hide"
+                f"scheme {self.group.scheme!r} over {self.group.ranks} ranks sends nothing while "
+                "it computes, so no computation can hide its communication; choose another scheme"
             )
         longest = float((sent[steps] / busiest[steps]).max())
         return self.group.rows_a_member * longest * flop_rate / bandwidth
@@ -147,7 +145,7 @@ class Account(report.Tabled):
     # -- tables ---------------------------------------------------------------------------------
 
     def table(self) -> report.Table:
-        """Return a table with one row per rank."""
+        """Return a table of each rank's rows, bytes and FLOPs, one row per rank."""
         group = self.group
         columns = ("rank", "rows", "link B", "TFLOP", "idle %", "HBM B", "merge B", "peak B")
         table = report.Table(
@@ -171,11 +169,7 @@ class Account(report.Tabled):
         return table
 
     def rank_table(self, rank: int) -> report.Table:
-        """Return a table with one row per step of one rank.
-
-        Each row names the rank whose keys are present at that step, the tiles computed, and the
-        bytes sent.
-        """
+        """Return a table with one row per step of one rank: keys present, tiles, and bytes sent."""
         group, out = self.group, self.out_bytes
         checks.place("rank", rank, group.ranks)
         table = report.Table(
@@ -217,7 +211,7 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return an array of zeros, (ranks, steps), in which a quantity can be counted."""
+    """Return an array of zeros, (ranks, steps), to count bytes, FLOPs or the like."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 

@@ -43,10 +43,6 @@ def count(
     algorithm, tiling, device
         The algorithm, tiling and device of every rank's local attention, as in `flashsim.count`.
 
-    Returns
-    -------
-    Account
-
     Raises
     ------
     ShapeError, OptionError, UnsupportedError, SramOverflow
@@ -70,10 +66,7 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Yield each distinct block of scores, with the steps and ranks at which it is computed.
-
-    Each item is (steps, mask of the ranks that compute the block at each step, block).
-    """
+    """For each different block of scores, yield (steps, mask of its ranks, block)."""
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -96,12 +89,11 @@ def visits(local: Traffic) -> int:
 
 
 class MemberSizes:
-    """Sizes of a ring member's tensors.
-
-    Each method returns the bytes of `n` rows, for the heads that one rank computes.
+    """The bytes of `n` rows of a ring member's tensors, for the heads that one rank computes.
 
     `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
-    accumulators have the input type: they merge only once, directly into the result.
+    accumulators have the input type, because results are merged only once, directly into the
+    output.
     """
 
     def __init__(self, group: Group) -> None:
@@ -189,8 +181,7 @@ def _pass_on(group: Group, sent: dict[str, np.ndarray], size: MemberSizes) -> No
 def _others_share(group: Group, whole: int) -> int:
     """Return the bytes that a rank sends to the other ranks of its team.
 
-    `whole` is the bytes of a rank's own rows for all heads. The rows of the rank's whole team, for
-    the heads that this rank computes, have the same number of bytes.
+    `whole` is the bytes of the rank's own rows for all heads.
     """
     return whole // group.ulysses * (group.ulysses - 1)
 
@@ -247,26 +238,21 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Return the bytes that move if `nbytes` are loaded and their elements stored in float32."""
+    """Return the bytes that move when `nbytes` are loaded, and stored again in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """Return, for each rank, `nbytes` of the first block that the rank computes after its own.
+    """Return `nbytes` of the block that each rank computes after its own, or 0 without a block.
 
-    The number is 0 if the rank has no such block.
-
-    If `before` is true, the block is that of the previous rank in the ring.
+    If `before` is true, the block is that of the previous ring member.
     """
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """Return, for each rank and each ring step after the first, `nbytes` of the rank's block.
-
-    The number is 0 if the rank computes no block at that step.
-    """
+    """Return `nbytes` of each rank's block at ring steps after the first, or 0 without a block."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 

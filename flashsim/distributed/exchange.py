@@ -88,10 +88,7 @@ class Ranks:
         rank.rename("converted", name)
 
     def send(self, tensor: str, source: str, target: str) -> None:
-        """Send each rank's array `source` to the next rank in the ring, which names it `target`.
-
-        Ranks that have no such array send nothing.
-        """
+        """Send each rank's array `source`, if it has one, to the next rank as `target`."""
         for number, rank in enumerate(self.ranks):
             if source in rank:
                 self.sent[tensor][number, self.now] += rank[source].nbytes
@@ -101,8 +98,8 @@ class Ranks:
     def exchange(self, names: dict[str, str], before: str, split: int, join: int) -> None:
         """Exchange arrays in each team: send the n-th piece along `split` to the n-th rank.
 
-        Each receiver joins its pieces in order along `join`. The arrays from before the exchange
-        stay, under names that begin with the text `before`.
+        Each receiver joins its pieces in order along `join`. The old arrays stay in memory, under
+        names that begin with the text `before`.
         """
         team = self.group.ulysses
         if team == 1:

@@ -61,7 +61,6 @@ class Group:
     ----------
     problem : Problem
         The whole problem, over all ranks: as many queries as keys, causal or without a mask.
-    ranks : int
     scheme : {"ring", "zigzag", "striped", "ulysses", "usp"}
     ulysses : int, optional
         For "usp": the number of ranks that exchange heads. Default: the largest number that divides
@@ -99,20 +98,19 @@ class Group:
         if p.n_q % parts:
             raise ShapeError(
                 f"scheme {self.scheme!r} over {ranks} ranks needs a sequence length divisible by "
-                f"{parts}, got {p.n_q:,} rows; {self._whole_parts(parts)}"
+                f"{parts}, got {p.n_q:,} rows; to fix it, {self._whole_parts(parts)}"
             )
         if p.heads % self.ulysses or p.kv_heads % self.ulysses:
             raise ShapeError(
-                f"{self.ulysses} ranks that exchange heads must divide the heads, got "
-                f"heads={p.heads}, kv_heads={p.kv_heads}; use 'usp' with fewer ranks per exchange "
-                f"(ulysses={math.gcd(ranks, p.kv_heads)}), or 'zigzag', which exchanges no heads"
+                f"the number of ranks that exchange heads, {self.ulysses}, must divide "
+                f"heads={p.heads} and kv_heads={p.kv_heads}; use 'usp' with "
+                f"ulysses={math.gcd(ranks, p.kv_heads)}, or 'zigzag', which exchanges no heads"
             )
 
     def _whole_parts(self, parts: int) -> str:
         """Return a hint for error texts: how to make the sequence length divisible by `parts`.
 
-        The hint recommends padding at the end of a sequence only for a causal mask, which hides the
-        padding from all real rows.
+        The hint recommends padding only for a causal mask, which hides the padding from real rows.
         """
         n = self.problem.n_q
         padded, cut = f"{-(-n // parts) * parts:,}", f"{n // parts * parts:,}"
@@ -203,10 +201,7 @@ class Group:
         return self.member_rows(member)[number * n : (number + 1) * n]
 
     def team(self, rank: int) -> range:
-        """Return the ranks of the team that `rank` belongs to, including `rank`.
-
-        The ranks of a team exchange heads with each other.
-        """
+        """Return the ranks of the team of `rank`, which exchange heads with each other."""
         first = rank // self.ulysses * self.ulysses
         return range(first, first + self.ulysses)
 
@@ -225,11 +220,7 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has at a ring step.
-
-        The result is `OWN` for its own keys, `BEFORE` for those of an earlier member of the ring,
-        and `AFTER` for those of a later member.
-        """
+        """Return whose keys a rank has: its `OWN`, or those of a member `BEFORE` or `AFTER` it."""
         member = rank // self.ulysses
         if step == 0:
             return OWN
@@ -307,11 +298,7 @@ class Group:
         return self.block(rank, step)
 
     def steps(self, direction: str) -> tuple[str, ...]:
-        """Return the names of a pass's steps, in order.
-
-        The steps are exchanges of heads, steps of the ring, and the return of gradients to their
-        owners.
-        """
+        """Return the names of a pass's steps: exchanges, ring steps, and return of gradients."""
         ring = tuple(f"ring {s}" for s in range(self.ring))
         home = ("home",) if direction == "backward" and self.ring > 1 else ()
         if self.ulysses == 1:

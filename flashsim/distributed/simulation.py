@@ -26,12 +26,8 @@ from flashsim.schedule.tiling import Tiling
 class Spread:
     """The result of `run`: out and LSE in the sequence's order, and the `Account` of all ranks.
 
-    Attributes
-    ----------
-    out : array, (batch, heads, n, head_dim_v)
-    lse : array, (batch, heads, n)
-    account : Account
-        The bytes and FLOPs of the run, equal to the result of `count`.
+    `out` is (batch, heads, n, head_dim_v), and `lse` is (batch, heads, n). `account` has the bytes
+    and FLOPs of the run, equal to the result of `count`.
     """
 
     out: Any
@@ -50,11 +46,7 @@ class Spread:
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
-        """Compute the gradients with the same distribution over ranks.
-
-        Parameters
-        ----------
-        dout : array, like `out`
+        """Compute the gradients for `dout`, distributed over ranks as in the forward pass.
 
         Raises
         ------
@@ -101,23 +93,17 @@ def run(
     """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
     A rank can access only its own rows and the arrays sent to it. `flashsim.run` computes each
-    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by LSE,
-    in float32.
+    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by
+    their LSE, in float32.
 
     Parameters
     ----------
     q, k, v : array, (batch, heads, n, head_dim), (batch, kv_heads, n, ..)
-        The whole sequence, in its own order. The arrays are in CPU memory, as in `flashsim.run`.
-        Results are arrays of the same library.
+        The whole sequence, in its own order, in CPU memory. Results are arrays of the same library.
     ranks, scheme, ulysses
         See `Group`.
     causal, softcap, scale, algorithm, tiling, device, backend
         As in `flashsim.run`; the backend is "simulator" or "numba".
-
-    Returns
-    -------
-    Spread
-        With `backward(dout)`.
 
     Raises
     ------
@@ -135,10 +121,7 @@ def run(
 
 
 def simulate(*args: Any, **kwargs: Any) -> Spread:
-    """Call `run`; this old name of `run` is kept for one more version.
-
-    `flashsim.simulate` is a function with another purpose.
-    """
+    """Call `run`, whose old name `simulate` stays for one more version."""
     warnings.warn(
         "flashsim.distributed.simulate is now flashsim.distributed.run; flashsim.simulate runs an "
         "algorithm of your own",
@@ -285,10 +268,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Return the rows to which the first block after a member's own contributes gradients.
+        """Return the rows whose gradients get terms from a member's first block after its own.
 
-        For dQ, that is the block that the member itself computes at step 1. For dK and dV, it is
-        the block that the previous member in the ring computes at step 1.
+        For dQ, the block is the member's at step 1; for dK and dV, it is the previous member's.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)
@@ -306,10 +288,7 @@ class _SpreadRun(Ranks):
         return gradients
 
     def _come_home(self, number: int, rank: Rank) -> None:
-        """Add the gradients of other blocks to those of a rank's own block of scores.
-
-        A rank's own block is computed in two parts, each with some of the heads.
-        """
+        """Add the gradients of other blocks to those of a rank's own block of scores."""
         ring = self.group.ring
         parts = [part for part in (0, ring) if f"own{part}_dq" in rank]
         for name in ("dq", "dk", "dv"):

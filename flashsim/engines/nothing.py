@@ -1,9 +1,6 @@
-"""Returns the results of empty jobs, which need no computation, for every engine.
+"""Returns the results of empty jobs, whose batch, queries or keys have size 0, for every engine.
 
-A job is empty if its batch, queries or keys have size 0.
-
-The results are zeros and an LSE of -inf, as in
-`torch.nn.functional.scaled_dot_product_attention`. No kernel runs, so there is no trace.
+Results are zeros and an LSE of -inf, as in `torch.nn.functional.scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
@@ -21,15 +18,7 @@ KERNEL = "none: nothing to compute"
 
 
 class Nothing:
-    """An engine for empty jobs, in which a size is 0.
-
-    The job's `Problem` has a size of 1 instead.
-
-    Parameters
-    ----------
-    engine : Engine
-        Its `constant` creates the arrays, and raises errors for jobs that it does not support.
-    """
+    """An engine for empty jobs, whose `Problem` has size 1; `engine` creates the result arrays."""
 
     OPTIONS: frozenset[str] = frozenset()
 

@@ -32,8 +32,7 @@ class Job:
     sinks : array (heads,), in the accumulator's type, or None
     score_arrays, mask_arrays : tuple of array
         The captured arrays of `problem.score_mod` and `problem.mask_mod`, in their graphs' order.
-    trace : bool or str
-        False, True (counts) or "timeline".
+    trace : bool or "timeline"
     options : mapping
         The engine's own options, whose names are in ``OPTIONS``.
     deterministic : bool
@@ -69,15 +68,12 @@ class Job:
 
     @property
     def arrays(self) -> dict[str, Any]:
-        """The user's arrays q, k, v and, if there is one, bias, by name."""
+        """Return the user's arrays q, k, v and, if there is one, bias, by name."""
         arrays = {"q": self.q, "k": self.k, "v": self.v, "bias": self.bias}
         return {name: x for name, x in arrays.items() if x is not None}
 
     def given(self, q: Any, k: Any, v: Any, **others: Any) -> Job:
-        """Return a copy of this job with other arrays and fields.
-
-        The copy keeps the memo unless `others` contains another memo.
-        """
+        """Return a copy of this job with other arrays and fields; the memo is kept by default."""
         job = object.__new__(Job)  # `dataclasses.replace` takes as long as a kernel launch
         job.__dict__.update(self.__dict__, q=q, k=k, v=v, **others)
         return job
@@ -102,8 +98,7 @@ class Outcome(NamedTuple):
     saved : dict
         The values that the engine's `backward` needs besides the job.
     timeline : ndarray of dtype `events.TIMELINE`, or None
-        The SM and the time of each phase of each visit (tile pair) on a GPU, from
-        ``trace="timeline"``.
+        The SM and the time of each phase of each visit (tile pair), from ``trace="timeline"``.
     gpu : str
         The name of the GPU that ran the pass, or "" if no GPU did.
     problem : Problem or None
@@ -130,26 +125,22 @@ class Outcome(NamedTuple):
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    An engine may have more functions, all optional. The function `orders_dq(job, saved)` returns
-    whether the engine can add to dQ in a fixed order (`Job.deterministic`). The function
-    `fuses(job, saved)` returns whether the fused backward is the fastest if dQ may be summed in any
-    order. The function `stores_dq(job, saved)` returns whether "flash2-once" is faster than the
-    job's algorithm. The function `adopt(name, array)` converts an array that supports only DLPack
-    to a type that the engine supports.
+    Four more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
+    dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
+    backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)` returns
+    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
+    that supports only DLPack to a type that the engine supports.
     """
 
     OPTIONS: frozenset[str]
 
     def forward(self, job: Job) -> Outcome:
-        """Run the forward pass."""
+        """Run the forward pass of `job`."""
 
     def recall(self, job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
         """Return `Outcome.saved` of a forward pass, given only its `out` (4-D) and `lse` (3-D).
 
-        Raises
-        ------
-        UnsupportedError
-            If the algorithm's backward pass needs other saved tensors too.
+        `UnsupportedError` is raised if the algorithm's backward pass needs other saved tensors too.
         """
 
     def backward(self, job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
@@ -159,8 +150,4 @@ class Engine(Protocol):
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array filled with one value, of the job's library and on its device.
-
-        The module `engines.nothing` uses it. The function raises the same errors as `forward` for a
-        job that the engine does not support.
-        """
+        """Return an array of `value`, of the job's library and device; raise as `forward` would."""

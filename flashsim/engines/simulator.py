@@ -165,10 +165,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 
 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
-    """Return the job with all batch entries packed along the sequence axis: queries and live keys.
-
-    The keys of a shared prefix come first, and occur once.
-    """
+    """Return the job with all live keys packed one after another, beginning with the prefix."""
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
     if size is not None:
@@ -192,10 +189,7 @@ def _by_entry(x: np.ndarray, batch: int) -> np.ndarray:
 
 
 def _packed(x: np.ndarray, p: Problem) -> np.ndarray:
-    """Rearrange (batch, heads, n_q, width) to (batch, kv_heads, n_q * group, width).
-
-    These are the rows as `Split` numbers them.
-    """
+    """Rearrange (batch, heads, n_q, width) to (batch, kv_heads, n_q * group, width)."""
     groups = x.reshape(p.batch, p.kv_heads, p.group, p.n_q, x.shape[-1])
     return groups.swapaxes(2, 3).reshape(p.batch, p.kv_heads, p.n_q * p.group, x.shape[-1])
 
@@ -244,11 +238,7 @@ def _run(algorithm, machine: Machine) -> None:
 
 
 def _lse(machine: Machine, saved: Mapping[str, Any]) -> np.ndarray:
-    """Return the LSE, one number per row.
-
-    FlashAttention-2 stores the LSE as L. For other algorithms, the LSE is computed as m + log l, or
-    `note_lse` has kept it.
-    """
+    """Return the LSE, one number per row: the stored L, m + log l, or what `note_lse` kept."""
     if "L" in saved:
         return saved["L"]
     p = machine.problem

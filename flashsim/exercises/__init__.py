@@ -1,10 +1,10 @@
 """Programming exercises, graded by results, on-chip memory and the bytes that a solution moves.
 
-Three commands are for students: ``flashsim exercise list`` lists the exercises, ``flashsim exercise
-start NAME`` writes a skeleton to complete, and ``flashsim exercise grade FILE`` grades the
-completed file. Each exercise is one file: a statement, a skeleton, hints, a reference solution and
-a grader. The folders `course` and `kernels` hold the bundled exercises. For a lecturer's own
-exercise, pass the file's path as NAME. See docs/guides/course.md.
+Students use three commands: ``flashsim exercise list``, ``flashsim exercise start NAME``, which
+writes a skeleton to complete, and ``flashsim exercise grade FILE``. Each exercise is one file with
+a statement, a skeleton, hints, a reference solution and a grader. The folders `course` and
+`kernels` hold the bundled exercises. A lecturer's own exercise is named by the path of its file.
+See docs/guides/course.md.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task

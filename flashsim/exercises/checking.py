@@ -23,10 +23,7 @@ KERNEL_ROUNDS = 3
 
 
 def check(one: Exercise | KernelExercise) -> Table:
-    """Check an exercise, and return a table with one row per check.
-
-    The column `right` says whether the check passed.
-    """
+    """Return a table with one row per check of an exercise; `right` says whether it passed."""
     table = Table(f"{one.name}: {one.title}", ("checked", "right", "points", "words"))
 
     def row(what: str, right: bool, points: int | None, said: str) -> None:
@@ -56,7 +53,7 @@ def check(one: Exercise | KernelExercise) -> Table:
 
 
 def graded(text: str, one: Exercise | KernelExercise) -> Marks:
-    """Return the marks of a solution whose file has this text."""
+    """Grade a solution with this text, and return the marks."""
     if not isinstance(one, KernelExercise):
         return grade(text, one)[0]
     with tempfile.TemporaryDirectory() as folder:
@@ -66,12 +63,7 @@ def graded(text: str, one: Exercise | KernelExercise) -> Marks:
 
 
 def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | None, str]:
-    """Return two results: the fewest points that the reference gets, and why it loses points.
-
-    The reason is "" if the reference loses no points.
-
-    The points are None if the reference does not run on the exercise's machine.
-    """
+    """Grade the reference `rounds` times; return the fewest points (None: it fails), and why."""
     try:
         every = [graded(one.solution_source, one) for _ in range(rounds)]
         if isinstance(one, Exercise):
@@ -83,7 +75,7 @@ def reference(one: Exercise | KernelExercise, rounds: int = 1) -> tuple[int | No
 
 
 def _told(one: Exercise, mistake: str) -> tuple[bool, None, str]:
-    """Return a row of `check`: whether a known mistake is graded as wrong and explained."""
+    """Return a row of `check`: whether the grader rejects a known mistake and explains it."""
     seen = []
     for kind in KINDS:
         arrays = one.task.arrays(kind)

@@ -31,7 +31,7 @@ Arrays = Mapping[str, np.ndarray]
 @own_errors
 @dataclass(frozen=True)
 class Task:
-    """The inputs of a solution, the outputs that it must store, and its simulated machine's sizes.
+    """A solution's inputs, the outputs that it must store, and the sizes of the simulated machine.
 
     Attributes
     ----------
@@ -46,8 +46,7 @@ class Task:
     outputs : tuple of str
         Tensors that the solution must store.
     spread : float
-        Rising and falling scores go from -spread to spread; heavy-tailed scores stay inside that
-        range.
+        Rising and falling scores go from -spread to spread; heavy-tailed scores stay between.
     """
 
     problem: Problem
@@ -96,7 +95,7 @@ class Task:
 
     @property
     def setting(self) -> Setting:
-        """The problem, tiling, device and tensors for recording and replaying a solution."""
+        """The problem, tiling, device and tensors that recording and replaying a solution need."""
         return Setting(self.problem, self.tiling, self.device, self.inputs, self.outputs)
 
     def run(
@@ -125,8 +124,7 @@ class Task:
 class Question(NamedTuple):
     """A number that students work out by hand; `answer` computes it from the reference's trace.
 
-    `slips` returns known wrong answers, computed from the same trace, as a dict: number to
-    explanation.
+    `slips` returns known wrong answers from the same trace, as a dict from number to explanation.
     """
 
     ask: str
@@ -144,13 +142,12 @@ class Exercise:
     name : str
         Name on the command line.
     statement : str
-        The assignment, in Markdown: the file's own docstring (``__doc__``). Its first line is the
+        The assignment, in Markdown: the file's docstring (``__doc__``), whose first line is the
         title.
-    task : Task
     reference : function of the machine
         A solution that gets every point. It may use no global names except `np`.
     truth : function of (arrays, problem, dtype)
-        Returns the right outputs by name, in plain NumPy of that dtype. The grader compares with
+        Returns the right outputs by name, in NumPy of that dtype. The grader compares with
         "float64"; the error of "float32" sets the tolerance.
     skeleton : str, optional
         The student's function ``solution``, to be completed. Default: the reference, in which each
@@ -164,15 +161,14 @@ class Exercise:
     budget : function of the task, optional
         Returns the most bytes that get full marks. Default: the reference's bytes.
     at_most : tuple of (op, tensor)
-        Transfers that may not move more bytes than in the reference, even if the total is small
-        enough.
+        Transfers that may move no more bytes than in the reference, even if the total is small.
     demand : function of a trace, optional
         A further condition: returns an explanation if a solution violates it, else "".
     mistakes : mapping of str to function
         Explanations of common mistakes, each with a function like `truth` that returns the
         mistake's outputs.
     questions : tuple of Question
-        If there are questions, the student answers them in a dict ANSWERS instead of programming.
+        Questions that the student answers in a dict ANSWERS, instead of programming.
     bound : function of the task, optional
         Returns a lower bound on the bytes of any solution; the picture shows it.
     wrong : tuple of (find, put, words)
@@ -246,7 +242,7 @@ class Exercise:
 
     @property
     def sizes(self) -> str:
-        """One line of text with the sizes of problem and tiles, which determine the bytes."""
+        """The sizes of the problem and its tiles, as one line of text."""
         p, t = self.task.problem, self.task.tiling
         heads = f"{p.heads} query heads, {p.kv_heads} KV heads, " if p.heads > 1 else ""
         return (
@@ -277,15 +273,15 @@ def require_statement(name: str, statement: object) -> None:
 
 
 def solved(marked: str) -> str:
-    """Return a reference's source as a solution, without the comments TODO, LEFT OUT, END."""
+    """Return a reference's source code without the comments TODO, LEFT OUT and END."""
     return re.sub(r"^ *# (TODO.*|LEFT OUT|END)\n", "", marked, flags=re.M)
 
 
 def gapped(marked: str) -> str:
     """Return a reference's source code as a skeleton for students.
 
-    Each comment "# TODO ..." stays and replaces the lines from it to "# END". The lines from "#
-    LEFT OUT" to "# END" are removed.
+    The lines between "# TODO ..." and "# END" are removed, but the TODO comment stays. The lines
+    from "# LEFT OUT" to "# END" are removed.
     """
     text = re.sub(r"^( *)# LEFT OUT\n.*?^\1# END\n", "", marked, flags=re.M | re.S)
     text = re.sub(r"^( *)(# TODO.*\n)(?s:.*?)^\1# END\n", r"\1\2", text, flags=re.M)
@@ -301,10 +297,7 @@ def headed(name: str, about: str, skeleton: str) -> str:
 
 
 def _imports(function: Callable[..., None]) -> list[str]:
-    """Return the import lines that a function needs.
-
-    These are the import of NumPy, and those imports of the function's module that it uses.
-    """
+    """Return the lines that import NumPy and the other names that a function uses."""
     found, used = ["import numpy as np"], global_names(function.__code__)
     for node in ast.parse("".join(inspect.findsource(function)[0])).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):

@@ -36,10 +36,9 @@ def grade(
 ) -> tuple[Marks, Trace | None]:
     """Grade a solution inside this process; return its marks and the trace of its transfers.
 
-    The solution runs on symbolic tiles, which have no values, and so records a program of
-    operations. The recorded program is then replayed on inputs and graded. Do not use this function
-    for files that you do not trust, because their code runs in this process;
-    `submissions.grade_file` runs a file in a separate process.
+    The solution runs on symbolic tiles without values. This records its operations as a program,
+    which is then replayed on inputs. The code of a solution runs in this process: for files that
+    you do not trust, use `submissions.grade_file`.
 
     Parameters
     ----------
@@ -70,21 +69,11 @@ def judge(
     *,
     text: str | None = None,
 ) -> tuple[Marks, Trace | None]:
-    """Grade the outcome of running a solution: a recorded program, or answers to questions.
+    """Grade a solution that has run: its recorded program, or its answers to questions.
 
-    Parameters
-    ----------
-    handed : Handed
-        The program or the answers. It may come from a process that is not trusted.
-    exercise : Exercise
-    source : str
-        The text of the solution's file, which messages quote.
-    began : float
-        When grading began, by `time.perf_counter`.
-    limit : float
-        Seconds that replaying the program may take.
-    text : str, optional
-        The text of the solution alone, if `source` holds more than the solution.
+    `handed` may come from a process that is not trusted. Messages quote `source`, the text of the
+    file. If the file has more than the solution, `text` is the solution alone. Grading began at the
+    time `began` of `time.perf_counter`. Replaying the program may take `limit` seconds.
     """
     text = source if text is None else text
     trace, figures = None, dict[str, int]()
@@ -108,10 +97,7 @@ def judge(
 
 
 def _source_of(function: Any) -> tuple[str, str]:
-    """Return two source texts: of the file or cell that defines a function, and of the function.
-
-    Both are "" if the source is unknown.
-    """
+    """Return the source of a function's file or cell, and the function's source; "" if unknown."""
     try:
         return "".join(inspect.findsource(function)[0]), inspect.getsource(function)
     except (TypeError, OSError):
@@ -126,7 +112,7 @@ class _Judge:
         self.source, self.until = source.splitlines(), until
 
     def judged(self) -> tuple[tuple[Mark, ...], dict[str, int], Trace | None]:
-        """Return three results: the marks, their figures, and a trace for one draw of inputs."""
+        """Return the marks, the figures (such as bytes moved), and the trace of one run."""
         task, each = self.task, RESULTS // len(KINDS)
         draws = [
             (kind, task.arrays(kind, secrets.randbits(32))) for kind in KINDS for _ in range(DRAWS)
@@ -174,7 +160,7 @@ class _Judge:
     def _replayed(
         self, draws: Sequence[Mapping[str, np.ndarray]], **limits: int | None
     ) -> OpenMachine:
-        """Return the simulated machine after running the program on all these inputs at once."""
+        """Run the program on all draws of inputs together; return the simulated machine."""
         setting = self.task.setting
         names = ("Q", "K", "V", *setting.inputs)
         arrays = {name: np.concatenate([draw[name] for draw in draws]) for name in names}
@@ -195,14 +181,16 @@ class _Judge:
         return ""
 
     def _overflow(self, trace: Trace) -> str:
-        """Return a text that says how on-chip memory is exceeded, or "" if the solution fits."""
+        """Return why a solution exceeds the on-chip memory, or "" if it fits."""
         if trace.peak_sram() <= self.task.sram_bytes:
             return ""
         try:
             self._replayed([self.task.arrays()], most=None)
         except (SramOverflow, ProgramError) as error:
             return str(error)
-        raise AssertionError("the program needs more on-chip memory than the machine has")
+        raise AssertionError(
+            "the program needs more on-chip memory than the machine has; use smaller tiles"
+        )
 
 
 def _bytes(exercise: Exercise, trace: Trace, *, right: bool) -> Mark:

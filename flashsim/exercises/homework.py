@@ -1,9 +1,7 @@
-"""Grade a homework folder: the kernel files and the tests in that folder.
+"""Grade a homework folder, without a GPU: the kernel files and the tests in that folder.
 
-Grading needs no GPU.
-
-A homework folder contains files at the paths that the kernel exercises name
-(`KernelExercise.path`), and maybe a folder `tests`. Grading changes no file in the homework folder.
+A homework folder contains one file per kernel exercise, at the path `KernelExercise.path`, and may
+contain a folder `tests`. Grading changes no file of the folder.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ def homework_in(
 ) -> list[Path]:
     """Return the homework folders: `folder` if it is one, otherwise its subfolders.
 
-    A folder is a homework folder if it contains a file of a bundled exercise or of one of
-    `exercises`. If any subfolder is a homework folder, all subfolders are returned, so that a
-    student with misplaced files still gets marks. With `single`, only the subfolders that are
-    homework folders count.
+    A homework folder contains a file of a bundled exercise or of one of `exercises`. If any
+    subfolder is a homework folder, all subfolders are returned, so that students with misplaced
+    files still get marks. If `single` is true, only subfolders that are homework folders are
+    returned.
     """
     paths = {one.path for one in (*_bundled(), *exercises) if one.path}
     below = students_in(folder)
@@ -53,10 +51,7 @@ def students_in(folder: Path) -> list[Path]:
 
 
 def exercises_of(roots: Sequence[Path]) -> list[KernelExercise]:
-    """Return the exercises whose file is in at least one homework folder.
-
-    If no folder has the file of any exercise, all exercises are returned.
-    """
+    """Return the exercises whose file some homework folder contains; if none, all exercises."""
     every = [one for one in _bundled() if one.path]
     return [one for one in every if any((root / one.path).is_file() for root in roots)] or every
 
@@ -78,10 +73,7 @@ def grade_homework(
     memory: int | None = None,
     jobs: int | None = None,
 ) -> Iterator[tuple[Path, list[tuple[Path, Marks]]]]:
-    """Grade homework folders for these exercises and run the folders' tests, several at once.
-
-    Yields each folder with its files and their marks. A missing file gets 0 points.
-    """
+    """Grade homework folders and run their tests; yield each folder with its files and marks."""
 
     def graded(work: tuple[Path, KernelExercise | None]) -> tuple[Path, Marks]:
         root, one = work
@@ -102,7 +94,7 @@ def grade_homework(
 
 
 def _missing(root: Path, one: KernelExercise) -> str:
-    """Return a text that names the missing file, its right path, and the files that were found."""
+    """Return a text that states a missing file's right path, and the files in the folder."""
     there = sorted(
         plain(str(Path(place, name).relative_to(root)), 200)
         for place, _, names in os.walk(root)
@@ -114,7 +106,7 @@ def _missing(root: Path, one: KernelExercise) -> str:
 
 
 def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
-    """Run a folder's own tests. They give no points, because students can write any tests."""
+    """Run a homework folder's own tests, which give no points: students can write any tests."""
     began = time.perf_counter()
     tests, top = str((root / "tests").resolve()), str(root.resolve())
     seconds, size = LIMIT if limit is None else limit, MEMORY if memory is None else memory
@@ -133,7 +125,7 @@ def _tests(root: Path, limit: float | None, memory: int | None) -> Marks:
 
 
 def together(found: list[tuple[Path, Marks]]) -> Marks:
-    """Return all marks of a homework folder combined into one `Marks`, for Gradescope."""
+    """Combine the marks of a homework folder's files into one `Marks`, for Gradescope."""
     marks = [
         replace(mark, name=f"{one.exercise}: {mark.name}") for _, one in found for mark in one.marks
     ]

@@ -27,12 +27,12 @@ class KernelCase(NamedTuple):
 
     @property
     def title(self) -> str:
-        """A text that describes the graded call: its problem and its kind of inputs."""
+        """The call's problem and kind of inputs, as text."""
         return f"{in_words(self.task.problem)}, {self.kind} inputs"
 
 
 def attention_bytes(task: Task) -> dict[tuple[str, str], int]:
-    """Return the bytes that FlashAttention-2 moves with the task's tiles, from `flashsim.count`."""
+    """Count the bytes that FlashAttention-2 moves with a task's tiles, by operation and tensor."""
     direction = "backward" if "dQ" in task.outputs else "forward"
     counted = count(task.problem, tiling=task.tiling, direction=direction)
     return by_operation(counted.transfers)
@@ -48,7 +48,7 @@ class KernelExercise:
     name : str
         Name on the command line.
     statement : str
-        The assignment, in Markdown: the file's own docstring. Its first line is the title.
+        The assignment, in Markdown: the file's docstring, whose first line is the title.
     tasks : tuple of Task
         The problems that the solution is called with, in float32. `Task.tiling` determines the
         bytes for full marks. `Task.sram_bytes` limits the estimated on-chip memory of a program.
@@ -61,7 +61,6 @@ class KernelExercise:
     given : tuple of str
         The arrays that the function is called with, in order, each (heads, n, d). The last argument
         is a flag: whether attention is causal.
-    hints : tuple of str
     path : str
         The file's path in a homework folder, such as "softmax_matmul/softmax_matmul.py".
     flag : bool
@@ -69,12 +68,10 @@ class KernelExercise:
     truth : function of (arrays, problem, dtype), optional
         Returns the right outputs by name; needed for exercises that do not compute attention.
     budget : function of the task, optional
-        Returns the most bytes that get full marks, by operation and tensor. Default: the bytes of
-        FlashAttention-2.
+        Returns the most bytes that get full marks, by operation and tensor. Default:
+        FlashAttention-2's.
     wrong : tuple of (find, put, words)
         Wrong solutions for ``flashsim exercise check``, as in `Exercise`.
-    revealed, file
-        As in `Exercise`.
     """
 
     name: str
@@ -108,13 +105,9 @@ class KernelExercise:
 
     @property
     def cases(self) -> list[KernelCase]:
-        """The graded calls.
+        """The graded calls: all tasks with normal inputs, and the first one with rising scores too.
 
-        Every task is called with normally distributed inputs; the first task is also called with
-        rising scores.
-
-        A backward pass is not called with rising scores, because it has no running maximum that
-        rising scores could test.
+        Rising scores test the running maximum, which a backward pass does not have.
         """
         rising = [] if "dO" in self.given else [KernelCase(self.tasks[0], "rising")]
         return [*rising, *(KernelCase(one, "normal") for one in self.tasks)]
@@ -125,13 +118,13 @@ class KernelExercise:
         return self.tasks[0].outputs
 
     def arguments(self, arrays: Arrays) -> list[np.ndarray]:
-        """Return the arguments of a graded call: arrays with batch and heads as one axis."""
+        """Return the arguments of a graded call: arrays whose first axis joins batch and heads."""
         return [np.ascontiguousarray(x.reshape(-1, *x.shape[2:])) for x in
                 (arrays[name] for name in self.given)]  # fmt: skip
 
     @cached_property
     def full_marks(self) -> dict[tuple[str, str], int]:
-        """The bytes for full marks by operation and tensor, summed over all graded calls."""
+        """For each operation and tensor, the bytes for full marks, summed over all graded calls."""
         budget = self.budget or attention_bytes
         found: dict[tuple[str, str], int] = {}
         for case in self.cases:
@@ -151,12 +144,12 @@ class KernelExercise:
 
     @property
     def skeleton(self) -> str:
-        """The code of the file that students start from, without the comments about the task."""
+        """The code of the file that students start from, without the comment at its top."""
         return gapped(self.reference)
 
     @property
     def sizes(self) -> str:
-        """One line of text that lists the problems for which a solution is called."""
+        """The problems on which a solution runs, as one line of text."""
         return "; ".join(dict.fromkeys(in_words(one.problem) for one in self.tasks))
 
     @property

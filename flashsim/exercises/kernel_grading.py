@@ -1,8 +1,8 @@
 """Grade a file of kernels: results, safety on a GPU, on-chip memory and bytes moved.
 
-The user's file runs in a separate process (`kernel_runner`). That process returns the file's
-results and a record of the kernels' accesses. The grading process draws the inputs, computes the
-right results, and grades. The grading process never runs the file.
+The user's file runs in a separate process (`kernel_runner`), which returns the file's results and a
+record of the kernels' accesses. The grading process draws the inputs and computes the right
+results, and never runs the file.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _MOST = 1 << 28
 
 
 class Handover(NamedTuple):
-    """The runner's answer: a failure's kind and text, the record, and the outcomes of tests."""
+    """The runner's answer: kind and text of a failure, the record, or the outcomes of tests."""
 
     kind: str = ""
     words: str = ""
@@ -52,7 +52,7 @@ class Handover(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """One graded call that ran: the call's inputs, and the trace of the kernels."""
+    """A graded call that has run: its inputs, and the trace of its kernels."""
 
     case: KernelCase
     arrays: Arrays
@@ -70,8 +70,7 @@ def grade_kernels(
 ) -> tuple[Marks, Trace | None]:
     """Grade a file of kernels; return its marks, and the trace of its last graded call.
 
-    The file may import modules from its own folder and from the folder `root`. `runner` is the
-    function that runs the file; the default, `handed`, starts a separate process.
+    The file may import modules from its own folder and from the folder `root`.
     """
     began = time.perf_counter()
     cases = exercise.cases
@@ -106,7 +105,7 @@ def grade_kernels(
 
 
 def handed(order: KernelOrder) -> Handover:
-    """Run a file in a separate process, as a `KernelOrder` describes it."""
+    """Run a file in a separate process, with the calls and limits of a `KernelOrder`."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
     ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
     if ended.why:
@@ -164,7 +163,7 @@ def _judged(
 
 
 def _spread(case: KernelCase) -> Any:
-    """Return the problem with batch and heads joined into one axis, like the arrays."""
+    """Return the problem with the batch entries as additional heads, as in the arrays."""
     p = case.task.problem
     return replace(p, batch=1, heads=p.batch * p.heads, kv_heads=p.batch * p.kv_heads)
 
@@ -178,7 +177,7 @@ def _short(case: KernelCase) -> str:
 
 
 def _unread(exercise: KernelExercise, one: _Run) -> str:
-    """Return a text that names an input or output that no kernel uses, or "" if all are used."""
+    """Return a text about an input or output that no kernel uses, or "" if all are used."""
     traced = one.traced
     a, stored = traced.record.accesses, [traced.tensors[code] for code in traced.record.stored]
     for name in exercise.outputs:

@@ -1,9 +1,9 @@
 """Run a file of kernels in a separate process, and return a record of all kernel accesses.
 
-The grader starts this module as ``python -m flashsim.exercises.kernel_runner``. The user's file
-imports torch, Triton or JAX, so the process has limits on time and memory, but no sandbox:
-docs/guides/grader.md describes the consequences. The process gets the inputs, but neither the
-reference solution nor right results nor points.
+The grader starts ``python -m flashsim.exercises.kernel_runner``. The process has limits on time and
+memory, but no sandbox, because the user's file imports torch, Triton or JAX. The page
+docs/guides/grader.md describes the consequences. The process gets inputs, but no reference
+solution, no right results and no points.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _FREE = re.compile(
 
 
 class KernelOrder(NamedTuple):
-    """An order for the separate process that runs a file: the file, and the calls to make.
+    """The file that a separate process runs, and the calls to make.
 
-    `calls` holds, for each graded call, its arrays and whether attention is causal (None: no such
-    argument). `names` are the names of the arguments, and `outputs` are the names of the results.
-    If `tests` is true, pytest runs the folder `path` instead of these calls.
+    For each graded call, `calls` has the arrays, and the argument `causal` (None if the function
+    has no such argument). `names` are the names of the function's arguments, and `outputs` the
+    names of its results. If `tests` is true, pytest runs the folder `path` instead.
     """
 
     path: str
@@ -155,10 +155,7 @@ def _triton(
 def _of_autograd(
     order: KernelOrder, function: Any, given: dict[str, Any], flags: Sequence[bool]
 ) -> tuple[Callable[[], Any], dict[str, Any]]:
-    """Return two results: a function that runs the graded pass, and the inputs of that pass.
-
-    The graded pass is the forward or the backward pass of a torch.autograd.Function.
-    """
+    """Return a function that runs an autograd.Function's graded pass, and the pass's inputs."""
     from flashsim.triton import watch
 
     inputs = [given[name].requires_grad_() for name in "QKV"]
@@ -188,10 +185,7 @@ def _of_autograd(
 
 @contextmanager
 def _noted(outside: list[str], path: str, library: str) -> Iterator[None]:
-    """In the ``with`` block, add each torch computation outside of kernels to the list `outside`.
-
-    Each item of the list also names the source line of the computation.
-    """
+    """Append to `outside` the torch computations outside of kernels, with their source lines."""
     if library != "torch":
         yield
         return
@@ -223,7 +217,7 @@ def _pallas(function: Any, arguments: Sequence[np.ndarray], flags: Sequence[bool
 
 
 def told(error: BaseException, path: str) -> str:
-    """Return an error's text, with the line of the user's file that raised the error."""
+    """Return an error's text, with the number of the line in the user's file that raised it."""
     text = str(error)[:WORDS]
     if isinstance(error, FlashSimError):
         return text
@@ -238,7 +232,7 @@ def told(error: BaseException, path: str) -> str:
 
 
 def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
-    """Run the tests in a folder on the CPU; return each test's name, outcome and last line."""
+    """Run a folder's tests on the CPU; return each test's name, outcome and last line of output."""
     import pytest
 
     from flashsim.triton import watch
@@ -266,7 +260,7 @@ def tested(order: KernelOrder) -> list[tuple[str, str, str]]:
 
 
 def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
-    """Carry out a `KernelOrder`; return the description of any failure, and the record as bytes."""
+    """Carry out a `KernelOrder`; return a dict with any failure, and the record as bytes."""
     about: dict[str, Any] = {"kind": "", "words": "", "tests": []}
     try:
         if order.tests:
@@ -283,10 +277,9 @@ def done(order: KernelOrder) -> tuple[dict[str, Any], bytes]:
 
 
 def main() -> None:
-    """Read a `KernelOrder` from stdin, and write the result to stdout.
+    """Carry out the `KernelOrder` on stdin; write one line of JSON, then the record, to stdout.
 
-    The output is one line of JSON, followed by the record's bytes. Output that the user's file
-    prints goes to stderr.
+    Text that the user's file prints goes to stderr.
     """
     order: KernelOrder = pickle.load(sys.stdin.buffer)
     out = os.dup(1)

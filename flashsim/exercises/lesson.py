@@ -1,4 +1,4 @@
-"""Graded questions in a notebook: readers predict a figure, then run code that computes it.
+"""Graded questions in a notebook: readers predict a number, then run code that computes it.
 
 >>> from flashsim.exercises import Lesson
 >>> lesson = Lesson("tiles")
@@ -27,13 +27,7 @@ QUESTION, EXERCISE = 10, 50
 
 @own_errors
 class Lesson:
-    """A reader's answers to one lesson; only the last answer to each question counts.
-
-    Attributes
-    ----------
-    title : str
-        The lesson's title.
-    """
+    """A reader's answers to one lesson; only the last answer to each question counts."""
 
     def __init__(self, title: str) -> None:
         self.title = title
@@ -49,7 +43,7 @@ class Lesson:
         slips: Mapping[float, str] | None = None,
         choices: Sequence[str] = (),
     ) -> None:
-        """Grade one answer and print its mark. The right value is shown only after a right answer.
+        """Grade one answer and print its mark; only a right answer shows the right value.
 
         Parameters
         ----------
@@ -87,7 +81,7 @@ class Lesson:
         slips: Mapping[float, str],
         choices: Sequence[str],
     ) -> tuple[()] | tuple[str, str]:
-        """Return the kind and the explanation of an answer's mistake, or () if it is right."""
+        """Return the kind and the explanation of an answer's mistake; () for a right answer."""
         if said is ...:
             wanted = f"one of {', '.join(map(repr, choices))}" if choices else "a number"
             return "open", f"no answer yet; replace ... with {wanted}"
@@ -111,7 +105,9 @@ class Lesson:
     def solve(
         self, exercise: str, solution: Callable[..., None] | Mapping[str, int] | EllipsisType
     ) -> Trace | None:
-        """Grade a solution of an exercise, print its marks, and return its trace.
+        """Grade a solution, print its marks, and return the trace of its transfers.
+
+        The trace is None if the solution did not run to its end.
 
         Parameters
         ----------
@@ -119,11 +115,6 @@ class Lesson:
             A name from ``flashsim exercise list``, or the path of a lecturer's file.
         solution : function of the machine, dict of answers, or ...
             The solution; ``...`` means that there is no solution yet.
-
-        Returns
-        -------
-        Trace or None
-            The solution's transfers; None if the solution did not run to its end.
         """
         if solution is ...:
             said = "no solution yet"
@@ -138,5 +129,5 @@ class Lesson:
         return trace
 
     def marks(self) -> Marks:
-        """Return the lesson's marks so far; they can be written as text, JSON or for Gradescope."""
+        """Return the lesson's marks so far; `Marks` has methods for text, JSON and Gradescope."""
         return Marks(self.title, tuple(self._marks.values()), {})

@@ -1,4 +1,4 @@
-"""Points with explanations, which can be written as text, as JSON or in Gradescope's format."""
+"""Points with explanations, as text, as JSON or in Gradescope's format."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ class Mark:
     """The points for one graded item, such as the bytes moved.
 
     `kind` names the mistake in one word, for programs; "" means that there is no mistake. `words`
-    explains the mistake in a sentence for people. A mark with `most` = 0 is shown, but gives no
-    points.
+    explains the mistake to people. If `most` is 0, the item is shown but gives no points.
     """
 
     name: str
@@ -28,12 +27,12 @@ class Mark:
 
     @property
     def full(self) -> bool:
-        """Whether the item gets all its points, or if it has no points, whether it passes."""
+        """Whether the item gets all its points or, if it gives no points, has no mistake."""
         return self.points == self.most if self.most else not self.kind
 
 
 def room_mark(most: int, *, all_wrong: bool, overflow: str) -> Mark:
-    """Return the mark for on-chip memory; `overflow` says why a solution does not fit."""
+    """Return the mark for on-chip memory; `overflow` says why the data does not fit on chip."""
     if all_wrong:
         overflow = "on-chip memory gets points only if some of the results are right"
     kind = "result" if all_wrong else "overflow" if overflow else ""
@@ -54,10 +53,7 @@ def bytes_mark(most: int, moved: int, budget: int, *, right: bool, more: Iterabl
 def beside(
     mine: Mapping[tuple[str, str], int], theirs: Mapping[tuple[str, str], int]
 ) -> tuple[tuple[str, str, int, int], ...]:
-    """Return the bytes that a solution and the reference move, in the form of `Marks.moved`.
-
-    Each item is a tuple (op, tensor, bytes, the reference's bytes).
-    """
+    """Return (op, tensor, bytes, the reference's bytes) for all transfers of a solution."""
     keys = dict.fromkeys([*theirs, *mine])
     return tuple((*key, mine.get(key, 0), theirs.get(key, 0)) for key in keys)
 
@@ -76,14 +72,10 @@ class Marks:
 
     Attributes
     ----------
-    exercise : str
-    marks : tuple of Mark
     figures : dict
         Bytes moved ("bytes"), the most bytes that get full marks ("budget"), peak bytes on chip
         ("peak"), on-chip capacity ("sram"), and a lower bound on the bytes ("bound").
     moved : tuple of (op, tensor, bytes, the reference's bytes)
-    seconds : float
-        Time that grading took.
     hint : str
         The command that shows a hint; "" if there is none.
     """
@@ -148,10 +140,9 @@ class Marks:
         return json.dumps({**asdict(self), "points": self.points, "most": self.most}, indent=2)
 
     def gradescope(self) -> str:
-        """Return the marks as Gradescope's ``results.json``.
+        """Return the marks as Gradescope's ``results.json``, with one test per graded item.
 
-        In that file, each graded item becomes a test. The leaderboard sorts right solutions by
-        bytes moved, the fewest first.
+        The leaderboard sorts right solutions by bytes moved, the fewest first.
         https://gradescope-autograders.readthedocs.io/en/latest/specs/ describes the format.
         """
         tests: list[dict[str, Any]] = [

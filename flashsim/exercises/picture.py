@@ -1,4 +1,4 @@
-"""Plot the bytes that a solution moved beside those of the reference."""
+"""Plot the bytes that a solution moved beside the bytes that the reference moved."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Right results for grading exercises, and the results of known mistakes, in plain NumPy.
 
-Each such function takes (arrays, problem, dtype) and returns outputs by name. Solutions are
-compared with the float64 result; the tolerance is set by the error of the float32 result.
-`with_problem` and `scaled` turn a function for the right result into one for a mistake's result.
+The functions for results take (arrays, problem, dtype) and return outputs by name. The grader
+compares a solution with the float64 result; the error of the float32 result sets the tolerance.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ Truth = Callable[[Arrays, Problem, str], Arrays]
 def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
     """Return a function that computes a task's byte budget.
 
-    The budget lets each tensor in `once` move once, and each tensor in `per_row_tile` once per row
-    tile.
-
-    `per_row_tile` has names of one letter. A tensor may be named twice.
+    The budget has the bytes of each tensor in `once`. For `per_row_tile` (a text of one-letter
+    names), the budget has each tensor's bytes once per row tile.
     """
 
     def budget(task: Task) -> int:
@@ -40,10 +37,7 @@ def moves(*once: str, per_row_tile: str = "") -> Callable[[Task], int]:
 
 
 def stage_bytes(stage: str) -> Callable[[Task], int]:
-    """Return a function that computes a task's byte budget from a closed form.
-
-    The budget is the bytes of one stage of FlashAttention-2's backward pass.
-    """
+    """Return a function that computes a task's byte budget from a stage of FlashAttention-2."""
 
     def budget(task: Task) -> int:
         counted = count(task.problem, direction="backward", tiling=task.tiling)
@@ -86,8 +80,8 @@ def gradients(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 def output_terms(arrays: Arrays, p: Problem) -> Arrays:
     """Return, for each output of a forward pass, the sum of the absolute values of its terms.
 
-    Rounding errors are proportional to these sums: a mean of rows of V may be small although its
-    terms are large.
+    Rounding errors are proportional to these sums. For example, O is a mean of rows of V: it may be
+    small although the rows of V are large.
     """
     v = np.repeat(np.abs(arrays["V"].astype(np.float64)), p.group, axis=1)
     found = attention(arrays, p, "float64")
@@ -100,8 +94,8 @@ def output_terms(arrays: Arrays, p: Problem) -> Arrays:
 def gradient_terms(arrays: Arrays, p: Problem) -> Arrays:
     """Return, for each result of `gradients`, the sum of the absolute values of its terms.
 
-    Rounding errors are proportional to these sums: dS is a difference of two nearly equal numbers
-    where a row has one large P.
+    Rounding errors are proportional to these sums. For example, dS is a difference of two nearly
+    equal numbers in a row with one large P.
     """
     q, k, v, dout = (np.abs(arrays[name].astype(np.float64)) for name in ("Q", "K", "V", "dO"))
     P = softmax(arrays, p, "float64")["P"]
@@ -116,17 +110,14 @@ def delta(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
 
 
 def numerator(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
-    """Return O without the division by l, which is the result of a common mistake."""
+    """Return the result of a common mistake: O without the division by l."""
     found = attention(arrays, p, dtype)
     top = arrays["S"].max(axis=-1).astype(dtype)
     return {"O": found["O"] * np.exp(found["L"] - top)[..., None]}
 
 
 def with_problem(truth: Truth, **changes: Any) -> Truth:
-    """Return a function that computes `truth` for a problem in which some fields are replaced.
-
-    For example, ``scale=1.0`` gives the results of a solution that omits the scale.
-    """
+    """Return a function that computes `truth` after replacing some fields of the problem."""
     return lambda arrays, p, dtype: truth(arrays, replace(p, **changes), dtype)
 
 
@@ -138,15 +129,9 @@ def scaled(truth: Truth, name: str, factor: Callable[[Problem], float]) -> Truth
 def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions: int = 0) -> Truth:
     """Return a function that computes attention tile by tile, with a mistake in the loop.
 
-    Parameters
-    ----------
-    block_q, block_k : int
-        The tile sizes, on which the result of a mistake depends.
-    top, total : {0, 1}
-        The axis of a tile of scores along which its maximum and its sum are taken. 1 is right; 0 is
-        possible only with square tiles.
-    divisions : int
-        When O is divided by l. 0: after the loop. 1: in every iteration. 2: both.
+    The maximum of a tile of scores is taken along the axis `top`, and the sum along `total`. Axis 1
+    is right; axis 0 is wrong, and possible only with square tiles. O is divided by l after the loop
+    (`divisions` 0), in every iteration (1), or in both places (2).
     """
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
@@ -174,7 +159,7 @@ def tiled(block_q: int, block_k: int, *, top: int = 1, total: int = 1, divisions
 
 
 def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
-    """Return a function that computes a wrong L: it applies `of` to each row's maximum and L."""
+    """Return a function that computes a wrong L: the result of `of(row maximum, right L)`."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         return {"L": of(arrays["S"].max(axis=-1).astype(dtype), attention(arrays, p, dtype)["L"])}
@@ -183,10 +168,7 @@ def lse_slip(of: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> Truth:
 
 
 def backward_slip(*, scale: Callable[[Problem], float], delta: float = 1.0) -> Truth:
-    """Return a function that computes wrong gradients.
-
-    The scale is wrong, or delta is multiplied by the factor `delta`.
-    """
+    """Return a function that computes wrong gradients: with another scale, or delta * `delta`."""
 
     def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:
         q, k, v, dout = (arrays[name].astype(dtype) for name in ("Q", "K", "V", "dO"))
@@ -226,10 +208,7 @@ BACKWARD_SLIPS: dict[str, Truth] = {
 
 
 def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
-    """Return a dict of known mistakes in the loop over keys, for these tile sizes.
-
-    Each explanation maps to a function that computes the mistake's wrong results.
-    """
+    """Return known mistakes in the loop over keys, each with a function for its result."""
     words = "O was divided by l in every iteration"
     found = {
         f"{words}; divide once, after the last iteration": tiled(block_q, block_k, divisions=1),
@@ -246,10 +225,7 @@ def loop_slips(block_q: int, block_k: int) -> dict[str, Truth]:
 
 
 def softmax_slips(block_q: int, *, stable: bool) -> dict[str, Truth]:
-    """Return a dict of known mistakes in a softmax of complete rows, in tiles of `block_q` rows.
-
-    Each explanation maps to a function that computes the mistake's wrong results.
-    """
+    """Return known mistakes in a softmax of whole rows, each with a function for its result."""
 
     def of(top: int, total: int) -> Truth:
         def wrong(arrays: Arrays, p: Problem, dtype: str) -> Arrays:

@@ -1,7 +1,7 @@
 """Run a command in a separate process, with limits, and return its output.
 
-Whatever the process does, `run` returns in time. `run` kills the process and every process that it
-started, and keeps no more output than the limits allow.
+To enforce the limits, the function `run` kills the process and all its children, and keeps no more
+output than allowed.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class Limits:
 class Ended(NamedTuple):
     """A process that ended: its exit status, its result (stdout) and the text it printed (stderr).
 
-    `why` names the limit that ended the process: "time", "result" or "printed". It is "" if no
-    limit did.
+    `why` names the limit that ended the process: "time", "result" or "printed"; "" if none did.
     """
 
     status: int
@@ -45,7 +44,7 @@ class Ended(NamedTuple):
 
     @property
     def last(self) -> str:
-        """The last line that the process printed, shortened; if there is none, its exit status."""
+        """The last line that the process printed, shortened; or its exit status, if none."""
         lines = self.printed.strip().splitlines() or [f"exit status {self.status}"]
         return plain(lines[-1], 300)
 
@@ -113,6 +112,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def plain(text: str, most: int = 4000) -> str:
-    """Return untrusted text in a form safe to print: shortened, without terminal escapes."""
+    """Make untrusted text safe to print: shorten it, and remove terminal escapes."""
     cut = text if len(text) <= most else f"{text[:most]}..."
     return "".join(x if x.isprintable() or x == "\n" else repr(x)[1:-1] for x in cut)

@@ -41,13 +41,12 @@ def kernel_names() -> list[str]:
 def of_course(name: str) -> AnyExercise:
     """Return the bundled exercise with that name.
 
-    A student's file may name only bundled exercises, because a path would run the code at that
-    path.
+    A student's file may name only bundled exercises: grading would run the code at a path.
     """
     if name not in _bundled():
         raise OptionError(
-            f"the course has no exercise {shown(name)}; {choices(name, _bundled())}; to use a "
-            "lecturer's own exercise, pass --exercise FILE"
+            f"the course has no exercise {shown(name)}; choose from {choices(name, _bundled())}; "
+            "to use a lecturer's own exercise, pass --exercise FILE"
         )
     return _bundled()[name]
 
@@ -56,10 +55,7 @@ def of_course(name: str) -> AnyExercise:
 def get(name: str) -> Exercise:
     """Return the exercise on the simulated machine with that name, or in the file at that path.
 
-    Raises
-    ------
-    OptionError
-        If the exercise does not exist, or the file defines no EXERCISE.
+    A missing exercise, or a file that defines no EXERCISE, raises an `OptionError`.
     """
     found = find(name)
     if not isinstance(found, Exercise):
@@ -71,19 +67,13 @@ def get(name: str) -> Exercise:
 
 
 def find(name: str) -> AnyExercise:
-    """Return the exercise, of any kind, with that name or in the file at that path.
-
-    Raises
-    ------
-    OptionError
-        If the exercise does not exist, or the file defines no EXERCISE.
-    """
+    """Return any exercise with that name or in the file at that path; errors are as in `get`."""
     if name in _bundled():
         return _bundled()[name]
     if not name.endswith(".py"):
         raise OptionError(
-            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or a "
-            f"name; {choices(name, _bundled())}"
+            f"there is no exercise {shown(name)}; pass the path of an exercise's .py file, or "
+            f"choose from {choices(name, _bundled())}"
         )
     path = Path(name)
     if not path.is_file():

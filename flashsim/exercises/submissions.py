@@ -1,8 +1,8 @@
-"""Grade students' files: one file, or a folder of them.
+"""Grade students' files: one file, or a folder of files.
 
 A student's file runs once, in a separate, sandboxed process (`flashsim.engines.sandbox.recorder`),
-which returns a recorded program. The grading process never runs the file: it replays and grades the
-program. docs/guides/grader.md describes what this protects from, and what it does not.
+which returns a recorded program. The grading process replays the program and never runs the file.
+docs/guides/grader.md describes what this separation protects from, and what it does not.
 """
 
 from __future__ import annotations
@@ -63,18 +63,10 @@ def grade_file(
 ) -> tuple[Marks, Trace | None]:
     """Grade a student's file; return its marks, and the trace of its transfers.
 
-    Parameters
-    ----------
-    path : path-like
-        The student's file.
-    exercise : str, optional
-        An exercise's name, or the path of a lecturer's file. Default: the bundled exercise that the
-        file's first line names.
-    limit : float, optional
-        Time limit in seconds. Default: `LIMIT`; for kernels, `kernel_grading.LIMIT`.
-    memory : int, optional
-        Memory limit in MiB. Default: `MEMORY` on Linux, more for kernels; other systems have no
-        limit.
+    `exercise` is an exercise's name, or the path of a lecturer's file. By default, the first line
+    of the student's file names a bundled exercise. `limit` is in seconds (default: `LIMIT`, or
+    `kernel_grading.LIMIT` for kernels). `memory` is in MiB: by default, `MEMORY` on Linux, more for
+    kernels, and unlimited on other systems.
 
     Raises
     ------
@@ -96,8 +88,8 @@ def grade_folder(
 ) -> Iterator[tuple[Path, Marks]]:
     """Grade all .py files in a folder and its subfolders, several at once; yield results by name.
 
-    If `exercise` is None, the first line of each file must name an exercise; a file without such a
-    line gets no points. A subfolder without any .py file gets 0 points.
+    If `exercise` is None, the first line of each file must name an exercise, or the file gets no
+    points. A subfolder without any .py file gets 0 points.
     """
     paths = sorted(
         Path(place, name)
@@ -145,7 +137,7 @@ def exercise_of(text: str) -> str | None:
 
 
 def missing_walls() -> list[str]:
-    """Return a list of the things that this system cannot stop a graded file's code from doing."""
+    """Return what a graded file's code could do on this system because no sandbox prevents it."""
     order = Order("ANSWERS = {}", "none.py", None, LIMIT, MEMORY)
     found = json.loads(_ended(order).result.splitlines()[0])["walls"]
     return [wall for wall in (walls.FILES, walls.PROCESSES, walls.NETWORK) if wall not in found]
@@ -218,7 +210,7 @@ def _ended(order: Order) -> Ended:
 
 
 def _handed(order: Order) -> Handed:
-    """Run a file; return its recorded program, or an explanation if the process returned none."""
+    """Run a file; return its recorded program, or an explanation of why there is none."""
     ended = _ended(order)
     if ended.why:
         return Handed(kind=ended.why, words=WHY_ENDED[ended.why].format(order.seconds))

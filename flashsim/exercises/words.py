@@ -30,14 +30,14 @@ _DONE = {"load": "was loaded", "store": "was stored", "reduce": "was added to"}
 
 
 def transfers(trace: Trace) -> dict[tuple[str, str], int]:
-    """Return a dict of the bytes moved for each (operation, tensor), summed over all stages."""
+    """Return the bytes moved for each (operation, tensor), summed over all stages."""
     found = by_operation(trace.transfers)
     order = lambda key: (OPS.index(key[0]), CODES.get(key[1], len(CODES)), key[1])  # noqa: E731
     return {key: found[key] for key in sorted(found, key=order)}
 
 
 def excess(trace: Trace, reference: Trace) -> list[str]:
-    """Return excess transfers, worst first, as in "K was loaded 64 times; 8 times is enough"."""
+    """Return texts about excess transfers, such as "K was loaded 64 times; 8 times is enough"."""
     mine, theirs, p = transfers(trace), transfers(reference), trace.problem
     over = {key: n - theirs.get(key, 0) for key, n in mine.items() if n > theirs.get(key, 0)}
     said = []
@@ -74,15 +74,12 @@ def unread(trace: Trace) -> list[str]:
 
 
 def times(n: float) -> str:
-    """Return a count of repetitions as text: "once" or "N times"."""
+    """Return how often something happens as text: "once" or "N times"."""
     return "once" if n == 1 else f"{number(n)} times"
 
 
 def of_number(said: float, right: float, why: str = "") -> str:
-    """Return the reply to a wrong number, with the reason if it is known.
-
-    If no reason is known, the reply says that the number is too large or too small.
-    """
+    """Return the reply to a wrong answer: `why` it is wrong, or that it is too large or small."""
     why = why or f"it is too {'large' if said > right else 'small'}"
     return f"{said:,} is wrong: {why}"
 
@@ -133,19 +130,19 @@ def off(exercise: Exercise, arrays: Arrays, kind: str, name: str, got: np.ndarra
 
 
 def untouched(text: str, skeleton: str) -> bool:
-    """Return whether a solution's code, without comments, still equals the skeleton's code."""
+    """Return whether a solution still has the skeleton's code, apart from comments."""
     return _code(text) == _code(skeleton)
 
 
 def todo(text: str, skeleton: str) -> str:
-    """Return a text that names the first line that still has its TODO, or "" if there is none."""
+    """Return a text about the first line that still has a TODO, or "" if no line has one."""
     left = {line.strip() for line in skeleton.splitlines() if "# TODO" in line}
     lines = enumerate(text.splitlines(), 1)
     return next((f"line {n} still has its TODO" for n, line in lines if line.strip() in left), "")
 
 
 def with_todo(marks: tuple[Mark, ...], text: str, skeleton: str) -> tuple[Mark, ...]:
-    """Return the marks, after adding to the first wrong mark a TODO that is still in the text."""
+    """If the text still has a TODO, mention it in the first wrong mark; return the marks."""
     first = next((at for at, mark in enumerate(marks) if mark.kind), None)
     if first is None or not (left := todo(text, skeleton)):
         return marks

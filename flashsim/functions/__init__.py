@@ -1,6 +1,4 @@
-"""Turns Python score and mask functions into expression graphs.
-
-Kernel code and derivatives are generated from these graphs.
+"""Turns Python score and mask functions into expression graphs, from which kernels are generated.
 
 ``run(..., score_mod=f, mask_mod=g)`` takes functions written for PyTorch's FlexAttention. The
 package `flashsim.functions` also has ready-made masks and score functions, such as ``causal() &

@@ -23,11 +23,7 @@ from flashsim.functions.operations import (
 
 
 class Builder:
-    """Creates the nodes of an expression graph, and simplifies them.
-
-    Equal nodes are created only once, constants are folded, and operations such as x + 0 are left
-    out.
-    """
+    """Creates the nodes of a graph without duplicates, and simplifies terms such as x + 0."""
 
     def __init__(self, nodes: Iterable[Node] = (), arrays: Iterable[ArraySpec] = ()) -> None:
         self.nodes: list[Node] = list(nodes)
@@ -56,14 +52,11 @@ class Builder:
         return self._known[key]
 
     def arg(self, name: str) -> int:
-        """Return the number of an argument's node.
-
-        The score is a float; the arguments b, h, q and k are integers.
-        """
+        """Return the number of an argument's node: the float score, or the integer b, h, q or k."""
         return self.put(Node("arg", (), name, FLOAT if name == SCORE else INT))
 
     def const(self, value: Any) -> int:
-        """Return the number of a constant's node, whose kind follows from the Python type."""
+        """Return the number of a constant's node; the node's kind follows from the Python type."""
         if isinstance(value, (bool, np.bool_)):
             return self.put(Node("const", (), bool(value), BOOL))
         if isinstance(value, (int, np.integer)):
@@ -155,9 +148,9 @@ class Builder:
 
 
 def _key(node: Node) -> tuple[Any, ...]:
-    """Return a dict key for a node. Two nodes have the same key exactly if they are equal.
+    """Return a dict key for a node; equal nodes have equal keys.
 
-    The key contains a constant as text, because 0, 0.0 and False are equal in Python.
+    A constant's key contains the constant as text, because 0, 0.0 and False are equal in Python.
     """
     return node.op, node.args, repr(node.value), node.kind
 
@@ -187,7 +180,7 @@ def graph_of(entry: Any) -> Graph:
         own = [numbers[a] for a in args]
         if op == "arg":
             if value not in (SCORE, *INDICES):
-                raise ValueError(f"a function has no argument {value!r}")
+                raise ValueError(f"a function has no argument {value!r}; use score, b, h, q or k")
             made = build.arg(value)
         elif op == "const":
             if not isinstance(value, (bool, int, float)):
@@ -195,7 +188,10 @@ def graph_of(entry: Any) -> Graph:
             made = build.const(value)
         elif op == "load":
             if type(value) is not int or len(own) != len(build.arrays[value].shape):
-                raise ValueError(f"a node reads array {value!r} with {len(own)} indices")
+                raise ValueError(
+                    f"a node reads array {value!r} with {len(own)} indices, but an array needs "
+                    "one index per axis"
+                )
             made = build.load(value, own)
         elif op == "cast":
             (one,) = own

@@ -1,10 +1,9 @@
-"""Reverse-mode derivatives of a score function, as nodes of the same graph.
+"""Reverse-mode derivatives of a score function, added as nodes to the function's graph.
 
-``adjoints(graph)`` appends the nodes of the derivative to the nodes of a score function. The added
-nodes start from `dout`, the gradient of the loss with respect to the function's result. The added
-nodes compute the gradient with respect to the score, and with respect to each element of a captured
-array that the function reads. Comparisons, conversions to integers and integer operations have no
-derivative. Where `minimum` or `maximum` has two equal arguments, the first one gets the gradient.
+The added nodes start from `dout`, the gradient of the loss with respect to the function's result,
+and compute the gradients of the score and of each captured element that the function reads.
+Comparisons, conversions to integers and integer operations have no derivative. Where `minimum` or
+`maximum` has two equal arguments, the first one gets the gradient.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ DOUT = "dout"
 class Adjoints(NamedTuple):
     """A score function's graph, extended by the nodes of its derivative.
 
-    The field `nodes` has the nodes of the function, followed by those of the derivative. The field
-    `score` is the number of the node that holds the gradient of the score. The field `score` is
-    None if the result does not depend on the score. The field `reads` has one pair (load node,
-    gradient node) for each load of an element that has a gradient.
+    `score` is the number of the node with the score's gradient. It is None if the function's result
+    does not depend on the score. For each load of a captured element that has a gradient, `reads`
+    has a pair of node numbers (load, gradient).
     """
 
     nodes: tuple[Node, ...]
@@ -44,19 +42,12 @@ class Adjoints(NamedTuple):
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all nodes that must be evaluated to obtain the gradients, in order.
-
-        These include the nodes of the loads themselves.
-        """
+        """The numbers of all nodes that the gradients depend on, in order, including loads."""
         return needed(self.nodes, [*self.roots, *(n for n, _ in self.reads)])
 
 
 def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
-    """Return a score function's graph extended by its derivative.
-
-    The argument `wanted` names the captured arrays whose gradients are computed. If it is None,
-    gradients of all captured arrays are computed.
-    """
+    """Return a score function's graph with gradients of `wanted` captured arrays (None: all)."""
     build = Builder(graph.nodes, graph.arrays)
     gradient: dict[int, int] = {graph.root: build.put(Node("arg", (), DOUT, FLOAT))}
     reads = []
@@ -80,10 +71,7 @@ def adjoints(graph: Graph, wanted: Collection[str] | None = None) -> Adjoints:
 
 @lru_cache(maxsize=256)
 def gradient_flops(graph: Graph, wanted: tuple[str, ...]) -> int:
-    """Return the FLOPs that a score function's derivative needs per score.
-
-    They include the function values that are recomputed.
-    """
+    """Return the FLOPs per score of a score function's derivative, including recomputed values."""
     made = adjoints(graph, wanted)
     return count_flops(made.nodes, needed(made.nodes, made.roots))
 

@@ -80,11 +80,7 @@ __device__ __forceinline__ int flash_wrap(int i, int n) {
 
 
 class Field(NamedTuple):
-    """A member of the struct `FlashCaptured`: an array's data, its gradient, or an axis's length.
-
-    The field `what` is the kind of member: "data", "gradient" or "length" (the length of axis
-    `axis`). The field `array` is the array's index in `CudaSource.arrays`.
-    """
+    """A member of the struct `FlashCaptured`: an array's "data", "gradient", or axis "length"."""
 
     name: str
     what: str
@@ -93,12 +89,11 @@ class Field(NamedTuple):
 
 
 class CudaSource(NamedTuple):
-    """CUDA C++ text with `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
+    """CUDA C++ code of `FlashCaptured`, `flash_mask`, `flash_score` and `flash_score_grad`.
 
-    The attribute `fields` lists the members of the struct `FlashCaptured` in order: first 8-byte
-    pointers, then 4-byte lengths. The attribute `arrays` has the captured arrays of the score
-    function, followed by those of the mask function. The attribute `gradients` names the captured
-    arrays whose gradients the kernel accumulates.
+    `fields` lists the members of the struct `FlashCaptured` in order: first 8-byte pointers, then
+    4-byte lengths. `arrays` has the captured arrays of the score function, followed by those of the
+    mask function. `gradients` names the captured arrays whose gradients the kernel accumulates.
     """
 
     text: str
@@ -107,12 +102,11 @@ class CudaSource(NamedTuple):
     gradients: tuple[str, ...]
 
     def pack(self, data: Iterable[int], gradients: Iterable[int] = ()) -> np.ndarray:
-        """Return the struct `FlashCaptured` as a NumPy array of one element, to be passed by value.
+        """Return the CUDA struct `FlashCaptured`, passed by value, as a NumPy array of one element.
 
-        `data` holds the device addresses of `arrays`, each contiguous and in its own element type.
-        The argument `gradients` holds the device addresses of float32 arrays, into which the kernel
-        accumulates gradients. There is one address per name in the attribute `gradients`, in the
-        same order. Each gradient array has the shape of its captured array.
+        `data` holds the device addresses of `arrays`. Each array is contiguous, in its own element
+        type. `gradients` holds the device addresses of the float32 arrays into which the kernel
+        accumulates gradients, in the order of the attribute `gradients`.
         """
         addresses = list(data)
         of_gradient = dict(zip(self.gradients, gradients, strict=True))
@@ -140,23 +134,23 @@ def cuda_source(
 ) -> CudaSource:
     """Return the CUDA source of a mask and a score function, either of which may be missing.
 
-    If there is no mask function, every score is kept. If there is no score function, scores are
-    unchanged. The argument `gradients` names the captured arrays of the score function whose
-    gradients `flash_score_grad` accumulates. The argument `extents` holds the sizes of the ranges
-    of b, h, q and k. With `extents`, the code does not check array indices that cannot be out of
-    range.
+    Without a mask function, every score is kept; without a score function, scores are unchanged.
+    `gradients` names the captured arrays of the score function whose gradients `flash_score_grad`
+    accumulates. `extents` holds how many values b, h, q and k can have. With `extents`, the
+    generated code does not check array indices that cannot be out of range.
 
-    The argument `tile` is the number of a node in the score function's graph that loads an array
-    element. The kernel loads this element in advance. So with `tile`, a second overload of
-    `flash_score` takes the element as an argument after the score. If the load's last two indices
-    are q and k, `flash_tile_plane` returns which (q, k) plane of the array holds a head's elements.
-    If `band` = (sign, offset) is passed, the load's last index is sign * (q - k) + offset. With
-    `band`, the function `flash_band` returns the element for a distance q - k, or the nearest
-    element if the distance is out of range.
+    `tile` is the number of a node in the score function's graph that loads an array element. The
+    kernel loads this element in advance, so a second overload of `flash_score` takes the element as
+    an argument after the score. If the load's last two indices are q and k, `flash_tile_plane`
+    returns the number of the (q, k) plane of the array that holds a head's elements. If `band` =
+    (sign, offset) is passed, the load's last index is sign * (q - k) + offset. The generated
+    function `flash_band` then returns the array's element for a distance q - k. If the index is out
+    of range, `flash_band` returns the nearest element.
 
-    The argument `ramp` = (factors, steps) says that the score function adds a product: the nodes
-    `factors`, which depend only on the head, times an integer that grows by `steps` per key. With
-    `ramp`, the function `flash_ramp_step` returns by how much the result grows per key.
+    `ramp` = (factors, steps) says that the score function adds a product to the score. The
+    product's factors are the nodes `factors`, which depend only on the head, and an integer that
+    grows by `steps` per key. The generated function `flash_ramp_step` returns by how much the
+    product grows per key.
     """
     arrays = (*(score.arrays if score else ()), *(mask.arrays if mask else ()))
     first_of_mask = len(score.arrays) if score else 0
@@ -213,10 +207,8 @@ def _tile_lines(
 ) -> list[str]:
     """Return the CUDA source of the functions that use an array element loaded in advance.
 
-    These functions are `flash_tile_plane` or `flash_band`, and the second overload of
-    `flash_score`.
-
-    The last closing brace is left out; the caller adds it.
+    The source defines `flash_tile_plane` or `flash_band`, and the second overload of `flash_score`.
+    The caller adds the last closing brace.
     """
     cuda, node = _Cuda(score.nodes, score.arrays, 0, extents, "s"), score.nodes[tile]
     before = len(node.args) - (2 if band is None else 1)  # axes whose index belongs to the head
@@ -250,10 +242,7 @@ def _ramp_lines(cuda: _Cuda, factors: tuple[int, ...], steps: int) -> list[str]:
 
 
 def _head_lines(per_head: Iterable[_Cuda]) -> list[str]:
-    """Return the source of the struct `FlashHead`, and of the function `flash_head` that makes it.
-
-    A `FlashHead` holds a batch entry, a head, and the array elements that are loaded once per head.
-    """
+    """Return the source of the struct `FlashHead` and of the function `flash_head`."""
     members, reads = [], []
     for cuda in per_head:
         for n in sorted(cuda.hoisted):
@@ -290,10 +279,7 @@ def _gradient_lines(
     extents: Mapping[str, int] | None,
     per_head: list[_Cuda],
 ) -> list[str]:
-    """Return the CUDA source that computes and sums a score function's gradients.
-
-    The source defines `FlashSums`, `flash_add_sums` and both overloads of `flash_score_grad`.
-    """
+    """Return the CUDA source that computes and sums a score function's gradients."""
 
     def begin(more: str) -> str:
         return _HEAD.format("float", "flash_score_grad", f"{more}float s, float dout, ")
@@ -334,7 +320,7 @@ def _gradient_lines(
 
 
 def never_negative(nodes: tuple[Node, ...]) -> list[bool]:
-    """Return one bool per node: True if its value is certain to be an integer of at least 0."""
+    """Return one bool per node: True if the node's value is certainly an integer of at least 0."""
     found: list[bool] = []
     for node in nodes:
         of = [found[a] for a in node.args]
@@ -383,10 +369,7 @@ class _Cuda:
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int] | None = None) -> list[str]:
-        """Return the C++ statements of some nodes, such as ``const float v7 = v5 + v6;``.
-
-        Nodes that need no statement are left out.
-        """
+        """Return the C++ statements of some nodes, such as ``const float v7 = v5 + v6;``."""
         numbers = range(len(self.nodes)) if numbers is None else numbers
         return [
             f"    const {_CUDA_TYPES[self.nodes[n].kind]} v{n} = {self.expression(self.nodes[n])};"
@@ -441,11 +424,9 @@ class _Cuda:
         return f"{_CUDA_CALLS[op]}({', '.join(args)})"
 
     def _distance(self, node: Node) -> str | None:
-        """Return C++ that computes a sum of positions, or its absolute value, as a float.
+        """Return C++ for a distance between positions (or its absolute value) as a float, or None.
 
-        For other integers, the method returns None. Positions are below 2^24, so float arithmetic
-        with them is exact. A comment at `FlashAt` in the emitted source explains why float
-        arithmetic is faster.
+        Positions are below 2^24, so float32 arithmetic on positions is exact.
         """
         if self.nodes[node.args[0]].op == "abs":
             of = self._distance(self.nodes[node.args[0]])
@@ -454,10 +435,7 @@ class _Cuda:
         return parts and f"{parts[0]} + {parts[1]}"
 
     def _times_distance(self, node: Node) -> str | None:
-        """Return C++ that multiplies a distance by a per-head factor, with one multiply-add.
-
-        If the node is no such product, the method returns None.
-        """
+        """Return C++, one multiply-add, for a distance times a per-head factor; otherwise None."""
         for a, other in (node.args, node.args[::-1]):
             if self.nodes[a].op == "cast" and self._per_head(other):
                 parts = self._parts(self.nodes[a].args[0])
@@ -474,10 +452,10 @@ class _Cuda:
         return all(self._per_head(a) for a in node.args)
 
     def _parts(self, n: int) -> tuple[str, str] | None:
-        """Return two C++ float expressions whose sum is a distance between positions.
+        """Return two C++ floats whose sum is a distance between positions, or None for other nodes.
 
-        The first is a base that several scores share, and the second is the step from it. If the
-        node is no such distance, the method returns None.
+        The first float, the base, is the same for several scores. The second is the step from the
+        base.
         """
         base, step = self._part(n, "base"), self._part(n, "step")
         if base is None or step is None or "_at" not in step:
@@ -485,10 +463,7 @@ class _Cuda:
         return f"(float)({base})", f"(float)({step})"
 
     def _part(self, n: int, part: str) -> str | None:
-        """Return the base or the step of a sum of positions and constants as C++.
-
-        If the node is no such sum, the method returns None.
-        """
+        """Return a sum's base or step (see `_parts`) as C++, or None for other nodes."""
         node = self.nodes[n]
         if node.op == "arg" and node.value in ("q", "k"):
             return f"{node.value}_at.{part}"
@@ -516,10 +491,7 @@ class _Cuda:
         return f"flash_{node.op}({a}, {b})"
 
     def offset(self, node: Node, axes: int | None = None) -> str:
-        """Return a C++ expression for a loaded element's offset in its captured array.
-
-        With `axes`, the offset is that within the array's first `axes` axes.
-        """
+        """Return C++ for a loaded element's offset in its array, or in the first `axes` axes."""
         number = self.first + node.value
         text, args = "", node.args[:axes]
         for axis, a in enumerate(args):

@@ -23,10 +23,10 @@ _NUMBA_CALLS = {
 class NumbaSource(NamedTuple):
     """Python source of two functions that process a panel (a rectangle) of scores in place.
 
-    The function `score(S, raw, ..)` applies the score function to the scores `raw`, and writes the
-    results to S. The function `gradient(dS, raw, ..)` gets the gradients of these results in dS,
-    and overwrites dS with the gradients of the scores `raw`. The functions `score` and `gradient`
-    also take the arguments listed in `PANEL`.
+    The source `score` defines a function (S, raw, ..) that applies the score function to the scores
+    `raw`, and writes the results to S. The source `gradient` defines a function (dS, raw, ..). The
+    second function receives the gradients of the score function's results in dS, and overwrites dS
+    with the gradients of the scores `raw`. `PANEL` lists the other arguments of both functions.
     """
 
     score: str
@@ -40,10 +40,7 @@ PANEL = ("ld", "rows", "lanes", "q", "q_row", "q_lane", "k", "k_row", "k_lane", 
 
 
 def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
-    """Return Python source, for Numba, that evaluates a score function and its gradient.
-
-    `gradients` names the captured arrays whose gradients the code accumulates.
-    """
+    """Return Python source, which Numba compiles, of a score function and of its gradients."""
     made = adjoints(graph, gradients)
     forward, backward = Written(graph.nodes, graph.arrays), Written(made.nodes, made.arrays)
     body = [*forward.statements(range(len(graph.nodes))), f"S[at] = {forward.name(graph.root)}"]
@@ -62,10 +59,7 @@ def numba_source(graph: Graph, gradients: Collection[str] = ()) -> NumbaSource:
 
 
 def _numba_element(spec: ArraySpec) -> str:
-    """Return the element type in which the CPU engine holds a captured array.
-
-    The engine holds 16-bit floats as float32.
-    """
+    """Return the type in which the CPU engine holds a captured array: float32 for 16-bit floats."""
     return {"bool": "uint8", "float16": "float32", "bfloat16": "float32"}.get(
         spec.dtype, spec.dtype
     )
@@ -87,17 +81,14 @@ def _panel(head: list[str], body: list[str]) -> str:
 
 
 class Written:
-    """Writes Python statements for a graph's nodes; the arguments q and k are called i and j."""
+    """Writes Python statements for a graph's nodes; the query q is called i, and the key k is j."""
 
     def __init__(self, nodes: tuple[Node, ...], arrays: tuple[ArraySpec, ...]) -> None:
         self.nodes, self.arrays = nodes, arrays
         self.positive = never_negative(nodes)
 
     def statements(self, numbers: Iterable[int]) -> list[str]:
-        """Return the Python statements of some nodes, such as ``v7 = v5 + v6``.
-
-        Arguments and constants need no statement.
-        """
+        """Return the Python statements of some nodes, such as ``v7 = v5 + v6``."""
         return [
             f"v{n} = {self.expression(self.nodes[n])}"
             for n in numbers

@@ -1,8 +1,4 @@
-"""Forward-mode derivatives of a graph on NumPy arrays: an independent check of `derivative`.
-
-Each operation's derivative is written from its definition. This module shares no code with the
-reverse-mode derivatives that engines use.
-"""
+"""Forward-mode derivatives on NumPy arrays: a check of `derivative` that shares no code with it."""
 
 from __future__ import annotations
 
@@ -16,10 +12,7 @@ from flashsim.functions.operations import FLOAT
 
 
 def pushed(graph: Graph, values: Sequence[Any], moved: Collection[int]) -> Any:
-    """Return the derivative of the graph's result if all nodes in `moved` change at the same rate.
-
-    The argument `values` is the result of `Graph.values`: the value of every node.
-    """
+    """Return a graph's derivative with respect to a number that is added to each `moved` node."""
     rates: list[Any] = []
     with np.errstate(all="ignore"):
         for n, node in enumerate(graph.nodes):

@@ -1,9 +1,4 @@
-"""`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays.
-
-A node applies one of the operations (see the module `operations`) to earlier nodes. The module
-`builder` makes graphs. Other modules turn graphs into CUDA C++ and Numba source (`emit`,
-`emit_numba`), differentiate graphs (`derivative`) and bound the values of nodes (`intervals`).
-"""
+"""`Graph`: a score or mask function as an expression graph, which can be evaluated on arrays."""
 
 from __future__ import annotations
 
@@ -22,12 +17,12 @@ from flashsim.functions.operations import BOOL, ELEMENTS, FLOAT, INT, OPERATIONS
 
 
 class Node(NamedTuple):
-    """One node of a graph: the operation `op` on the earlier nodes whose numbers are `args`.
+    """One node of a graph: the operation `op`, applied to the earlier nodes numbered `args`.
 
-    The field `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". An "arg" node is the
-    function's argument named `value`, and a "const" node is the Python number `value`. A "cast"
-    node converts its argument to the node's kind; a float is truncated to an integer. A "load" node
-    reads captured array number `value` at the integer indices `args`.
+    `op` is one of OPERATIONS, or "arg", "const", "cast" or "load". An "arg" node is the function's
+    argument named `value`, and a "const" node is the Python number `value`. A "cast" node converts
+    its argument to the node's kind; a float is truncated to an integer. A "load" node reads
+    captured array number `value` at the integer indices `args`.
     """
 
     op: str
@@ -56,11 +51,7 @@ class ArraySpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """A traced function as a list of nodes, each after its arguments; node `root` is the result.
-
-    Two graphs are equal if their nodes are equal, and if the names, shapes and types of their
-    captured arrays are equal. Caches on disk use `digest` as the name of a graph.
-    """
+    """A traced function as a list of nodes, arguments first; node number `root` is the result."""
 
     nodes: tuple[Node, ...]
     root: int
@@ -114,7 +105,7 @@ class Graph:
         return tuple(a for a in self.arrays if a.kind == FLOAT)
 
     def side(self, n: int) -> str:
-        """Return what load `n` varies with: "row", "col", or "score"; or "fixed" (by head only)."""
+        """Return what load `n` depends on: "row", "col", "score" (both) or "fixed" (head only)."""
         moving = frozenset().union(*(self.depends[a] for a in self.nodes[n].args)) - {"b", "h"}
         return {frozenset(): "fixed", frozenset("q"): "row", frozenset("k"): "col"}.get(
             moving, "score"
@@ -146,7 +137,7 @@ class Graph:
     def evaluate(
         self, given: Mapping[str, Any], arrays: Iterable[Any], dtype: str = "float64"
     ) -> Any:
-        """Return the function's result for arrays of indices and scores, which are broadcast.
+        """Return the function's result for arrays of indices and scores, broadcast to one shape.
 
         Floating-point nodes are computed in type `dtype`. A negative index counts from an array's
         end, as in Python. An index out of range reads the nearest element, because the index of a
@@ -163,7 +154,7 @@ class Graph:
     ) -> list[Any]:
         """Return the value of every node for these arguments, as `evaluate` computes it.
 
-        The argument `read` holds the values of load nodes that need not be loaded again.
+        `read` holds the known values of load nodes, by node number.
         """
         kinds = {BOOL: np.dtype(bool), INT: np.dtype(np.int64), FLOAT: np.dtype(dtype)}
         captured = tuple(arrays)
@@ -199,7 +190,7 @@ def needed(nodes: Sequence[Node], roots: Iterable[int]) -> list[int]:
 
 
 def count_flops(nodes: tuple[Node, ...], numbers: Iterable[int]) -> int:
-    """Return the number of FLOPs in some nodes; `where`, loads and conversions count as zero."""
+    """Return the number of FLOPs in the nodes `numbers`; `where`, loads and casts have none."""
     quiet = ("arg", "const", "load", "cast", "where")
     return sum(
         1
@@ -225,14 +216,14 @@ def check_extents(graph: Graph, **extents: int) -> None:
 
 
 def place(indices: Iterable[Any], shape: tuple[int, ...]) -> tuple[Any, ...]:
-    """Return array indices that are valid for a shape: negative ones wrap, then all are clamped."""
+    """Return valid indices for a shape: negative indices wrap around, then all are clamped."""
     return tuple(
         np.clip(np.where(i < 0, i + n, i), 0, n - 1) for i, n in zip(indices, shape, strict=True)
     )
 
 
 def add_at(total: np.ndarray, indices: Iterable[Any], each: np.ndarray) -> None:
-    """Add each value in `each` to the element of `total` at its indices; sums are in float64."""
+    """Add each value in `each` to the element of `total` at the value's indices, in float64."""
     at = tuple(np.broadcast_to(i, each.shape) for i in place(indices, total.shape))
     flat = np.ravel_multi_index(at, total.shape) if at else np.zeros(each.shape, np.int64)
     sums = np.bincount(flat.ravel(), each.ravel().astype(np.float64), total.size)

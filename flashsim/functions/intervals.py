@@ -1,13 +1,9 @@
-"""Computes the smallest and largest result of a function over boxes of indices.
+"""Bounds a function's result over boxes of indices by interval arithmetic.
 
-The method is interval arithmetic.
-
-`Bounds(graph, arrays).of(ranges)` returns a lower and an upper bound of the result in each box,
-without evaluating the function at every index. For a mask function (0 is False, 1 is True), a lower
-bound of 1 means that every score of a box is kept. An upper bound of 0 means that no score is kept.
-The bounds are safe, but not always tight. The bounds of a captured array's element are the array's
-minimum and maximum over the possible indices. Tables, which are built once, give the minima and
-maxima over ranges of indices.
+For a mask function (0 is False, 1 is True), a lower bound of 1 means that every score of a box is
+kept. An upper bound of 0 means that no score is kept. The bounds are safe, but not always tight.
+The bounds of a captured array's element are the array's minimum and maximum over the possible
+indices.
 """
 
 from __future__ import annotations
@@ -27,7 +23,7 @@ BLOCK = 32
 
 
 class RangeTable:
-    """Minima and maxima over ranges of a 1-D array, each widened to whole blocks of BLOCK."""
+    """Minima and maxima of a 1-D array over ranges of indices, widened to whole blocks of BLOCK."""
 
     def __init__(self, values: np.ndarray) -> None:
         self.n = len(values)
@@ -42,12 +38,7 @@ class RangeTable:
             step *= 2
 
     def of(self, first: np.ndarray, last: np.ndarray) -> Interval:
-        """Return the least and the greatest element from index `first` to index `last`, inclusive.
-
-        The arguments are arrays, with one range per element.
-
-        Elements outside of a range also count if they are in one of the range's blocks.
-        """
+        """Return the least and the greatest element of each widened range `first` to `last`."""
         first, last = np.clip(first, 0, self.n - 1) // BLOCK, np.clip(last, 0, self.n - 1) // BLOCK
         length = last - first + 1
         level = np.frexp(length)[1] - 1
@@ -64,24 +55,14 @@ class RangeTable:
 
 
 class Bounds:
-    """Computes bounds of a graph's result over boxes; tables of ranges are built on first use.
-
-    Parameters
-    ----------
-    graph : Graph
-    arrays : iterable of ndarray
-        The values of the captured arrays.
-    """
+    """Bounds a graph's result over boxes; `arrays` has the values of the captured arrays."""
 
     def __init__(self, graph: Graph, arrays: Iterable[np.ndarray]) -> None:
         self.graph, self.arrays = graph, tuple(arrays)
         self._tables: dict[int, tuple[RangeTable | None, Any, Any]] = {}
 
     def of(self, ranges: Mapping[str, Interval]) -> Interval:
-        """Return lower and upper bounds of the function's result over boxes of arguments.
-
-        The argument `ranges` holds the first and last value of each argument of the function.
-        """
+        """Return bounds of the function's result, from each argument's first and last values."""
         found: list[Interval] = []
         with np.errstate(all="ignore"):
             for n, node in enumerate(self.graph.nodes):
@@ -99,7 +80,7 @@ class Bounds:
         return found[self.graph.root]
 
     def _load(self, n: int, node: Node, args: list[Interval]) -> Interval:
-        """Return bounds of a loaded element, from the range of the index that q or k changes."""
+        """Return bounds of a loaded element, from the range of the index that depends on q or k."""
         if n not in self._tables:
             self._tables[n] = self._table(node)
         table, low, high = self._tables[n]
@@ -123,9 +104,8 @@ class Bounds:
     def _table(self, node: Node) -> tuple[RangeTable | None, Any, Any]:
         """Return the table of ranges of a load's array, or the array's minimum and maximum.
 
-        The table runs along the axis whose index depends on q, k or the score. If the array does
-        not have exactly one such axis, there is no table. The indices of all other axes depend at
-        most on b and h, and the array is reduced to its minimum and maximum over these axes.
+        A table exists if the index of exactly one axis depends on q, k or the score. The table's
+        ranges are along this axis, with the minimum and maximum over the other axes.
         """
         array = self.arrays[node.value]
         kind = np.float64 if node.kind == FLOAT else np.int64
@@ -143,10 +123,7 @@ class Bounds:
 def ranges_of_integers(
     nodes: tuple[Node, ...], extents: Mapping[str, int]
 ) -> dict[int, tuple[int, int]]:
-    """Return the lower and upper bound of each integer node, whatever the captured arrays contain.
-
-    `extents` holds the sizes of b, h, q and k.
-    """
+    """Return safe bounds of each integer node; `extents` has the sizes of b, h, q and k."""
     found = _anywhere(nodes, extents)
     return {
         n: (int(found[n][0]), int(found[n][1])) for n, node in enumerate(nodes) if node.kind == INT
@@ -154,12 +131,9 @@ def ranges_of_integers(
 
 
 def largest_result(graph: Graph, extents: Mapping[str, int]) -> float:
-    """Return the largest absolute value that a score function's result can have.
+    """Return the largest absolute value of a score function's result, infinity if it is unbounded.
 
-    The bound holds for any scores and any captured arrays.
-
-    If the result is not bounded, the function returns infinity. The argument `extents` holds the
-    sizes of the ranges of b, h, q and k.
+    The bound holds for any scores and captured arrays.
     """
     low, high = _anywhere(graph.nodes, extents)[graph.root]
     return float(max(abs(low), abs(high)))
@@ -184,10 +158,7 @@ def _anywhere(nodes: tuple[Node, ...], extents: Mapping[str, int]) -> list[Inter
 
 
 def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval:
-    """Return the bounds of an operation's result from its values at the four corners.
-
-    The operation must be monotonic in each of its two arguments, whose bounds are `a` and `b`.
-    """
+    """Return the bounds of an operation monotonic in a and b, from its values at the 4 corners."""
     of = [function(x, y) for x in a for y in b]
     low = np.minimum(np.minimum(of[0], of[1]), np.minimum(of[2], of[3]))
     high = np.maximum(np.maximum(of[0], of[1]), np.maximum(of[2], of[3]))
@@ -195,7 +166,7 @@ def _corners(function: Callable[..., Any], a: Interval, b: Interval) -> Interval
 
 
 def _unknown(node: Node, shape: Any) -> Interval:
-    """Return the widest bounds of a node's kind, for a node whose value is unknown."""
+    """Return bounds for a node of unknown value: the widest bounds of the node's kind."""
     if node.kind == BOOL:
         return np.zeros(shape, np.int64), np.ones(shape, np.int64)
     if node.kind == INT:
@@ -283,10 +254,7 @@ def _known(node: Node, low: np.ndarray, high: np.ndarray) -> Interval:
 
 
 def _divided(node: Node, a: Interval, b: Interval) -> Interval:
-    """Return the bounds of a // b or a % b.
-
-    Unless b has a single, positive value, they are the widest bounds of an integer or float.
-    """
+    """Return the bounds of a // b or a % b, the widest unless b has a single positive value."""
     one = (b[0] == b[1]) & (b[0] > 0)
     by = np.where(one, b[0], 1)
     low, high = np.floor_divide(a[0], by), np.floor_divide(a[1], by)

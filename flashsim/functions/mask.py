@@ -17,16 +17,9 @@ from flashsim.functions.tracing import Traced, host_values, trace_mask
 class MaskFunction:
     """A mask function ``mask_mod(b, h, q, k)``: its graph, and the values of its captured arrays.
 
-    The values are copied, because the schedule of tiles depends on them. Two mask functions are
+    `arrays` has read-only copies of the captured arrays, because the schedule of tiles depends on
+    their values; `originals` has the array objects that the user passed. Two mask functions are
     equal if their graphs and their arrays' values are equal.
-
-    Attributes
-    ----------
-    graph : Graph
-    arrays : tuple of ndarray
-        Read-only copies of the captured arrays.
-    originals : tuple of array
-        The user's own array objects.
     """
 
     def __init__(self, graph: Graph, originals: Iterable[Any]) -> None:
@@ -42,7 +35,7 @@ class MaskFunction:
 
     @property
     def traced(self) -> Traced:
-        """The function's graph, and the user's own captured arrays instead of copies."""
+        """The function's graph, and the captured arrays that the user passed, not copies."""
         return Traced(self.graph, self.originals)
 
     @cached_property
@@ -80,11 +73,11 @@ class MaskFunction:
         return Bounds(self.graph, self.arrays)
 
     def bounds(self, batch: int, heads: int, q: Interval, k: Interval) -> Interval:
-        """Return, for boxes of queries and keys, the mask's lower and upper bounds.
+        """Return the mask's lower and upper bounds over boxes of queries and keys.
 
         The two bounds are (1, 1) if the mask keeps all scores of a box, (0, 0) if it keeps none,
-        and (0, 1) if neither is certain. The arguments `q` and `k` hold the first and last indices
-        of each box. Each box covers all batch entries and heads.
+        and (0, 1) if neither is certain. `q` and `k` hold the first and last indices of each box.
+        Each box covers all batch entries and heads.
         """
         zero = np.zeros((), np.int64)
         ranges = {"b": (zero, zero + batch - 1), "h": (zero, zero + heads - 1), "q": q, "k": k}

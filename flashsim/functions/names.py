@@ -43,7 +43,7 @@ def _applies(name: str) -> Callable[..., Any]:
 
 
 def _or_bits(logic: str, bits: str) -> Callable[..., Any]:
-    """Return a function that applies the operation `logic` to booleans and `bits` to integers."""
+    """Return a function that applies operation `logic` to booleans, and `bits` to integers."""
 
     def apply(a: Any, b: Any) -> Any:
         r = _recorder_of((a, b))
@@ -175,7 +175,7 @@ def _trunc(x: Any) -> Any:
 
 
 def _turned(name: str) -> Callable[..., Any]:
-    """Return a function that compares b with a, so that a > b is recorded as b < a."""
+    """Return a function that swaps its arguments: it records a > b as b < a."""
     return lambda a, b: _recorder_of((a, b)).symbol(name, b, a)
 
 
@@ -232,10 +232,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 
 def by_name(name: str) -> Callable[..., Any] | None:
-    """Return the traceable function for a library function's name, such as "__rsub__" or "add_".
-
-    If the function cannot be traced, return None.
-    """
+    """Return the traceable function of a name such as "__rsub__" or "add_", or None without one."""
     plain = name.strip("_")
     if plain in FUNCTIONS:
         return FUNCTIONS[plain]

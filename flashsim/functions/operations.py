@@ -28,9 +28,8 @@ ELEMENTS = {
 class Operation(NamedTuple):
     """One operation: its number of arguments, its result's kind, and its NumPy function.
 
-    If results always have the same kind, `kind` is "b", "i" or "f". If `kind` is "same", results
-    have the kind of the arguments. The arguments are first converted to a common kind; booleans
-    become integers.
+    `kind` is the result's kind, or "same" if the result has the kind of the arguments. The
+    arguments are first converted to a common kind; booleans become integers.
     """
 
     arity: int

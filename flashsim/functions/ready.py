@@ -1,8 +1,7 @@
 """Ready-made masks and score functions, for ``mask_mod=`` and ``score_mod=``.
 
-A ready-made mask is a function ``mask(b, h, q, k)`` that supports ``&``, ``|`` and ``~``. With
-these operators, a ready-made mask can be combined with any function of the same arguments. The
-indices q and k count from the start of each sequence.
+The operators ``&``, ``|`` and ``~`` combine a ready-made mask ``mask(b, h, q, k)`` with any
+function of the same arguments. The indices q and k count from the start of each sequence.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ def _whole(name: str, value: Any, least: int = 0) -> int:
 
 
 def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
-    """Return an array or a sequence as an array, after checking its axes and NumPy dtype kind."""
+    """Return an array-like as an array, after checking its number of axes and its dtype's kind."""
     array = value if hasattr(value, "dtype") and hasattr(value, "shape") else np.asarray(value)
     kind = np.dtype(str(array.dtype).rpartition(".")[2].replace("bfloat16", "float32")).kind
     if len(array.shape) not in ndim or kind not in kinds:
@@ -85,9 +84,9 @@ def _array(name: str, value: Any, ndim: tuple[int, ...], kinds: str) -> Any:
 def causal(offset: int = 0) -> MaskRule:
     """Return a causal mask: query q sees keys up to ``q + offset``.
 
-    With an offset of 0, the causal mask is aligned at the top left: query 0 sees key 0 only. With
-    an offset of ``n_kv - n_q``, the causal mask is aligned at the bottom right, like
-    ``causal=True``: the last query sees the last key.
+    With an offset of 0, the mask is aligned at the top left: query 0 sees key 0 only. With an
+    offset of ``n_kv - n_q``, the mask is aligned at the bottom right, like ``causal=True``: the
+    last query sees the last key.
     """
     return MaskRule(lambda b, h, q, k: k <= q + offset, "causal")
 
@@ -95,8 +94,8 @@ def causal(offset: int = 0) -> MaskRule:
 def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
     """Return a sliding-window mask: a query sees `left` keys before its own, and `right` after.
 
-    Query q also sees its own key, which is ``q + offset``. A `left` or `right` of -1 means no limit
-    on that side.
+    Query q also sees its own key, ``q + offset``. If `left` or `right` is -1, there is no limit on
+    that side.
     """
     left, right = _whole("left", left, -1), _whole("right", right, -1)
     if left < 0 and right < 0:
@@ -111,7 +110,7 @@ def window(left: int, right: int = 0, offset: int = 0) -> MaskRule:
 
 
 def prefix_lm(length: Any) -> MaskRule:
-    """Return a prefix-LM mask: every query sees the first `length` keys; later keys are causal.
+    """Return a prefix-LM mask: queries see the first `length` keys, and later keys up to their own.
 
     `length` is a number, or an array with one number per batch entry.
     """
@@ -142,19 +141,13 @@ def dilated(step: int) -> MaskRule:
 
 
 def strided(step: int) -> MaskRule:
-    """Return a strided mask: a query sees the last key of each group of `step` keys.
-
-    A strided mask is part of the fixed pattern of Sparse Transformers.
-    """
+    """Return Sparse Transformers' strided mask: a query sees the last key of every `step` keys."""
     step = _whole("step", step, 1)
     return MaskRule(lambda b, h, q, k: k % step == step - 1, "strided")
 
 
 def chunked(size: int) -> MaskRule:
-    """Return a chunked mask: a query sees keys of its own chunk of `size` positions.
-
-    Llama 4's local layers use chunked masks.
-    """
+    """Return a chunked mask, as in Llama 4: a query sees keys of its chunk of `size` positions."""
     size = _whole("size", size, 1)
     return MaskRule(lambda b, h, q, k: q // size == k // size, "chunked")
 
@@ -195,7 +188,7 @@ def tree(parents: Any, prompt: int = 0) -> MaskRule:
 
 
 def padding(lengths: Any) -> MaskRule:
-    """Return a padding mask: no query sees key ``lengths[b]`` or later; `lengths` is (batch,)."""
+    """Return a padding mask: queries of batch entry b see only the first ``lengths[b]`` keys."""
     lengths = _array("lengths", lengths, (1,), "iu")
     return MaskRule(lambda b, h, q, k: k < lengths[b], "padding")
 
@@ -204,10 +197,10 @@ def padding(lengths: Any) -> MaskRule:
 
 
 def alibi_slopes(heads: int) -> np.ndarray:
-    """Return ALiBi's slopes (arXiv:2108.12409), float32 (heads,): 2^(-8 / n), 2^(-16 / n), ...
+    """Return ALiBi's slopes (arXiv:2108.12409) of n heads, float32: 2^(-8 / n), 2^(-16 / n), ...
 
-    If the number of heads is not a power of two, the remaining slopes are those for the next larger
-    power of two, as in the authors' code.
+    If the number of heads is not a power of two, the remaining slopes are taken from those for the
+    next larger power of two, as in the authors' code.
     """
     heads = _whole("heads", heads, 1)
     below = 2 ** int(math.log2(heads))
@@ -231,10 +224,9 @@ def alibi(slopes: Any, offset: int = 0) -> Callable[..., Any]:
 
 
 def relative(table: Any, most: int) -> Callable[..., Any]:
-    """Return a score function that adds a learned bias per head and distance k - q.
+    """Return a score function that adds the learned bias ``table[h, k - q + most]``.
 
-    The function adds the bias ``table[h, k - q + most]``; `table` has the shape (heads, 2 most +
-    1). Distances beyond `most` count as `most`.
+    `table` has the shape (heads, 2 most + 1). Longer distances than `most` count as `most`.
     """
     most = _whole("most", most)
 

@@ -118,9 +118,8 @@ class Symbol(_Arithmetic):
 
     def __index__(self) -> int:
         raise FunctionError(
-            "a traced value is not a Python integer, so it cannot be an argument of range or an "
-            "index of a list; use operations on the value instead of the loop, or an array "
-            "instead of the list"
+            "a traced value is not a Python integer, so range and list indices cannot use it; "
+            "use operations on the value instead of the loop, or an array instead of the list"
         )
 
     __int__ = __index__
@@ -193,15 +192,15 @@ class Symbol(_Arithmetic):
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or name not in FUNCTIONS:
-            raise AttributeError(f"a traced value has no attribute {name!r}")
+            raise AttributeError(
+                f"a traced value has no attribute {name!r}; use operators, or functions of numpy, "
+                "torch or math"
+            )
         return functools.partial(FUNCTIONS[name], self)
 
 
 class Captured(_Arithmetic):
-    """Stands for an array that a traced function captured.
-
-    Indexing a `Captured` array by symbols gives a symbol for the element.
-    """
+    """Stands for an array that a traced function captured, which symbols can index."""
 
     def __init__(self, recorder: Any, array: Any, name: str) -> None:
         self._recorder, self._array, self._name = recorder, array, name
@@ -278,10 +277,7 @@ def _arrays(recorder: Any, function: Any, args: Any, keywords: Any, name: str) -
 
 
 def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple[Any, ...], Any]:
-    """Return two results: an array's indices without None and Ellipsis, and the array.
-
-    If an index is a slice, the function raises an error.
-    """
+    """Return array indices without None and Ellipsis, and the array; a slice raises an error."""
     if Ellipsis in [k for k in keys if k is Ellipsis]:
         at = next(n for n, k in enumerate(keys) if k is Ellipsis)
         used = sum(k is not None for k in keys) - 1
@@ -295,10 +291,7 @@ def _without_slices(keys: tuple[Any, ...], array: Any, name: str) -> tuple[tuple
 
 
 def _called(name: str, args: Any, keywords: dict[str, Any], original: Any) -> Any:
-    """Call a library function, and return its result.
-
-    The result is a symbol if any argument is a symbol; otherwise it is a value.
-    """
+    """Return a library function's result: a symbol if an argument is a symbol, else an array."""
     flat = [y for x in args for y in (x if isinstance(x, (tuple, list)) else (x,))]
     flat += keywords.values()
     captured = [x for x in flat if isinstance(x, Captured)]

@@ -1,9 +1,9 @@
 """Traces a score or mask function by calling it once with symbols that record its operations.
 
-The traced function is plain Python. The function may use Python's operators, and the NumPy, torch
-and JAX functions that the module `names` lists. A traced function may also index arrays of its
-closure or its globals by expressions. Real arrays do not accept symbols as indices, so flashsim
-calls a copy of the function in which `Captured` objects replace the arrays.
+The traced function may use Python's operators, and the NumPy, torch and JAX functions that the
+module `names` lists. Expressions may index arrays of the function's closure or globals. Real arrays
+do not accept symbols as indices, so flashsim calls a copy of the function in which `Captured`
+objects replace the arrays.
 """
 
 from __future__ import annotations
@@ -32,20 +32,14 @@ class Traced(NamedTuple):
 
 
 def trace_score(function: Any) -> Traced:
-    """Return the graph of a function ``score_mod(score, b, h, q, k)``, which returns a number.
-
-    A `Traced` object, which is a function that was traced before, is returned unchanged.
-    """
+    """Return the graph of ``score_mod(score, b, h, q, k)``; a `Traced` is returned unchanged."""
     if isinstance(function, Traced):
         return function
     return _trace(function, (SCORE, *INDICES), FLOAT, "score_mod(score, b, h, q, k)")
 
 
 def trace_mask(function: Any) -> Traced:
-    """Return the graph of ``mask_mod(b, h, q, k)``, which returns True where a score is kept.
-
-    A `Traced` object, which is a function that was traced before, is returned unchanged.
-    """
+    """Return the graph of ``mask_mod(b, h, q, k)``; a `Traced` is returned unchanged."""
     if isinstance(function, Traced):
         return function
     return _trace(function, INDICES, BOOL, "mask_mod(b, h, q, k)")
@@ -60,21 +54,25 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
         called = recorder.wrap(function)
         result = called(*(Symbol(recorder, recorder.builder.arg(a)) for a in arguments))
         if result is None or isinstance(result, (str, tuple, list, dict)):
-            raise FunctionError(f"it returns {shown(result)}; it must return one value per score")
+            raise FunctionError(
+                f"the function must return one value per score, got {shown(result)}"
+            )
         root = recorder.node(result)
     except FlashSimError as error:
-        raise FunctionError(f"{name} cannot be traced{_line(error)}: {error}") from error
+        raise FunctionError(
+            f"the function {name} cannot be traced{_line(error)}: {error}"
+        ) from error
     except Exception as error:
         raise FunctionError(
-            f"{name} cannot be traced{_line(error)}: {type(error).__name__}: {error}; it is "
-            f"called as {form}, and may use operators, & | ~, where, minimum, maximum, abs, exp, "
-            "tanh and indexed arrays"
+            f"the function {name} cannot be traced{_line(error)} ({type(error).__name__}: "
+            f"{error}); it is called as {form}, and may use operators, where, minimum, maximum, "
+            "abs, exp, tanh and indexed arrays"
         ) from error
     found = recorder.builder.nodes[root].kind
     if (kind == BOOL) != (found == BOOL):
         names = {BOOL: "a boolean", INT: "an integer", FLOAT: "a number"}
         raise FunctionError(
-            f"{name} must return {names[kind]} per score, because it is used as {form}; it returns "
+            f"{name} must return {names[kind]} per score, because it is used as {form}, got "
             f"{names[found]}"
         )
     graph = recorder.builder.graph(recorder.builder.cast(root, kind), name)
@@ -91,7 +89,7 @@ def _trace(function: Callable[..., Any], arguments: Iterable[str], kind: str, fo
 
 
 def _line(error: BaseException) -> str:
-    """Return the line of the user's function that raised an error, as text for a message."""
+    """Return, as text, the line of the user's function that raised an error."""
     ours = __file__.rpartition("functions")[0]
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         library = "site-packages" in frame.filename or frame.filename.startswith("<__array")
@@ -115,10 +113,7 @@ class _Tracing:
     # -- captured values ------------------------------------------------------------------------
 
     def wrap(self, value: Any, name: str = "") -> Any:
-        """Return `value` with `Captured` objects in place of arrays, also inside containers.
-
-        Functions, methods and partials are replaced by copies that use `Captured` objects.
-        """
+        """Return `value` with its arrays, also in items and functions, replaced by `Captured`."""
         if isinstance(value, (Symbol, Captured, type)) or value is None:
             return value
         if is_array(value):
@@ -174,7 +169,7 @@ class _Tracing:
         return copy
 
     def array(self, array: Any, name: str) -> int:
-        """Return a captured array's number; an array that is captured twice has only one number."""
+        """Return a captured array's number; the same array always has the same number."""
         if id(array) not in self._numbers:
             dtype = str(array.dtype).rpartition(".")[2]
             if dtype not in ELEMENTS:
@@ -207,7 +202,7 @@ class _Tracing:
     # -- operations -----------------------------------------------------------------------------
 
     def node(self, value: Any) -> int:
-        """Return the number of the node that holds a symbol, a constant or a captured scalar."""
+        """Return the number of the node of a symbol, a constant or a captured scalar."""
         if isinstance(value, Symbol):
             if value._recorder is not self:
                 raise FunctionError(
@@ -254,7 +249,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 class _Holder:
-    """Stands for a captured object: its attributes are the object's, with arrays replaced."""
+    """Stands for a captured object, with `Captured` objects instead of its array attributes."""
 
     def __init__(self, recorder: _Tracing, value: Any) -> None:
         self._recorder, self._value = recorder, value
@@ -271,20 +266,15 @@ _FOREIGN = (*LIBRARIES, "numpy", "torch", "functools", "cupy")
 
 
 def _foreign(function: Any) -> bool:
-    """Return whether a function belongs to a library, so that it is not copied.
-
-    Functions in torch's flex_attention count as the user's own functions, and are copied.
-    """
+    """Return whether a function belongs to a library other than flex_attention."""
     module = function.__module__ or ""
     return module.split(".")[0] in _FOREIGN and not module.startswith("torch.nn.attention")
 
 
 def host_values(array: Any, spec: ArraySpec, *, copy: bool = True) -> np.ndarray:
-    """Return a captured array's values as a NumPy array.
+    """Return a captured array's values as a NumPy array; bfloat16 becomes float32.
 
-    NumPy has no bfloat16, so such arrays are returned as float32.
-
-    With `copy`, the result is a read-only copy; otherwise it is a view where possible.
+    With `copy`, the result is a read-only copy; without, it is a view where possible.
     """
     if hasattr(array, "detach"):  # torch
         plain = array.detach().cpu()

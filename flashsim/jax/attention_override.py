@@ -34,9 +34,9 @@ def dot_product_attention(
     batch, 1 or heads, T, S). To avoid the memory of this bias, use `attention` with a mask function
     (`mask_mod`) or packed sequences (`cu_seqlens_q`).
 
-    The result differs from jax.nn's in two things. For a row that sees no key, flashsim returns
-    zeros; jax.nn returns the mean of all values, the softmax over equal scores. The residual (the
-    LSE) also differs: in flashsim, masked scores do not add rounding errors to the residual.
+    For a query that sees no key, the result is zeros. For such a query, jax.nn returns the mean of
+    all values. The residual (the LSE) also differs from jax.nn's, since masked scores add no
+    rounding errors to the LSE.
 
     Parameters
     ----------
@@ -99,10 +99,7 @@ def dot_product_attention(
 
 
 def _bias(bias: Any, mask: Any, lengths: Any, *, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Return the array that is added to the scores: the bias, and -inf for masked keys.
-
-    Both the mask and the sequence lengths can mask keys.
-    """
+    """Return the bias plus -inf for keys that the mask or the lengths exclude."""
     added = None if bias is None else _four(taken("bias", bias), "bias", shape).astype(dtype)
     if lengths is not None:
         kept = jnp.arange(shape[3]) < lengths[:, None, None, None]
@@ -134,7 +131,7 @@ def _lengths(name: str, given: Any, batch: int) -> Any:
     if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
         raise ShapeError(
             f"{name} must be integers of shape ({batch},), one per batch entry, got "
-            f"{lengths.dtype} {lengths.shape}"
+            f"{lengths.dtype} of shape {lengths.shape}"
         )
     return lengths
 
@@ -152,10 +149,10 @@ def _sides(window: Any) -> tuple[int | None, int | None]:
 def _reach(
     t: int, s: int, is_causal: bool, local_window_size: int | tuple[int, int] | None
 ) -> tuple[int, int, tuple[int, int] | None]:
-    """Return three results: how many queries see a key, how many keys are seen, and the window.
+    """Return how many queries see a key, how many keys are seen, and the sliding window.
 
-    `jax.nn` aligns the `t` queries and `s` keys at the top left. flashsim's engines align at the
-    bottom right, and the returned window is for that alignment.
+    `jax.nn` aligns windows at the top left. The returned window is converted for flashsim's
+    engines, which align at the bottom right.
     """
     left, right = _sides(local_window_size)
     if is_causal:

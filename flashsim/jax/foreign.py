@@ -1,9 +1,7 @@
 """The XLA foreign functions ``flashsim_attention`` and ``flashsim_attention_backward``.
 
-Each of the two functions works directly on XLA's memory. On the CPU, the functions wrap this memory
-in NumPy arrays. On a GPU, they wrap it in CuPy arrays, and use XLA's stream. Under `jax.vmap` every
-array has additional leading axes, of the mapped length or 1. The mapped problems are independent,
-so their axes become part of the batch.
+The functions work directly on XLA's memory and, on a GPU, in XLA's stream. Under `jax.vmap` every
+array has additional leading axes, of the mapped length or 1, which become part of the batch.
 """
 
 from __future__ import annotations
@@ -34,16 +32,16 @@ OFFSETS = ("cu_seqlens_q", "cu_seqlens_k")
 
 
 def forward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.run` on arrays with mapped axes folded into the batch; return out and lse."""
+    """Run `flashsim.run` on arrays whose mapped axes are part of the batch; return out and lse."""
     question.pop("deterministic")
     result = execution.run(**arrays, **question)
     return [result.out, result.lse]
 
 
 def backward(arrays: dict[str, Any], question: dict[str, Any]) -> list[Any]:
-    """Run `flashsim.backward`; return dq, dk, dv, and any further gradients.
+    """Run `flashsim.backward`; return dq, dk, dv and any further gradients.
 
-    The further gradients are those of the bias, of the sinks, and of the float arrays that a score
+    Further gradients are those of the bias, of the sinks, and of the float arrays that the score
     function captures, in this order.
     """
     score = question.get("score_mod")
@@ -59,10 +57,7 @@ def _graph(entry: str) -> Graph:
 
 
 def take_functions(question: dict[str, Any], arrays: dict[str, Any]) -> None:
-    """Replace the graphs in `question` by traced functions, in place.
-
-    The arrays that the functions capture are removed from `arrays`.
-    """
+    """Replace the graphs in `question` by traced functions, which take arrays from `arrays`."""
     for name, entry in question.pop("functions").items():
         graph = _graph(entry)
         captured = tuple(arrays.pop(f"{name} {n}") for n in range(len(graph.arrays)))
@@ -113,10 +108,7 @@ def _device(address: int) -> int:
 
 
 def _placed(call: xla_ffi.ForeignCall) -> Any:
-    """Check a forward pass on a GPU, and return its prepared launch and the positions of q, k, v.
-
-    The result is None if the pass cannot be launched directly.
-    """
+    """Return (launch, positions of q, k and v among operands) for a forward pass, or None."""
     question = _question(call, OnGpu)
     names = question.pop("operands")
     given, backend = call.arguments, question["backend"]
@@ -135,7 +127,7 @@ def _placed(call: xla_ffi.ForeignCall) -> Any:
 
 
 def _few(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], dtype: str) -> bool:
-    """Return whether the decode kernels run a call; `flashsim.torch` decides in the same way."""
+    """Return True if the decode kernels run a call, by the same rule as in `flashsim.torch`."""
     _, heads, n, d = q
     return (
         n <= min(k[2], 16)
@@ -171,10 +163,7 @@ def _answer(function: Callable[..., list[Any]], place: Any, call: xla_ffi.Foreig
 
 
 def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
-    """Fold each array's mapped axes into its batch, in place; return the mapped axes' lengths.
-
-    If all mapped entries share an array, the array is repeated for each entry.
-    """
+    """Fold each array's `jax.vmap` axes into its batch, in place; return the axes' lengths."""
     leads = {name: x.shape[: x.ndim - RANKS[name]] for name, x in arrays.items() if name in RANKS}
     lead = np.broadcast_shapes(*leads.values())
     if not lead:
@@ -192,10 +181,7 @@ def folded(arrays: dict[str, Any]) -> tuple[int, ...]:
 
 
 def unfolded(x: Any, lead: tuple[int, ...], shape: tuple[int, ...]) -> Any:
-    """Return a result with the mapped axes as separate axes again, no longer part of the batch.
-
-    If a batch shares a bias, the bias's gradients are summed over the batch.
-    """
+    """Separate the axes of `jax.vmap` from the batch; sum the gradients of a shared bias."""
     if not lead:
         return x
     x = x.reshape(*lead, -1, *shape[len(lead) + 1 :])
@@ -217,12 +203,12 @@ class OnCpu:
         self.active: AbstractContextManager[Any] = nullcontext()
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer of XLA."""
+        """Return the contents of an XLA buffer."""
         memory: Any = (ctypes.c_char * buffer.nbytes).from_address(buffer.address)
         return np.frombuffer(memory, buffer.dtype).reshape(buffer.shape)
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer of XLA."""
+        """Write a result to an XLA buffer."""
         np.copyto(self.array(buffer), x)
 
 
@@ -242,13 +228,13 @@ class OnGpu:
         self.active: AbstractContextManager[Any] = ForeignStream(self.device, self.stream)
 
     def array(self, buffer: xla_ffi.XlaArray) -> Any:
-        """Return the contents of a buffer of XLA."""
+        """Return the contents of an XLA buffer."""
         cuda = self.cupy.cuda
         memory = cuda.UnownedMemory(buffer.address, buffer.nbytes, None, self.device)
         return self.cupy.ndarray(buffer.shape, buffer.dtype, cuda.MemoryPointer(memory, 0))
 
     def store(self, buffer: xla_ffi.XlaArray, x: Any) -> None:
-        """Write a result to a buffer of XLA, in stream order."""
+        """Write a result to an XLA buffer, in stream order."""
         x = self.cupy.ascontiguousarray(x)
         to_device = self.cupy.cuda.runtime.memcpyDeviceToDevice
         self.cupy.cuda.runtime.memcpyAsync(

@@ -1,7 +1,4 @@
-"""`attention`: the attention function that JAX models call.
-
-`attention` has a gradient, and supports jit and vmap.
-"""
+"""`attention`: the attention function that JAX models call, with a gradient, under jit and vmap."""
 
 from __future__ import annotations
 
@@ -27,10 +24,7 @@ ALGORITHMS = ("flash2", "flash2-fused")
 
 
 class Asked(NamedTuple):
-    """The static arguments of an attention call: all arguments except arrays.
-
-    `functions` holds the graphs of the call's score and mask functions, by keyword.
-    """
+    """The static arguments of an attention call; `functions` are score and mask graphs."""
 
     request: inputs.Request
     deterministic: bool | None
@@ -155,7 +149,7 @@ def attention(
 
 
 def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Array]]:
-    """Return two dicts: a call's traced functions, and the arrays that these functions capture."""
+    """Return a call's traced functions, and the arrays that these functions capture, by name."""
     made = {
         **({} if score is None else {"score_mod": trace_score(score)}),
         **({} if mask is None else {"mask_mod": trace_mask(mask)}),
@@ -166,12 +160,12 @@ def _traced(score: Any, mask: Any) -> tuple[dict[str, Traced], dict[str, jax.Arr
 
 
 def _sinks(sinks: Any, heads: int, wide: str) -> jax.Array:
-    """Check attention sinks; return the sinks in the type in which scores are computed."""
+    """Check attention sinks; return them in the type in which scores are computed."""
     sinks = taken("sinks", sinks)
     if sinks.shape != (heads,) or not jnp.issubdtype(sinks.dtype, jnp.floating):
         raise ShapeError(
             f"sinks must be one number per query head, a float array of shape ({heads},), got "
-            f"{sinks.dtype} {sinks.shape}"
+            f"{sinks.dtype} of shape {sinks.shape}"
         )
     return sinks.astype(wide)
 
@@ -184,11 +178,9 @@ _CONCRETE: set[type] = set()
 
 
 def _key(q: Any, k: Any, v: Any, options: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return an eager call's cache key, or () if the call cannot be cached.
+    """Return an eager call's cache key, or () for tracers and values that have no hash.
 
-    A call with tracers, with arrays of another library or with unhashable values is not cached.
-
-    The key holds types as well as values, because True and 1 are equal.
+    The key holds the options' types too, because True equals 1.
     """
     for x in (q, k, v):
         if type(x) not in _CONCRETE:
@@ -210,13 +202,7 @@ def _keep_checked(key: tuple[Any, ...], function: Callable[..., Any]) -> None:
 
 
 def taken(name: str, x: Any) -> jax.Array:
-    """Return a JAX or NumPy array as a JAX array.
-
-    Raises
-    ------
-    DTypeError
-        If `x` is neither.
-    """
+    """Return a JAX or NumPy array as a JAX array; raise DTypeError for anything else."""
     if type(x) is not np.ndarray and not isinstance(x, jax.Array):
         raise DTypeError(
             f"{name} must be a jax.Array or a numpy.ndarray, got {type(x).__module__}."
@@ -244,10 +230,7 @@ def _spread(x: Any, axes: frozenset[Any]) -> Any:
 
 
 def _known(offsets: Any) -> Any:
-    """Return the offsets of sequences as a tuple of integers.
-
-    If the offsets are None or traced, they are returned unchanged.
-    """
+    """Return the offsets of sequences as a tuple of integers; None and tracers stay unchanged."""
     if offsets is None or isinstance(offsets, jax.core.Tracer):
         return offsets
     return tuple(np.asarray(offsets).tolist())
@@ -286,10 +269,9 @@ def _of_nothing(q: Any, v: Any) -> tuple[Any, Any]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attention(question: Asked, gives_lse: bool, operands: dict[str, Any]) -> tuple[Any, Any]:
-    """Compute attention; return out, (batch, heads, n_q, head_dim_v), and lse, (batch, heads, n_q).
+    """Return out, (batch, heads, n_q, head_dim_v), and the LSE, (batch, heads, n_q), of attention.
 
-    If the LSE is not returned to the user (`gives_lse` is False), its gradient is zero, and the
-    backward pass ignores it.
+    With `gives_lse` False, the user gets no LSE, and the backward pass ignores the LSE's gradient.
     """
     results = _results(operands["q"], operands["v"])
     out, lse = _call(FORWARD, question, operands, results)
@@ -318,7 +300,7 @@ _attention.defvjp(_keep, _pull_back)
 
 @lru_cache(maxsize=_MOST)
 def _jitted(question: Asked, gives_lse: bool) -> Callable[..., Any]:
-    """Return a compiled function for repeated eager calls; tracing takes 20 times a call's time."""
+    """Return a compiled function for eager calls; tracing each call would take 20 times as long."""
 
     def run(q: Any, k: Any, v: Any) -> Any:
         out, lse = _attention(question, gives_lse, {"q": q, "k": k, "v": v})

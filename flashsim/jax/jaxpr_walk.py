@@ -1,11 +1,9 @@
 """Evaluate a function that calls Pallas kernels, one primitive at a time, and report accesses.
 
 Pallas's interpreters compile a kernel to XLA, and accesses inside XLA cannot be observed. So
-`Walker` evaluates the jaxpr (JAX's expression form of a function) that JAX traced. `Walker` runs
-loops, branches and calls itself, and JAX computes arithmetic on the CPU, in the kernel's types.
-Loads, stores and atomics of refs (Pallas's array references) use `flashsim.jax.refs`, and are
-reported to an `Observer` with their source line. `flashsim.jax.pallas_launch` runs the grid of a
-`pallas_call`.
+`Walker` evaluates the jaxpr, JAX's expression form of the traced function; JAX computes arithmetic
+on the CPU, in the kernel's types. Loads, stores and atomics of refs (Pallas's array references) are
+reported to an `Observer`.
 
 JAX's primitives are recognized by their names, and indexers by their fields, so no private module
 of JAX is imported.
@@ -77,10 +75,10 @@ class Observer(Protocol):
     """The interface to which a `Walker` reports what a kernel does."""
 
     def access(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Report a "load", "store" or "reduce"; the mask excludes lanes that are not `kept`."""
+        """Report a "load", "store" or "reduce" of the lanes for which `kept` is True."""
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Report that JAX computes something outside of every kernel."""
+        """Report that JAX computes a primitive outside of every kernel."""
 
     def dot(self, flops: int, where: SourceLine) -> None:
         """Report a matrix product of `flops` floating-point operations."""
@@ -88,7 +86,7 @@ class Observer(Protocol):
 
 @dataclass(eq=False)
 class Equation:
-    """One equation of a jaxpr, in a form that is quick to evaluate."""
+    """One equation of a jaxpr, prepared so that it is quick to evaluate."""
 
     run: Callable[[Equation, list[Any]], Any]
     equation: Any
@@ -100,7 +98,7 @@ class Equation:
 
 
 class Walker:
-    """Evaluates jaxprs; `launch` runs a `pallas_call`; `program` is the grid's current program."""
+    """Evaluates jaxprs. `launch` runs a `pallas_call`; `program` is the grid's current program."""
 
     def __init__(
         self, observer: Observer, launch: Callable[[Walker, Any, list[Any]], list[Any]]
@@ -267,7 +265,7 @@ class Walker:
         raise UnsupportedError(f"flashsim cannot evaluate the primitive {name}: {REFUSED[name]}")
 
     def _bind(self, step: Equation, inputs: list[Any]) -> Any:
-        """Compute one primitive with JAX itself."""
+        """Compute one primitive of a jaxpr with JAX itself."""
         primitive = step.equation.primitive
         refs = any(isinstance(value, Ref) for value in inputs)
         if refs or any(calls_a_kernel(body) for body in bodies(step.params)):
@@ -418,7 +416,7 @@ def computed(primitive: Any, inputs: list[Any], params: dict[str, Any]) -> Any:
 
 
 def opened(body: Any) -> Any:
-    """Return the jaxpr of a closed jaxpr; an open jaxpr is returned unchanged."""
+    """Return the jaxpr of a closed jaxpr; return an open jaxpr unchanged."""
     return getattr(body, "jaxpr", body)
 
 
@@ -436,7 +434,7 @@ def bodies(params: dict[str, Any]) -> Iterable[Any]:
 
 
 def calls_a_kernel(jaxpr: Any) -> bool:
-    """Return whether a jaxpr, or a jaxpr inside it, calls a Pallas kernel."""
+    """Return True if a jaxpr, or a jaxpr inside it, calls a Pallas kernel."""
     return any(
         e.primitive.name == "pallas_call" or any(calls_a_kernel(b) for b in bodies(e.params))
         for e in jaxpr.eqns
@@ -493,7 +491,7 @@ _INNER = re.compile(r"/(jax|jaxlib)/(?!experimental/pallas/ops/)|/functools\.py$
 
 
 def source_line(equation: Any) -> SourceLine:
-    """Return the innermost source line in the user's code, or in a kernel that JAX contains."""
+    """Return an equation's innermost source line in the user's code, or in a kernel of JAX."""
     traceback = getattr(equation.source_info, "traceback", None)
     for frame in traceback.frames if traceback is not None else ():
         if not _INNER.search(frame.file_name.replace("\\", "/")):

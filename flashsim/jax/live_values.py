@@ -1,8 +1,8 @@
-"""Estimate a kernel's on-chip memory from its jaxpr: the values that it holds at once.
+"""Estimate a kernel's on-chip memory from its jaxpr: the values that the kernel holds at once.
 
 An intermediate array counts from the equation that computes it to the last equation that reads it.
-Loaded tiles are not included, because a trace contains them as loads. A compiler fuses element-wise
-operations, so a compiled kernel may hold fewer values.
+Loaded tiles are not included, because a trace contains them as loads. A compiled kernel may hold
+fewer values, since a compiler fuses element-wise operations.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 def most_live(jaxpr: Any) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return a dict of the values that a kernel holds when they take the most memory.
+    """Return the shape and bytes of the values that a kernel holds at its memory peak, by name.
 
-    For each name, the dict has the shape of the values and their bytes.
-
-    Each name consists of the number of equal values and their type, such as "2 float32". Values of
-    another shape with the same number and type get the name "2 float32 b".
+    A name such as "2 float32" stands for two float32 values of the same shape.
     """
     found: dict[str, tuple[tuple[int, ...], int]] = {}
     for (dtype, shape), count in sorted(_most(jaxpr).items(), key=lambda one: -_size(one[0])):

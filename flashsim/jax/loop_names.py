@@ -32,11 +32,7 @@ def unpacked_names(told: str) -> tuple[str, ...]:
 
 
 def carried_names(jaxpr: Any, first: int, count: int) -> list[str]:
-    """Return a name for each value that a loop carries.
-
-    The name is the user's if it can be found. Otherwise it is JAX's name, such as "carry[0]", or if
-    there is none, "carry 0".
-    """
+    """Return the name of each value that a loop carries: the user's, or JAX's, or "carry 0"."""
     info = getattr(jaxpr, "debug_info", None)
     known = list(getattr(info, "arg_names", None) or ())[first : first + count]
     names = [str(name) for name in known] + [""] * (count - len(known))

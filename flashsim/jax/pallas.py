@@ -42,9 +42,8 @@ def trace_kernel(
 ) -> KernelTrace:
     """Return a trace of the Pallas kernels that `function(*args)` calls: each load and store.
 
-    The user's function runs on the CPU. Its Pallas kernels are evaluated one primitive after
-    another; JAX evaluates everything else. The user's function needs no changes, and the option
-    `interpret=True` has no effect.
+    The function runs on the CPU, without changes: its Pallas kernels are evaluated one primitive
+    after another, and JAX evaluates everything else. The option `interpret=True` has no effect.
 
     Parameters
     ----------
@@ -101,8 +100,7 @@ def record_kernels(
 ) -> tuple[KernelRecord, dict[int, np.ndarray], Any]:
     """Run `function(*args)`; return its kernels' record, the tensors by code, and the result.
 
-    The argument `watched` is a tuple (launch, program, callback). Each access of that program in
-    that launch is passed to the callback.
+    `watched` is (launch, program, callback): the callback gets each access of that program.
     """
     if not callable(function):
         raise OptionError(
@@ -174,7 +172,7 @@ def cpu_device() -> Any:
 
 
 def is_array(leaf: Any) -> bool:
-    """Return whether an argument is an array, because numbers and flags are not traced."""
+    """Return True if an argument is an array; numbers and flags are not traced."""
     return hasattr(leaf, "__array__") and hasattr(leaf, "dtype") and hasattr(leaf, "shape")
 
 
@@ -182,8 +180,8 @@ def is_array(leaf: Any) -> bool:
 def own_lines() -> Iterator[None]:
     """Inside the ``with`` block, make JAX record the source line of each equation.
 
-    Without this, equations in the backward pass of a `custom_vjp` have the line of the forward
-    call, so that all loads of a backward kernel would have the same line.
+    By default, JAX gives all loads of a `custom_vjp`'s backward kernel the line of the forward
+    call.
     """
     try:
         from jax._src import source_info_util
@@ -206,7 +204,7 @@ def own_lines() -> Iterator[None]:
 
 
 class PallasNotes:
-    """Receives the reports of a `Walker`, and records them in a `Recorder`."""
+    """Records in a `Recorder` what a `Walker` reports about kernels."""
 
     def __init__(self, arrays: Sequence[Any], constants: Mapping[str, Any]) -> None:
         self.recorder = Recorder("pallas")
@@ -226,7 +224,7 @@ class PallasNotes:
             self._buffer(array)
 
     def _buffer(self, array: Any) -> int:
-        """Return a number that identifies a JAX array; the same array has the same number."""
+        """Return the number of a JAX array; each distinct array has its own number."""
         if id(array) not in self._buffers:
             self._buffers[id(array)] = len(self._kept)
             self._kept.append(array)
@@ -282,7 +280,7 @@ class PallasNotes:
         self.recorder.program(self._at[1])
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Add a note that a TPU's grid returns to an output block that was already copied back."""
+        """Add a note: the TPU's grid returns to an output block that it has already copied back."""
         assert self._launch is not None
         self.recorder.note(
             f"{self._launch.name}: the grid returns to a block of {operand.tensor.name} that was "
@@ -301,7 +299,7 @@ class PallasNotes:
             self._kept.append(array)
 
     def outside(self, primitive: str, outvars: Sequence[Any]) -> None:
-        """Note for the user that JAX computes something outside of kernels, uncounted."""
+        """Count the bytes of results that JAX computes outside of kernels; `done` notes the sum."""
         if primitive not in VIEWS:
             sizes = [
                 math.prod(v.aval.shape) * v.aval.dtype.itemsize
@@ -328,7 +326,7 @@ class PallasNotes:
             self.recorder.work("matmul", flops, line=(where.file, where.line))
 
     def _on_chip(self, kind: str, lanes: Lanes, kept: np.ndarray | None, where: SourceLine) -> None:
-        """Note for the user an access outside of an on-chip buffer; it moves no HBM bytes."""
+        """Add a note if an on-chip access, which moves no HBM bytes, exceeds its buffer."""
         outside = 0 if lanes.all_inside else reached(lanes, kept)[2]
         if outside:
             self.recorder.note(
@@ -352,7 +350,7 @@ class PallasNotes:
 
 
 def reached(lanes: Lanes, kept: np.ndarray | None) -> tuple[np.ndarray, int, int]:
-    """Return three results: the active lanes' element offsets, how many are masked, and outside."""
+    """Return the active lanes' offsets, and how many lanes are masked or outside of the array."""
     total = np.zeros((1,) * len(lanes.shape), np.int64)
     step = 1
     for at, size in zip(reversed(lanes.coordinates), reversed(lanes.ref.array.shape), strict=True):

@@ -1,14 +1,12 @@
-"""Run the grid of a `pallas_call` by one of two models of which accesses move bytes.
+"""Run the grid of a `pallas_call`; one of two models decides which accesses move bytes.
 
-In the model ``gpu``, a block is a view of device memory. In this model, a program moves bytes when
-the kernel reads or writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs
-to Triton.
+In the model ``gpu``, a block is a view of device memory, and bytes move when the kernel reads or
+writes a ref. The first axis of the grid runs fastest, as Pallas lowers programs to Triton.
 
-In the model ``tpu``, one core runs the grid's steps in order, with the last axis fastest. In this
-model, a pipeline copies each operand's block to VMEM before a step, unless the previous step had
-the same block. The pipeline copies an output's block back if the next step has another block. Reads
-and writes by the kernel itself stay on chip. Refs in HBM (`pl.ANY`) are copied by
-`pltpu.make_async_copy`.
+In the model ``tpu``, one core runs the grid's steps in order, with the last axis fastest. A
+pipeline copies each operand's block to VMEM before a grid step, unless the previous step had the
+same block. The pipeline copies an output's block back if the next step has another block. Reads and
+writes by the kernel itself stay on chip. `pltpu.make_async_copy` copies refs in HBM (`pl.ANY`).
 """
 
 from __future__ import annotations
@@ -38,13 +36,13 @@ class Programs(Observer, Protocol):
         """Report that a kernel starts."""
 
     def program(self, index: tuple[int, ...]) -> None:
-        """Report that a program, or a grid step of a TPU, starts."""
+        """Report that a program (on a TPU, a grid step) starts."""
 
     def revisit(self, operand: BlockOperand, where: SourceLine) -> None:
-        """Report that a TPU's grid returns to an output block that it copied back before."""
+        """Report that a TPU's grid returns to an output block that it has already copied back."""
 
     def finish(self, launch: KernelCall, outputs: Sequence[Any]) -> None:
-        """Report that the kernel has ended; `outputs` are its results as JAX arrays."""
+        """Report that the kernel has ended; `outputs` are the kernel's results as JAX arrays."""
 
 
 @dataclass(eq=False)
@@ -64,7 +62,7 @@ class BlockOperand:
 
     @property
     def in_hbm(self) -> bool:
-        """Whether the kernel gets the operand's whole tensor, and copies parts of it itself."""
+        """Return True if the kernel gets the operand's whole tensor, and copies from it itself."""
         return self.space in ("any", "hbm")
 
 
@@ -86,7 +84,7 @@ class KernelCall:
 
     @property
     def tensors(self) -> list[HbmTensor]:
-        """All tensors in device memory, in the order of the kernel's parameters."""
+        """Return all tensors in device memory, in the order of the kernel's parameters."""
         return [*self.scalars, *(operand.tensor for operand in self.operands)]
 
 
@@ -169,7 +167,7 @@ def run_tpu(
     jaxpr: Any,
     starts: Sequence[Sequence[tuple[int, ...]]],
 ) -> None:
-    """Run the grid's steps in order; blocks are copied to and from VMEM when they change."""
+    """Run a TPU kernel's grid steps in order; copy blocks to and from VMEM when they change."""
     count = len(here.scalars) + len(here.operands)
     kept: dict[int, Any] = {}  # scratch buffers, which persist through the whole grid
     scalars = []
@@ -201,7 +199,7 @@ def run_tpu(
 
 
 def fetch(recorder: Programs, operand: BlockOperand, start: tuple[int, ...]) -> None:
-    """Provide a block in VMEM; only the blocks of inputs are copied from device memory."""
+    """Set `operand.ref` to a block in VMEM; only blocks of inputs are copied from device memory."""
     view = window(operand, start)
     lanes = everything(view)
     buffer = lanes.read(None)
@@ -233,7 +231,7 @@ def run_program(
     count: int,
     kept: dict[int, Any],
 ) -> None:
-    """Run the kernel's body for one program."""
+    """Run the kernel's body for one program of the grid."""
     buffers = []
     for number, variable in enumerate(jaxpr.invars[count:]):
         if number not in kept:
@@ -252,15 +250,12 @@ def run_program(
 
 
 def gpu_axes(rank: int, vmapped: Sequence[int]) -> tuple[int, ...]:
-    """Return the grid's axes in the order in which a GPU iterates over them, the fastest first.
-
-    Axes that `vmap` added come after the kernel's own axes, the innermost first.
-    """
+    """Return the grid's axes in a GPU's order: fastest first, and axes of `vmap` at the end."""
     return (*(d for d in range(rank) if d not in vmapped), *reversed(vmapped))
 
 
 def tpu_axes(here: KernelCall, starts: Sequence[Sequence[tuple[int, ...]]]) -> tuple[int, ...]:
-    """Return the leading axes of a grid whose indices already decide the blocks of all outputs."""
+    """Return the fewest leading axes of a grid that determine the blocks of all outputs."""
     blocked = [n for n, o in enumerate(here.operands) if o.output and not o.in_hbm]
     steps = list(itertools.product(*map(range, here.grid)))
     for leading in range(len(here.grid)):
@@ -286,11 +281,9 @@ def in_order(grid: Sequence[int], axes: Sequence[int]) -> Iterator[tuple[int, ..
 def on_tpu(
     here: KernelCall, jaxpr: Any, names: Sequence[str]
 ) -> dict[str, tuple[tuple[int, ...], int]]:
-    """Return a dict of the shape and the bytes of each buffer in VMEM, by name.
+    """Return the shape and bytes of each block and scratch buffer in VMEM, by name.
 
-    The dict has the buffers of each block, and the scratch buffers.
-
-    One buffer per input is left out of these bytes, because the trace contains it as a loaded tile.
+    One buffer per input is not counted, because the trace contains it as a loaded tile.
     """
     found = {}
     for operand in here.operands:
@@ -313,10 +306,7 @@ def on_tpu(
 def operands_of(
     params: dict[str, Any], names: Sequence[str], inputs: Sequence[Any], equation: Any
 ) -> list[BlockOperand]:
-    """Return the operands of a `pallas_call`: first its inputs, then its outputs.
-
-    An output that is aliased to an input is the same operand as that input.
-    """
+    """Return a `pallas_call`'s inputs and outputs; an aliased output is the input operand."""
     mapping = params["grid_mapping"]
     aliases = {output: given for given, output in params["input_output_aliases"]}
     operands: list[BlockOperand] = []
@@ -367,7 +357,7 @@ def held(value: Any) -> np.ndarray:
 
 
 def block_of(mapping: Any, name: str) -> tuple[tuple[int, ...], tuple[bool, ...], tuple[int, ...]]:
-    """Return three tuples with an item per dimension of a block: length, if squeezed, padding."""
+    """Return the length, the squeezed flag and the padding of each dimension of a block."""
     lengths, squeezed, before = [], [], []
     for dimension in mapping.block_shape:
         kind = type(dimension).__name__
@@ -416,10 +406,7 @@ def everything(ref: Ref) -> Lanes:
 
 
 def inner(ref: Ref) -> Lanes:
-    """Return the lanes (elements) of a ref that lie inside its array.
-
-    These are the elements that a TPU's pipeline copies.
-    """
+    """Return the lanes (elements) of a ref inside its array, which a TPU's pipeline copies."""
     start, shape = [], []
     for first, length, size in zip(ref.start, ref.shape, ref.array.shape, strict=True):
         low, high = max(first, 0), min(first + length, size)
@@ -433,13 +420,11 @@ def inner(ref: Ref) -> Lanes:
 
 
 def chosen_model(params: dict[str, Any], jaxpr: Any, model: str | None) -> Model:
-    """Return the requested model or, by default, the one for which the kernel is written.
-
-    A kernel with a TPU's compiler parameters, memory spaces or prefetched scalars is for a TPU; any
-    other kernel is for a GPU.
-    """
+    """Return the requested model, or "tpu" if the kernel uses features of TPUs, else "gpu"."""
     if model is not None and model not in get_args(Model):
-        raise OptionError(f"there is no model {model!r}; {choices(model, get_args(Model))}")
+        raise OptionError(
+            f"there is no model {model!r}; choose from {choices(model, get_args(Model))}"
+        )
     marks = [type(params.get("compiler_params")).__module__]
     marks += [type(getattr(v.aval, "memory_space", None)).__module__ for v in jaxpr.invars]
     for_tpu = any(".mosaic.core" in mark or ".pallas.tpu" in mark for mark in marks)
@@ -454,14 +439,14 @@ def refuse_unknown(here: KernelCall, jaxpr: Any, names: Sequence[str]) -> None:
         module = type(space).__module__ if space is not None else ""
         if "mosaic_gpu" in module:
             raise UnsupportedError(
-                f"kernel {here.name}: {name} is in {space} of Pallas's Mosaic GPU backend, which "
-                "flashsim does not support; write the kernel with plain refs, as for "
+                f"in kernel {here.name}, {name} lies in {space} of Pallas's Mosaic GPU backend, "
+                "which flashsim does not support; write the kernel with plain refs, as for "
                 "jax.experimental.pallas.triton"
             )
         if here.model == "gpu" and ".mosaic.core" in module:
             raise OptionError(
-                f"kernel {here.name}: {name} is in {space}, which only a TPU has; trace the kernel "
-                "with model='tpu'"
+                f"in kernel {here.name}, {name} lies in the memory space {space}, which only a "
+                "TPU has; trace the kernel with model='tpu'"
             )
 
 
@@ -472,10 +457,7 @@ def space_of(mapping: Any) -> str:
 
 
 def parameter_names(jaxpr: Any) -> list[str]:
-    """Return the names of the kernel's parameters, without the ending `_ref`.
-
-    A parameter whose name is unknown is named by its number.
-    """
+    """Return the kernel's parameter names without "_ref"; a nameless parameter gets a number."""
     known = getattr(jaxpr.debug_info, "arg_names", None) or ()
     given = [str(name).rpartition(".")[2] for name in known]
     given += [""] * (len(jaxpr.invars) - len(given))

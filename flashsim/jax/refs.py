@@ -1,10 +1,9 @@
 """Refs (array references) of a Pallas kernel: which elements an access has, and their values.
 
-A kernel accesses blocks of its operands through refs. A `Ref` is a window of a NumPy array, which
-is a tensor in device memory or an on-chip buffer. `locate` converts the transforms of one access
-(`ref[...]`, `ref.at[...]`, reshape, transpose) to `Lanes`, with one lane per element. Loading a
-lane outside of the window or the array gives `poison`, as in Pallas's own interpreter; a store to
-such a lane has no effect.
+A `Ref` is a window of a NumPy array, which is a tensor in device memory or an on-chip buffer.
+`locate` converts the transforms of one access (`ref[...]`, `ref.at[...]`, reshape, transpose) to
+`Lanes`, with one lane per element. As in Pallas's own interpreter, a load from a lane outside of
+the window or the array gives `poison`, and a store to such a lane has no effect.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ class HbmTensor:
 class Ref:
     """A window of the array `array`, which starts at `start` and has the lengths `shape`.
 
-    Dimensions in `squeezed` have length 1, and the kernel does not see them. `tensor` is the
-    operand in device memory that the window belongs to; None if the array is an on-chip buffer.
+    The kernel does not see the dimensions in `squeezed`, whose length is 1. `tensor` is the operand
+    in device memory, or None for an on-chip buffer.
     """
 
     array: np.ndarray
@@ -53,12 +52,12 @@ class Ref:
 
 @dataclass(eq=False)
 class Lanes:
-    """The elements of one access, one lane each.
+    """The array elements that one load or store accesses, one lane per element.
 
     `shape` is the shape of the value that is loaded or stored. `index` selects the lanes in the
-    array; it is None if any lane is outside. If the lanes are a box, `axes` has (first, length,
-    step) per dimension of the array, and `dims` lists the dimensions that the value has. If the
-    lanes are not a box, `arrays` holds their coordinates.
+    array, or is None if any lane is outside of the array. If the lanes are a box, `axes` has
+    (first, length, step) per dimension of the array, and `dims` lists the dimensions of the value.
+    If the lanes are not a box, `arrays` holds their coordinates.
     """
 
     ref: Ref
@@ -70,12 +69,12 @@ class Lanes:
 
     @property
     def all_inside(self) -> bool:
-        """Whether every lane lies inside the window and the array."""
+        """Return True if every lane lies inside the window and the array."""
         return self.index is not None
 
     @cached_property
     def coordinates(self) -> tuple[np.ndarray, ...]:
-        """The lanes' indices, one int64 array in the value's shape per dimension of the array."""
+        """Return the lanes' indices in the array, as one int64 array per dimension."""
         if self.arrays is not None:
             return self.arrays
         assert self.axes is not None
@@ -83,7 +82,7 @@ class Lanes:
 
     @cached_property
     def inside(self) -> np.ndarray:
-        """Booleans that say whether each lane lies inside the window and the array."""
+        """Return a boolean per lane: True if the lane lies inside the window and the array."""
         kept = np.ones(self.shape, bool)
         ref = self.ref
         for at, first, length, size in zip(
@@ -93,10 +92,7 @@ class Lanes:
         return kept
 
     def read(self, kept: np.ndarray | None) -> np.ndarray:
-        """Return the lanes' values.
-
-        The value is `poison` in a lane that is outside or for which `kept` is False.
-        """
+        """Return the lanes' values, with `poison` for lanes outside of the array or not kept."""
         if self.index is not None:
             value = np.array(self.ref.array[self.index])
             if kept is not None and not kept.all():
@@ -108,7 +104,7 @@ class Lanes:
         return value
 
     def write(self, value: np.ndarray, kept: np.ndarray | None) -> None:
-        """Store `value` in those lanes that are kept and inside."""
+        """Store `value` in those lanes that are kept and inside the array."""
         self.ref.written = True
         if self.index is not None and kept is None:
             self.ref.array[self.index] = value
@@ -131,15 +127,12 @@ def poison(dtype: np.dtype) -> Any:
 
 
 def uninitialized(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Return an array filled with `poison`."""
+    """Return an array filled with `poison`, which stands for memory that was never written."""
     return np.full(tuple(shape), poison(dtype), dtype)
 
 
 def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of a box of lanes (elements), as an array per dimension.
-
-    The shape of these arrays has only the dimensions in `dims`.
-    """
+    """Return the coordinates of a box of lanes: an array per dimension, with the axes `dims`."""
     shape = tuple(axes[d][1] for d in dims)
     arrays = []
     for d, (first, length, step) in enumerate(axes):
@@ -154,7 +147,7 @@ def grid(axes: Sequence[tuple[int, int, int]], dims: Sequence[int]) -> tuple[np.
 
 
 def is_slice(index: Any) -> bool:
-    """Return whether one entry of an index is a Pallas slice, with a start, a size and a stride."""
+    """Return True if one entry of an index is a Pallas slice, with a start, a size and a stride."""
     return hasattr(index, "start") and hasattr(index, "size") and hasattr(index, "stride")
 
 
@@ -189,7 +182,7 @@ def locate(ref: Ref, transforms: Sequence[Any]) -> Lanes:
 
 
 def plain(transform: Any) -> bool:
-    """Return whether a transform is an index that has only slices and single integers."""
+    """Return True if a transform is an index that has only slices and single integers."""
     return hasattr(transform, "indices") and all(
         is_slice(index) or np.ndim(index) == 0 for index in transform.indices
     )
@@ -198,10 +191,7 @@ def plain(transform: Any) -> bool:
 def sliced(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[list[tuple[int, int, int]], list[int]]:
-    """Return the box of lanes that remains after indexing by slices and integers.
-
-    The box is described by `axes` and `dims`, as in `Lanes`.
-    """
+    """Return the `axes` and `dims` (as in `Lanes`) of a box indexed by slices and integers."""
     axes, left = list(axes), []
     for d, index in zip(dims, indices, strict=True):
         first, _, step = axes[d]
@@ -227,10 +217,7 @@ def length_of(index: Any) -> int:
 def gathered(
     axes: Sequence[tuple[int, int, int]], dims: Sequence[int], indices: Sequence[Any]
 ) -> tuple[np.ndarray, ...]:
-    """Return the coordinates of lanes after a box is indexed as in NumPy.
-
-    The index has slices and arrays of integers.
-    """
+    """Return the coordinates of lanes after a box is indexed by slices and arrays of integers."""
     steps = [
         np.arange(length_of(i), dtype=np.int64) * int(i.stride) + int(i.start)
         if is_slice(i)

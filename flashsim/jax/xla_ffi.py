@@ -2,9 +2,8 @@
 
 XLA calls a function pointer with a *call frame*: arguments, result buffers to fill, attributes, and
 a table of XLA's functions. The C structures are those of ``xla/ffi/api/c_api.h``, version 0.x,
-which jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. `register` makes
-a function pointer for XLA from a Python function. XLA calls this pointer from its own thread;
-ctypes acquires the GIL.
+which jaxlib contains (`jax.ffi.include_dir`); later minor versions append fields. XLA calls the
+pointer from its own thread, in which ctypes acquires the GIL.
 """
 
 from __future__ import annotations
@@ -119,18 +118,14 @@ class XlaArray:
 
     @property
     def nbytes(self) -> int:
-        """The size of the array in bytes."""
+        """Return the size of the array in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ForeignCall:
-    """One call of a foreign function: its arguments, result buffers and text attributes.
+    """One call of a foreign function; `frame` is the address of XLA's call frame.
 
-    Parameters
-    ----------
-    frame : int
-        The address of XLA's call frame. The frame is read as 64-bit words, because reading a field
-        of a ctypes structure takes ten times as long.
+    The frame is read as 64-bit words, because reading a ctypes field takes ten times as long.
     """
 
     def __init__(self, frame: int) -> None:
@@ -169,12 +164,12 @@ class ForeignCall:
 
     @property
     def arguments(self) -> list[XlaArray]:
-        """The memory of the call's arguments."""
+        """Return the memory of the call's arguments."""
         return [XlaArray(buffer) for buffer in self._given]
 
     @property
     def results(self) -> list[XlaArray]:
-        """The memory of the call's results, which the function fills."""
+        """Return the memory of the call's results, which the function fills."""
         return [XlaArray(buffer) for buffer in self._made]
 
     def looks(self) -> tuple[Any, ...]:
@@ -197,29 +192,19 @@ class ForeignCall:
         asked = _StreamGet(ctypes.sizeof(_StreamGet), None, self._frame[_CONTEXT])
         if _asking(_Api.from_address(self.api).stream_get)(ctypes.byref(asked)):
             raise RuntimeError(
-                "XLA returned no CUDA stream for this call, so the kernel cannot be launched"
+                "XLA returned no CUDA stream for this call, so flashsim cannot launch its "
+                "kernel; run the call on an NVIDIA GPU"
             )
         return asked.stream or 0
 
 
 class Layout:
-    """The parts of a foreign call that every run has in common: everything except addresses.
+    """Everything that all runs of a foreign call have in common, except the arrays' addresses.
 
-    XLA keeps the structures of a call in memory, and writes the arrays' addresses into them before
-    each run. A view of a structure is read ten times as fast as the structure is read through
-    ctypes. XLA may free the structures and use their memory again, so `addresses` compares the
-    whole content. The method `addresses` follows an address only after it has found this address in
-    the content.
-
-    Parameters
-    ----------
-    frame : tuple of int
-        The words of a call frame.
-
-    Attributes
-    ----------
-    runs : dict
-        What callers keep with the layout.
+    XLA keeps a call's structures in memory, and writes the arrays' addresses into them before each
+    run. XLA may also free the structures and reuse their memory. So `addresses` checks that their
+    whole content is unchanged, and follows no changed pointer. Callers may store prepared launches
+    in the dict `runs`.
     """
 
     def __init__(self, frame: tuple[int, ...]) -> None:
@@ -318,7 +303,7 @@ _REGISTERED: list[Any] = []
 def register(name: str, platform: str, function: Callable[[ForeignCall], None]) -> None:
     """Make XLA call `function` for the target `name` on a platform, "cpu" or "CUDA".
 
-    An exception in `function` becomes an error of the computation, with the same text.
+    An exception in `function` becomes an error of XLA's computation, with the same text.
 
     Raises
     ------

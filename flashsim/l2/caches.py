@@ -1,9 +1,4 @@
-"""Simulates two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2.
-
-The function `replay` simulates a fully associative cache of whole tiles, which evicts the least
-recently used tile. The module `distances` computes the same results for all cache sizes at once.
-The function `replay_sets` simulates a set-associative cache with partitions.
-"""
+"""Simulates two caches, compiled by Numba: a textbook cache, and one built like a GPU's L2."""
 
 from __future__ import annotations
 
@@ -33,19 +28,13 @@ def _unlink(links, tile):
 @keep
 @njit
 def replay(ids, codes, size, capacity, links, state, used, fetched, lost):
-    """Replay requests; count the bytes read from DRAM, and those that evictions write to DRAM.
+    """Count the bytes that requests read from DRAM, and the bytes that evictions write to DRAM.
 
-    Parameters
-    ----------
-    ids, codes : requests
-    size : int64 (tiles,)
-        Bytes of each tile.
-    capacity : int
-        Bytes of the cache.
-    links : int32 (tiles + 1, 2); state : uint8 (tiles + 1); used : int64 (1,)
-        The cache, changed in place.
-    fetched, lost : int64 (tiles,)
-        Bytes of each tile read from and written to DRAM; the function adds to these arrays.
+    The cache is fully associative, holds whole tiles, and evicts the least recently used tile.
+    `capacity` and each tile's `size` are in bytes. `links`, int32 (tiles + 1, 2), `state`, uint8
+    (tiles + 1), and `used`, int64 (1,), hold the cache's state, and are changed in place. Each
+    tile's bytes that are read from DRAM are added to `fetched`, and the bytes written to DRAM to
+    `lost`, int64 (tiles,).
     """
     end = len(links) - 1
     for r in range(len(ids)):
@@ -89,10 +78,7 @@ def _way(held, part, cache_set, line):
 @keep
 @njit
 def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
-    """Store a cache line in an empty way of its set, and return the number of this way.
-
-    If no way is empty, the line replaces the least recently used line.
-    """
+    """Store a line in an empty way of its set, or the least recently used way; return the way."""
     way = 0
     for other in range(held.shape[2]):
         if held[part, cache_set, other] < 0:
@@ -113,24 +99,18 @@ def _insert(held, touched, dirty, part, cache_set, line, now, tile_of, lost):
 def replay_sets(
     ids, codes, first, place_of, home_of, tile_of, held, touched, dirty, clock, fetched, lost
 ):
-    """Replay requests; count the lines read from DRAM, and those that evictions write to DRAM.
+    """Count the lines that requests read from DRAM, and the lines that evictions write to DRAM.
 
-    An SM sends all its requests to the partition to which it belongs. If a line's home is the other
-    partition, the SM's partition reads the line through that other partition, and both partitions
-    keep a copy. A store or a reduction goes to the line's home partition, and a copy of the line in
-    the other partition is dropped.
+    The cache is set-associative with partitions. An SM sends all its requests to its own partition.
+    If a line's home is the other partition, the SM's partition reads the line through that other
+    partition, and both partitions keep a copy. A store or a reduction goes to the line's home
+    partition, and a copy of the line in the other partition is dropped.
 
-    Parameters
-    ----------
-    ids, codes : requests
-    first : int64 (tiles + 1,)
-        Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``.
-    place_of : int32 (lines,); home_of : uint8 (lines,); tile_of : int32 (lines,)
-        The set, the home partition and the tile of each cache line.
-    held : int32, touched : int64, dirty : bool (partitions, sets, ways); clock : int64 (1,)
-        The cache, changed in place.
-    fetched, lost : int64 (tiles,)
-        Lines of each tile read from and written to DRAM; the function adds to these arrays.
+    Tile t consists of the cache lines ``first[t] .. first[t + 1] - 1``. `place_of`, int32,
+    `home_of`, uint8, and `tile_of`, int32, have each line's set, home partition and tile. `held`,
+    int32, `touched`, int64, `dirty`, bool (partitions, sets, ways), and `clock`, int64 (1,), hold
+    the cache's state, and are changed in place. Each tile's lines that are read from DRAM are added
+    to `fetched`, and the lines written to DRAM to `lost`, int64 (tiles,).
     """
     partitions = held.shape[0]
     for r in range(len(ids)):

@@ -1,9 +1,8 @@
 """The cache lines of captured arrays that a tile touches, and the requests for them.
 
-Other tensors in the L2 model consist of tiles. A captured array has no tiles, because a score or
-mask function reads the array at any index. So a captured array is divided into cache lines, and the
-index expressions are evaluated to find the lines that each tile touches. Sinks are treated as a
-captured array that is indexed by the head. `dF` and `dSink` are the gradients of these arrays.
+A captured array has no tiles, because a score or mask function reads the array at any index. So the
+array is divided into cache lines, and the index expressions are evaluated to find the lines that
+each tile touches. Sinks are treated as a captured array that is indexed by the head.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ _AXES = {"fixed": ROW, "row": ROW, "col": COL, "score": TILE}
 
 
 class ElementAccess(NamedTuple):
-    """One read of an array element in a score or mask function: load `node` of `graph`.
+    """One place in a score or mask function that reads an array element: load `node` of `graph`.
 
-    The field `values` holds the captured arrays' values if they are known. The field `first` is the
-    byte offset of the array's first element in its tensor.
+    `values` holds the captured arrays' values if they are known. `first` is the byte offset of the
+    array's first element in its tensor.
     """
 
     graph: Graph
@@ -48,7 +47,7 @@ class ElementAccess(NamedTuple):
 
     @property
     def side(self) -> str:
-        """The name of what the access's index depends on, one of SIDES, such as "row"."""
+        """What the array index depends on: one of the names in SIDES, such as "row"."""
         return self.graph.side(self.node)
 
 
@@ -58,10 +57,7 @@ def lined(name: str) -> str:
 
 
 def line_sizes(problem: Problem, name: str) -> np.ndarray:
-    """Return the number of a tensor's bytes in each of its cache lines.
-
-    No cache line holds parts of two captured arrays.
-    """
+    """Return the bytes in each cache line of a tensor; each line has parts of one array only."""
     sizes = [_lines_of(nbytes) for nbytes in _array_bytes(problem, name)]
     return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
 
@@ -74,11 +70,7 @@ def _lines_of(nbytes: int) -> np.ndarray:
 
 
 def _source(problem: Problem, name: str) -> tuple[Graph, tuple[np.ndarray, ...] | None, list[int]]:
-    """Return a tensor's function, the values of the function's arrays, and their bytes per element.
-
-    The function is the score or mask function that reads the tensor. The values are None if they
-    are not known.
-    """
+    """Return a tensor's function, its arrays' values (or None), and the arrays' itemsizes."""
     p = problem
     if name in plans.SINKS:
         itemsize = shape(p, name).itemsize
@@ -121,12 +113,8 @@ def accesses(problem: Problem, tensor: str, outer: str) -> list[ElementAccess]:
 class Touched:
     """The cache lines that one array access touches, for every head and tile.
 
-    Attributes
-    ----------
-    axis : int
-        ROW, COL or TILE: whether the lines differ per row tile, per column tile or per tile pair.
-    count : int
-        The number of tiles per head along this axis.
+    The lines differ per row tile, per column tile or per tile pair: `axis` is ROW, COL or TILE.
+    `count` is the number of tiles per head along `axis`.
     """
 
     def __init__(self, access: ElementAccess, schedule: Schedule, *, masked_only: bool) -> None:
@@ -159,8 +147,8 @@ class Touched:
             spec = graph.arrays[graph.nodes[self.access.node].value]
             raise UnsupportedError(
                 f"{graph.name} indexes the captured array {spec.name} with elements of another "
-                "captured array, whose values a Problem does not keep for score functions, so the "
-                "L2 model does not know which elements are read; use level='requested'"
+                "captured array, whose values a Problem does not keep for the L2 model; use "
+                "level='requested'"
             )
         nodes = (
             x if n in used else Node("const", (), 0, x.kind) for n, x in enumerate(graph.nodes)
@@ -168,11 +156,7 @@ class Touched:
         return Graph(tuple(nodes), graph.root, graph.arrays, graph.name)
 
     def _elements(self, index: list[tuple[int, int, int]], b, h, q, k) -> np.ndarray:
-        """Return the numbers of the array elements to which some indices into an array point.
-
-        A number is a sum over the array's axes: the index along an axis times the number of
-        elements per step of that axis.
-        """
+        """Return the flat numbers of the array elements that the given indices select."""
         if not index:
             return np.zeros((), np.int64)
         given = {"b": b, "h": h, "q": q, "k": k, "score": 0.0}
@@ -200,8 +184,8 @@ class Touched:
     def sets(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The sets of lines that tiles touch, in CSR form, as ``(ptr, lines, number)``.
 
-        For variant v, tile t touches the lines of set ``number[v, t]``. The set of a tile that is
-        not visited is empty.
+        In heads of variant v, tile t touches the lines of set ``number[v, t]``, plus the head's
+        `shift`. The set of a tile that is not visited is empty.
         """
         pairs, s, side = self._tiles(), self.schedule, self.access.side
         # Tiles of the same row, column or head have the same set if the index says so.
@@ -210,7 +194,7 @@ class Touched:
         evaluated = len(distinct) * self._variants.shape[1] * s.tiling.block_q * s.tiling.block_k
         if side == "score" and evaluated > MOST_EVALUATED:
             raise UnsupportedError(
-                f"to find the lines of a captured array, the L2 model would evaluate an index of "
+                "to find the lines of a captured array, the L2 model must evaluate an index of "
                 f"{self.access.graph.name} at {evaluated:.1e} scores, but the limit is "
                 f"{MOST_EVALUATED:.1e}; use fewer queries, keys or heads, or level='requested'"
             )
@@ -248,9 +232,8 @@ class Touched:
 class Requests:
     """Inserts placeholders for a kernel's array accesses, and replaces them by cache lines.
 
-    The function `interleave.weave` handles requests for tiles, which are numbers. So each array
-    access gets placeholder numbers from `start` on, one per head and tile. The method `expand`
-    replaces each number by the lines that the access touches for that head and tile.
+    The function `interleave.weave` handles only numbers of tiles. So each array access gets one
+    placeholder number per head and tile. The first placeholder is `start`.
     """
 
     def __init__(self, schedule: Schedule, tiles: int) -> None:
@@ -260,11 +243,7 @@ class Requests:
     def rows(
         self, stage: plans.Stage, move: plans.Move, first_line: int
     ) -> Iterator[tuple[int, ...]]:
-        """Yield one row of the table of requests for each array access that a move makes.
-
-        A row contains the operation, axis, owner, first placeholder, placeholders per head, and the
-        number of column tiles.
-        """
+        """Yield one row of the table of requests for each array access that a move makes."""
         p = self.schedule.problem
         for access in accesses(p, move.tensor, stage.outer):
             touched = Touched(access, self.schedule, masked_only=move.for_masked)
@@ -281,7 +260,7 @@ class Requests:
     def expand(
         self, ids: np.ndarray, codes: np.ndarray, most: int
     ) -> tuple[np.ndarray, np.ndarray] | int:
-        """Return the requests with placeholders replaced by cache lines, as ``(ids, codes)``.
+        """Return ``(ids, codes)`` with placeholders replaced by cache lines.
 
         If there would be more than `most` requests, the method returns only their number.
         """
@@ -309,10 +288,7 @@ class Requests:
     def _sets(
         ids: np.ndarray, first: int, touched: Touched
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the positions in `ids` of the placeholders of one array access.
-
-        The method also returns each placeholder's set of cache lines and its head.
-        """
+        """Return an array access's placeholders: positions in `ids`, line sets, and heads."""
         stop = first + len(touched.variant) * touched.count
         mine = np.flatnonzero((ids >= first) & (ids < stop))
         heads, tile = np.divmod(ids[mine].astype(np.int64) - first, touched.count)

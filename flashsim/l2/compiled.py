@@ -1,11 +1,10 @@
 """A disk cache for Numba's compiled code; if the disk fails, the code is compiled again.
 
 Numba's own cache raises an error if no folder is writable, if the disk is full and, on every call,
-if one of its files is truncated. With the cache in this module, each of these failures only costs
-one compilation and prints a line to stderr. Before the cache uses stored code, it compares the key
-and the checksum that are stored with the code. A checksum does not show who wrote a file, and
-loading a file runs the code in it. So the cache does not use a folder to which other users can
-write.
+if one of its files is truncated. With this module's cache, a failure of the disk only costs one
+compilation and prints a line to stderr. Stored code is used only if the key and the checksum stored
+with the code are right. A checksum does not show who wrote a file, and loading a file runs the code
+in it. So the cache does not use a folder to which other users can write.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from numba.core.serialize import dumps
 
 
 def keep(function: Any) -> Any:
-    """Decorate a function compiled by ``@njit``, so that its compiled code is cached on disk.
-
-    The decorator replaces ``@njit(cache=True)``, and is written above a plain ``@njit``.
-    """
+    """Decorate a plain ``@njit`` function, so that its compiled code is cached on disk."""
     try:
         function._cache = _Disk(function.py_func)
     except (RuntimeError, OSError):  # none of Numba's cache folders is writable
@@ -59,9 +55,9 @@ class _Disk(FunctionCache):
     def open_to_others(self, source: str) -> Path | None:
         """Return the path of the cache's folder, or of a file in it, that another user can change.
 
-        If there is no such path, the function returns None. The owner of the folder must be this
-        user, root, or the owner of the source file, whose code runs anyway. The folder's group may
-        have write access only if it is one user's private group, as on systems with umask 002.
+        The result is None if there is no such path. The owner of the folder must be this user,
+        root, or the owner of the source file, whose code runs anyway. The folder's group may have
+        write access only if it is one user's private group, as on systems with umask 002.
         """
         if not hasattr(os, "getuid"):  # on Windows, other users cannot write to a user's folders
             return None
@@ -79,7 +75,7 @@ class _Disk(FunctionCache):
         return None
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return the stored code compiled for these types, or None."""
+        """Return the stored code compiled for these argument types, or None if there is none."""
         try:
             return super().load_overload(sig, target_context)
         except Exception as error:  # unpickling a damaged file may raise any error
@@ -87,7 +83,7 @@ class _Disk(FunctionCache):
             return None
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Save the code compiled for these types, if possible."""
+        """Save the code compiled for these argument types, if possible."""
         try:
             try:
                 super().save_overload(sig, data)
@@ -104,8 +100,8 @@ class _Files(IndexDataCacheFile):
     """Numba's cache files, with entries that also store their key and a checksum.
 
     Numba writes a cache's index before the entry itself, and restarts the numbering of files when
-    sources change. So after a failed write, the index may point to an older entry. The key stored
-    in that entry shows that it is not the right one.
+    sources change. So after a failed write, the index may point to an older entry, whose key
+    differs from the requested key.
     """
 
     def save(self, key: Any, data: Any) -> None:
@@ -114,7 +110,7 @@ class _Files(IndexDataCacheFile):
         super().save(key, (key, hashlib.sha256(blob).digest(), blob))
 
     def load(self, key: Any) -> Any:
-        """Return the cache's entry for this key, or None."""
+        """Return the cache's entry for this key, or None if there is none."""
         entry = super().load(key)
         if entry is None:
             return None
@@ -122,7 +118,10 @@ class _Files(IndexDataCacheFile):
         if theirs != key:
             return None
         if digest != hashlib.sha256(blob).digest():
-            raise ValueError("the checksum of this cache file does not match its content")
+            raise ValueError(
+                "the checksum of this cache file does not match its content; delete the file, "
+                "and flashsim writes it anew"
+            )
         return pickle.loads(blob)
 
 

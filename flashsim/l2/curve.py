@@ -64,10 +64,7 @@ class Curve:
         )
 
     def reads(self, l2_bytes: Any) -> Any:
-        """Return the number of bytes that are read from DRAM if L2 has `l2_bytes` bytes.
-
-        The argument `l2_bytes` is a number or an array.
-        """
+        """Return the bytes that are read from DRAM if L2 has `l2_bytes` (a number or an array)."""
         return self._at(l2_bytes, self.steps, self.saved, self.most)
 
     def writes(self, l2_bytes: Any) -> Any:
@@ -94,10 +91,7 @@ class Curve:
 
 
 def _cumulative(at: np.ndarray, nbytes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values of `at` in ascending order, and a cumulative sum of `nbytes`.
-
-    The sum at a value is over all entries whose `at` is at most this value.
-    """
+    """Return the distinct values of `at`, ascending, and the sums of `nbytes` up to each value."""
     from flashsim.l2.distances import tally
 
     steps, sums = tally(at, nbytes)

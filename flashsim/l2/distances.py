@@ -1,4 +1,4 @@
-"""Computes each request's stack distance, the size of the smallest cache in which it hits."""
+"""Computes stack distances: the size of the smallest cache in which a request hits."""
 
 from __future__ import annotations
 
@@ -39,20 +39,14 @@ def distances(ids, codes, size):
     """Return each request's stack distance in bytes, and the largest distance after each write.
 
     A request's stack distance is the total size of all distinct tiles that were requested since the
-    last request for its own tile, including its own tile. A request hits in a cache of C bytes
-    exactly if its distance is at most C (Mattson et al. 1970). The second result has a number for
-    each write of a tile: the largest distance of the tile's requests until the next write or the
-    end. A cache of C bytes writes the tile to DRAM between these two writes exactly if that largest
-    distance exceeds C.
+    last request for its own tile, including its own tile (COLD for a tile's first request). A
+    request hits in a cache of C bytes exactly if its distance is at most C (Mattson et al. 1970).
+    Between two writes of a tile, a cache of C bytes writes the tile to DRAM exactly if the largest
+    distance of the tile's requests after the first write exceeds C.
 
-    Returns
-    -------
-    near : int64 (n,)
-        The distance of each request; COLD for the first request of a tile.
-    strayed : int64 (n,)
-        For each store or reduction, the largest distance of its tile's requests up to and including
-        the next write. If the tile is not written again, its depth in the stack at the end counts
-        too. For a load, -1.
+    The second result has, for each store or reduction, the largest distance of its tile's requests
+    up to and including the next write. If the tile is not written again, the distance of an
+    imagined request at the end counts too. For a load, the second result is -1.
     """
     tiles, n = len(size), len(ids)
     room = max(4 * tiles, 1024)
@@ -105,8 +99,8 @@ def distances(ids, codes, size):
 def tally(keys, weights):
     """Return the distinct keys, in no particular order, and the sum of each key's weights.
 
-    The keys must be at least 0. The function uses a hash table, which is much faster than sorting,
-    because millions of requests have only a few thousand distinct distances.
+    The keys must be at least 0. A hash table is much faster than sorting, because millions of
+    requests have only a few thousand distinct distances.
     """
     bits = 12
     table, sums = np.full(1 << bits, -1, np.int64), np.zeros(1 << bits, np.int64)
@@ -132,10 +126,7 @@ def tally(keys, weights):
 @keep
 @njit
 def _find(table, key):
-    """Return a key's index in a hash table, or the index of the free slot for this key.
-
-    The length of the table is a power of two.
-    """
+    """Return a key's index in a hash table (a power of two long), or the free slot for the key."""
     mask = len(table) - 1
     at = (key * 0x9E3779B97F4A7C1 >> 20) & mask  # Fibonacci hashing
     while table[at] >= 0 and table[at] != key:

@@ -1,7 +1,7 @@
 """Interleaves the requests of thread blocks, in the order in which the SMs issue them.
 
-Numba compiles the functions in this module. A request to L2 is a tile number and a code. The code
-is the request's operation (`names.OPS`), plus SIDE if the SM belongs to the second partition.
+A request to L2 is a tile number and a code. The code is the request's operation (`names.OPS`), plus
+SIDE if the SM belongs to the second partition.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ POLL = 0.02
 @keep
 @njit
 def _earlier(time, a, b):
-    """Return whether slot a makes its next requests before slot b does.
-
-    If both are due at the same time, the lower-numbered slot is first.
-    """
+    """Return whether slot a makes its next requests before slot b; ties go to the lower slot."""
     return time[a] < time[b] or (time[a] == time[b] and a < b)
 
 
@@ -47,10 +44,7 @@ def _sift_down(heap, n, time):
 def _ask(
     requests, first, last, head_of, walk_head, outer, own, inner, keys_outside, side, out, codes, n
 ):
-    """Append the requests of one thread block for one tile pair to the list of all requests.
-
-    The table's rows `first` to `last` - 1 describe these requests.
-    """
+    """Append a block's requests for one tile pair: rows `first` to `last` - 1 of `requests`."""
     i, j = (inner, own) if keys_outside else (own, inner)
     for r in range(first, last):
         axis, owner = requests[r, 1], requests[r, 2]
@@ -75,58 +69,35 @@ def weave(
     flipped, cluster, time, block, done, heap, sides, pace, jitter, seed, keys_outside, out, codes,
     ranks, turns, since, turn,
 ):  # fmt: skip
-    """Write all requests of one kernel in the order in which the SMs issue them.
+    """Write all requests of one kernel in the order in which the SMs issue them; return how many.
 
     Block b belongs to loop ``walks[b]``, which visits the tiles of one head or of one group of
     query heads. Block b owns the entry ``outer = outers[b]``, which is an outer tile or one part of
     its keys. The block makes the visits (tile pairs) ``inner[ptr[outer]:ptr[outer + 1]]`` once for
     each of `members` query heads. Each `cluster` consecutive blocks own the same entry, and divide
-    the entry's visits into consecutive ranges. The first of these blocks also makes the requests
-    before and after the visits. As many blocks run at once as `time` has slots; when a block ends,
-    the next block starts in its slot. A visit takes 1 unit of time, plus a random number between
-    -`jitter` and `jitter`. If `ranks` is not empty, visit v waits until ``ranks[v]`` other visits
-    to its inner tile have started.
+    the entry's visits into consecutive ranges. The cluster's first block also makes the requests
+    before and after the visits. Blocks run in ``len(time)`` slots; when a block ends, the next
+    block starts in its slot. A visit takes 1 unit of time, plus a random number between -`jitter`
+    and `jitter`. If `ranks` is not empty, `cluster` is 1, and visit v waits until ``ranks[v]``
+    other visits to its inner tile have started. `turn` is the least time between the starts of two
+    visits to the same inner tile.
 
-    Parameters
-    ----------
-    tile_of : int32 (outers,)
-        The outer tile of each entry.
-    several : bool (outers,)
-        Whether the entry is one of several parts of its tile.
-    requests : int64 (n, 6)
-        The columns are op, axis, owner, first tile number, tiles per head, column tiles. The array
-        `parts` (5,) splits the rows into four sections: requests before, at and after the visits,
-        and requests after the visits of one of several parts.
-    head_of : int32 (3, heads)
-        For each query head, the numbers of its query matrix, its key matrix and its bias matrix.
-    in_step : bool
-        Whether a block makes each visit for all members before it makes the next visit.
-    flipped : bool (blocks,)
-        Whether the block makes its visits in reverse order.
-    cluster : int
-        Blocks that own an entry together. If `ranks` is not empty, 1.
-    time : float64 (slots,); block, done, heap : int64 (slots,)
-        Work arrays, which initially contain zeros, the first blocks, zeros, and the slots' numbers.
-    sides : uint8 (slots,)
-        The partition of each slot's SM.
-    pace : float64 (slots,)
-        The relative time of a visit on each slot. The time is less than 1 if fewer blocks share the
-        slot's SM than share other SMs.
-    out, codes : int32, uint8
-        Results: tile numbers and codes.
-    ranks : int32 (visits,), or empty
-        The number of visits to the same inner tile that precede each visit; if the array is empty,
-        no visit waits.
-    turns : int32, since : float64 (query heads, inner tiles)
-        Work arrays, initially zero: how many visits to an inner tile have started, and when the
-        next visit to that tile may start.
-    turn : float
-        The time from the start of one visit to an inner tile to the start of the next visit to it.
+    `tile_of`, int32 (outers,), has the outer tile of each entry. `several`, bool (outers,), is True
+    for an entry that is one of several parts of its tile. `requests`, int64 (n, 6), has the columns
+    op, axis, owner, first tile number, tiles per head, column tiles. `parts` (5,) splits the rows
+    of `requests` into four sections: before, at and after the visits, and after the visits of one
+    of several parts. `head_of`, int32 (3, heads), has the numbers of each query head's query, key
+    and bias matrix. With `in_step`, a block makes each visit for all `members` query heads before
+    the next visit. A block that is `flipped`, bool (blocks,), makes its visits in reverse order.
+    `sides`, uint8 (slots,), has the partition of each slot's SM. `pace`, float64 (slots,), has the
+    relative time of a visit on each slot: less than 1 if fewer blocks share the slot's SM than
+    share other SMs.
 
-    Returns
-    -------
-    int
-        The number of requests.
+    The results are written to `out`, int32 (tile numbers), and `codes`, uint8. Four work arrays
+    have one element per slot. `time`, float64, and `done`, int64, start as zeros. `block`, int64,
+    starts as the numbers of the first blocks, and `heap`, int64, as the numbers of the slots. Two
+    work arrays, (query heads, inner tiles), start as zeros. `turns`, int32, holds how many visits
+    to an inner tile have started. `since`, float64, holds when the next visit may start.
     """
     blocks = len(walks)
     n, no_inner, draw = np.int64(0), np.int64(0), np.int64(seed)

@@ -129,10 +129,7 @@ class L2Model:
         return 1 if self.ways is None else self.partitions or device.l2_partitions
 
     def sides(self, slots: int, device: Device) -> np.ndarray:
-        """Return the partition to which each slot's SM belongs, uint8 (slots,).
-
-        With 2 partitions, a randomly drawn half of the SMs belongs to each partition.
-        """
+        """Return each slot's L2 partition, uint8 (slots,); the SMs are divided at random."""
         halves = np.arange(device.sm_count) % self.parts(device)
         return np.resize(np.random.default_rng(self.seed).permutation(halves), slots).astype("u1")
 
@@ -153,10 +150,7 @@ class L2Model:
     def visit_seconds(
         self, stage: plans.Stage, schedule: Schedule, device: Device, algorithm: str, direction: str
     ) -> float:
-        """Return the seconds that the matrix products of one visit take at the device's peak.
-
-        If the peak is unknown, the method returns 0.
-        """
+        """Return the seconds of one visit's matrix products at the device's peak, 0 if unknown."""
         p, tile = schedule.problem, schedule.tiling.clip(schedule.problem, schedule.split)
         if p.dtype not in {*device.tensor_flops, *device.cuda_flops}:
             return 0.0
@@ -178,18 +172,11 @@ class L2Model:
         device: Device,
         columns: np.ndarray | None = None,
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return two arrays with one entry per thread block: its loop's number and its outer tile.
+        """Return each thread block's loop number and outer tile (int32), in the order of start.
 
-        The blocks are in the order in which they start. Both arrays are int32. Each head, or each
-        group of query heads, has one loop.
-
-        Parameters
-        ----------
-        visits : ndarray, (outer tiles,)
-            The number of visits of each outer tile, or of each part if keys are split.
-        columns : ndarray, (outer tiles,), optional
-            The column tiles in the order of `launch="in-turns"`, if the kernel adds to dQ in a
-            fixed order.
+        Each head, or each group of query heads, has one loop. `visits` has the number of visits of
+        each outer tile, or of each part if keys are split. `columns` has the column tiles in the
+        order of `launch="in-turns"`, if the kernel adds to dQ in a fixed order.
         """
         walks, tiles = heads_of(stage, schedule.problem)[0], len(visits)
         tile_order = np.arange(tiles)

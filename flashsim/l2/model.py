@@ -1,8 +1,4 @@
-"""Predicts DRAM traffic by the L2 model.
-
-The function `dram` predicts DRAM traffic for the device's L2; `curves` predicts DRAM traffic for
-every size of L2.
-"""
+"""Predicts DRAM traffic by the L2 model: `dram` for the device's L2, `curves` for every size."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ SPARE = 16
 
 @dataclass(frozen=True)
 class StageDram:
-    """The DRAM bytes of one kernel (stage), by tensor.
-
-    There are bytes read, bytes written, and bytes that are still dirty in L2 at the end of the
-    kernel.
-    """
+    """DRAM bytes of one kernel by tensor; `pending` bytes are dirty in L2 when the kernel ends."""
 
     name: str
     read: dict[str, int]
@@ -53,7 +45,6 @@ class Dram:
     ----------
     requested : Traffic
         The bytes that the SMs request from L2.
-    model : L2Model
     stages : tuple of StageDram
         One entry per kernel (stage), in order.
     """
@@ -65,7 +56,7 @@ class Dram:
     def bytes(
         self, op: str | None = None, tensor: str | None = None, stage: str | None = None
     ) -> int:
-        """Return the DRAM bytes, of one operation, tensor and stage (kernel) if these are passed.
+        """Return the DRAM bytes: all, or only those of an operation, a tensor or a stage (kernel).
 
         Parameters
         ----------
@@ -83,7 +74,9 @@ class Dram:
         if stage is not None:
             names = [s.name for s in self.stages]
             if not isinstance(stage, str) or stage not in names:
-                raise OptionError(f"there is no stage {shown(stage)}; {choices(stage, names)}")
+                raise OptionError(
+                    f"there is no stage {shown(stage)}; choose from {choices(stage, names)}"
+                )
         questions.check_names(None, tensor)
         return sum(
             nbytes
@@ -184,8 +177,8 @@ def dram(requested: Traffic, model: L2Model | None = None) -> Dram:
 def curves(requested: Traffic, model: L2Model | None = None) -> dict[str, Curve]:
     """Return each kernel's (stage's) DRAM bytes as a function of L2's size.
 
-    A single pass over the requests yields the bytes for all sizes. The simulated cache is the
-    textbook cache of `L2Model(ways=None)`, and each kernel starts with an empty cache.
+    The simulated cache is the textbook cache of `L2Model(ways=None)`, and each kernel starts with
+    an empty cache.
     """
     tiles, streams = _streams(requested, _model(requested, model))
     return {part.stage.name: Curve.measure(part, tiles.size) for part in streams}

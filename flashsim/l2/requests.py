@@ -36,15 +36,10 @@ PART = 3
 
 @dataclass(frozen=True)
 class Stream:
-    """The requests that one stage (kernel) makes to L2.
+    """The requests that one stage (kernel) makes to L2, in the order in which the SMs issue them.
 
-    Attributes
-    ----------
-    stage : plans.Stage
-    ids : int32 (n,)
-        Tile numbers, in the order in which the SMs issue the requests.
-    codes : uint8 (n,)
-        Operation (`names.OPS`), plus `launch.SIDE` if the SM belongs to the second partition.
+    `ids`, int32 (n,), are tile numbers. `codes`, uint8 (n,), are operations (`names.OPS`), plus
+    `launch.SIDE` if the SM belongs to the second partition.
     """
 
     stage: plans.Stage
@@ -55,13 +50,8 @@ class Stream:
 class TileNumbers:
     """Numbers and sizes of all tiles of all tensors of one pass.
 
-    Attributes
-    ----------
-    first : dict of int
-        The number of each tensor's first tile. The tiles of a tensor have consecutive numbers, head
-        by head. The tiles of a captured array are its cache lines.
-    size : int64 (tiles,)
-        The bytes of each tile.
+    A tensor's tiles have consecutive numbers, head by head, and start at ``first[name]``. The tiles
+    of a captured array are its cache lines. `size`, int64 (tiles,), has the bytes of each tile.
     """
 
     def __init__(self, problem: Problem, schedule: Schedule, names: list[str]) -> None:
@@ -80,8 +70,9 @@ class TileNumbers:
             at += count
             if at > MOST_TILES:
                 raise UnsupportedError(
-                    f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but the tensors "
-                    f"up to {name} have {at:,}; use larger tiles, fewer heads or a shorter sequence"
+                    f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but this "
+                    f"problem's tensors, counted up to {name}, have {at:,}; use larger tiles, "
+                    "fewer heads or a shorter sequence"
                 )
             sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)
@@ -107,23 +98,20 @@ class TileNumbers:
         return (self.heights if tensor.axis == ROW else self.widths) * tensor.width
 
     def range_of(self, name: str) -> slice:
-        """Return the range of numbers that a tensor's tiles have."""
+        """Return the range of a tensor's tile numbers."""
         edges = [*self.first.values(), len(self.size)]
         at = self.names.index(name)
         return slice(edges[at], edges[at + 1])
 
     def by_tensor(self, per_tile: np.ndarray) -> dict[str, int]:
-        """Return the sum of `per_tile` over each tensor's tiles, by the tensor's name.
-
-        Tensors whose sum is 0 are left out.
-        """
+        """Sum `per_tile` over each tensor's tiles; return the sums by name, without sums of 0."""
         edges = [*self.first.values(), len(self.size)]
         sums = [int(per_tile[a:b].sum()) for a, b in pairwise(edges)]
         return {name: total for name, total in zip(self.names, sums, strict=True) if total}
 
 
 def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: str) -> TileNumbers:
-    """Number the tiles of every tensor that the pass loads, stores or reduces."""
+    """Return the numbers of the tiles of every tensor that the pass loads, stores or reduces."""
     used = plans.tensors_of(problem, algorithm, direction, "load", "store", "reduce")
     return TileNumbers(problem, schedule, [*dict.fromkeys(map(captured.lined, used))])
 
@@ -131,8 +119,7 @@ def numbers_of(problem: Problem, schedule: Schedule, algorithm: str, direction: 
 def requests(stage: plans.Stage, schedule: Schedule) -> int:
     """Return the number of tiles that one kernel requests, summed over all heads.
 
-    A tile's elements of captured arrays count as one request per array access in the function. The
-    function builds the schedule's tables only if keys are split (`stage.parts`).
+    A tile's elements of captured arrays count as one request per array access in the function.
     """
     before, each, whole, rest = (
         sum(_count(schedule.problem, stage, move) for move in moves) for moves in _moves(stage)
@@ -158,8 +145,8 @@ def _count(problem: Problem, stage: plans.Stage, move: plans.Move) -> int:
 def _moves(stage: plans.Stage) -> tuple[tuple[plans.Move, ...], ...]:
     """Return a stage's moves in four lists: before the visits, at each visit, and two after visits.
 
-    The third and the fourth list have moves after the visits. The third list is for an outer tile
-    whose keys are all in one part, and the fourth list is for one of several parts.
+    The third list is used after an outer tile whose keys are not split, and the fourth list after
+    one of several parts of a tile's keys.
     """
     if stage.parts != "walks":
         return stage.before, stage.visit, stage.after, ()
@@ -249,11 +236,10 @@ def _too_many(stage: plans.Stage, n: int) -> UnsupportedError:
 
 
 def _pace(slots: int, device: Device) -> np.ndarray:
-    """Return, for each slot of a thread block, the relative time of one visit, which is at most 1.
+    """Return the relative time (at most 1) of one visit in each slot, where a thread block runs.
 
-    Blocks on one SM share its units. The blocks are distributed over the SMs in turn. If there are
-    fewer blocks than slots, some SMs run fewer blocks than others, and the blocks on those SMs are
-    faster.
+    If the SMs cannot share the slots equally, some SMs run fewer blocks than others. Blocks on such
+    SMs are faster, because the blocks on one SM share its units.
     """
     sm = np.arange(slots) % device.sm_count
     sharing = np.bincount(sm)[sm]
@@ -271,10 +257,9 @@ def _visits(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Return each thread block's visits and outer tile, as ``(ptr, inner, tile_of, several)``.
 
-    If keys are not split, a block owns an outer tile. If a row tile's keys are split over several
-    blocks, each of these blocks owns one part (`several` is True). In a stage that merges parts, a
-    block owns a row tile with several parts, and visits those parts. A stage that clears or rounds
-    a bias gradient visits all tiles of the gradient.
+    A block owns an outer tile. If a row tile's keys are split over several blocks, each of these
+    blocks owns one part (`several` is True). In a stage that merges partial results of split keys,
+    a block owns a row tile with several parts, and visits those parts.
     """
     by_row = stage.outer == "queries"
     t_outer = schedule.t_r if by_row else schedule.t_c
@@ -308,10 +293,10 @@ def _requests(
     *,
     merges: bool,
 ) -> list[tuple[int, ...]]:
-    """Return the rows of the table of requests that `weave` reads, one row per move of HBM bytes.
+    """Return rows of the table of requests that `weave` reads, one per move between HBM and SRAM.
 
-    A move of elements of captured arrays has one row per array access in the function. In a merging
-    kernel, the inner tiles are the parts.
+    A move of captured arrays' elements has one row per array access in the score or mask function.
+    In a merging kernel, the inner tiles are the parts of the keys.
     """
     rows: list[tuple[int, ...]] = []
     for move in moves:
@@ -327,12 +312,10 @@ def _requests(
 
 
 def _head_table(p: Problem, stage: plans.Stage, members: int) -> np.ndarray:
-    """Return, for each query head, the numbers of its query matrix, key matrix and bias matrix.
+    """Return each query head's query, key and bias matrix numbers, int32 (3, batch * heads).
 
-    The result is int32 (3, batch * heads). In a kernel that loops over the matrices of a bias, all
-    three numbers are the number of the bias matrix. A bias that several heads or batch entries
-    share has fewer matrices than there are heads. If query heads are packed, `members` of them
-    share one query matrix.
+    In a kernel that loops over the matrices of a bias, all three numbers are the number of the bias
+    matrix. If query heads are packed, `members` of them share one query matrix.
     """
     head = np.arange(p.batch * p.heads)
     if stage.per == "bias":

@@ -1,8 +1,7 @@
 """Checks kernels that users write: the bytes moved, the unnecessary bytes, and the results.
 
-A frontend (such as `flashsim.triton`) executes a user's kernel and records its accesses in a
-`Recorder`. `KernelTrace` analyses the recorded accesses. Nothing in this package depends on Triton
-or Pallas.
+A frontend such as `flashsim.triton` executes a kernel and records its accesses in a `Recorder`;
+`KernelTrace` analyses the recorded accesses. This package depends on neither Triton nor Pallas.
 """
 
 from __future__ import annotations

@@ -32,19 +32,9 @@ _CLEAN = {
 def answer(
     traced: KernelTrace, files: Sequence[str] = (), note: str = "", most: int = LINES
 ) -> str:
-    """Return the text of the report on a user's kernel.
+    """Return the text of the terminal report on a user's kernel, in at most `most` lines.
 
-    The report covers results, bytes, accesses out of bounds, races, memory, and the limits of the
-    model.
-
-    Parameters
-    ----------
-    files : sequence of str
-        Paths of the pages and pictures that were written; the report's last lines name these files.
-    note : str
-        The reason why results were not checked, if they were not.
-    most : int
-        The largest number of lines.
+    The last lines name the written `files`. If results were not checked, `note` says why.
     """
     launches = traced.record.launches
     programs = sum(one.programs for one in launches)
@@ -66,7 +56,7 @@ def answer(
 
 
 def _fitting(blocks: list[list[str]], most: int) -> list[str]:
-    """Shorten the longest blocks of lines until all fit; a cut block says how many it lost."""
+    """Shorten the longest blocks of lines until all fit; say how many lines each block lost."""
     lost = [0] * len(blocks)
     # A block that was cut ends in one more line, which says so.
     while sum(len(b) + bool(x) for b, x in zip(blocks, lost, strict=True)) > most:
@@ -82,7 +72,7 @@ def _fitting(blocks: list[list[str]], most: int) -> list[str]:
 
 
 def _wrapped(text: str, word: str) -> list[str]:
-    """Wrap a text into lines, and put a word into the margin of the first line."""
+    """Wrap a text into lines, with `word` in the margin of the first line."""
     if not word:
         return textwrap.wrap(text, WIDTH)
     return textwrap.wrap(

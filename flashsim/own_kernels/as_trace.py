@@ -28,13 +28,9 @@ def as_trace(
 ) -> Trace:
     """Return a record as a trace: one stage per kernel launch, one outer-loop step per program.
 
-    If all heads make the same accesses, the trace keeps the accesses of one head. Otherwise all
-    heads are members of one group in the trace, each with its own events.
-
-    Raises
-    ------
-    UnsupportedError
-        If the record has more launches or tensor names than a trace can hold.
+    If all heads make the same accesses, the trace keeps the accesses of one head only.
+    UnsupportedError is raised if the record has more launches or tensor names than a trace can
+    hold.
     """
     record = geometry.record
     if len(record.launches) > MOST_STAGES:
@@ -100,16 +96,13 @@ def _stage_name(geometry: Geometry, launch: int) -> str:
 
 
 def _one_group(p: Problem, heads: int) -> Problem:
-    """Return the problem with all heads in one group."""
+    """Return the problem as if all its query heads shared a single KV head."""
     kept = "n_q", "n_kv", "head_dim", "head_dim_v", "dtype", "causal", "window", "scale"
     return Problem(**{name: getattr(p, name) for name in kept}, heads=heads, kv_heads=1)
 
 
 def _workspace(geometry: Geometry) -> int:
-    """Return the bytes of all tensors that the kernels both store and load.
-
-    Such tensors pass results from one launch to the next.
-    """
+    """Return the bytes of all tensors that pass results from one launch to the next."""
     a, total = geometry.record.accesses, 0
     for t in geometry.record.tensors:
         ops = np.unique(a["op"][a["tensor"] == t.code])
@@ -121,10 +114,9 @@ def _workspace(geometry: Geometry) -> int:
 def _stage(
     geometry: Geometry, launch: int, cut: Visits, names: _Codes, *, grouped: bool
 ) -> tuple[list[tuple[int, ...]], list[np.ndarray], str] | None:
-    """Return three results for a launch: the events of one head, their FLOPs, and `per`.
+    """Return the events of a launch's first head (or group), their FLOPs, and "head" or "group".
 
-    The text `per` says whether the events are per head or per group of heads. The result is None if
-    the heads of the launch have different events.
+    The result is None if heads or groups have different events.
     """
     p = geometry.problem
     heads, stride = p.batch * p.heads, 1
@@ -147,10 +139,7 @@ def _stage(
 
 
 def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> np.ndarray:
-    """Return an array, (accesses, facts), by which the accesses of two heads can be compared.
-
-    Heads for which all facts are equal have the same events in the trace.
-    """
+    """Return a row of facts per access; heads with equal rows have the same events."""
     a, g = geometry.record.accesses[cut.at], geometry
     return np.stack(
         [
@@ -163,7 +152,7 @@ def _facts(geometry: Geometry, launch: int, cut: Visits, member: np.ndarray) -> 
 
 
 def _begins(cut: Visits) -> np.ndarray:
-    """Return a boolean for each access: whether a visit (tile pair) or a program begins with it."""
+    """Return a boolean per access: True for the first access of a visit (tile pair) or program."""
     return (np.diff(cut.visit, prepend=-2) != 0) | (np.diff(cut.program, prepend=-1) != 0)
 
 
@@ -235,7 +224,7 @@ def _events(
 
 
 class _Work:
-    """The FLOPs of one launch; `upto` returns a program's FLOPs in the order of execution."""
+    """Looks up the FLOPs of one launch, program by program."""
 
     def __init__(self, geometry: Geometry, launch: int) -> None:
         w = geometry.record.work
@@ -245,10 +234,7 @@ class _Work:
         self._next: dict[int, int] = {}
 
     def upto(self, program: int, access: int | None) -> np.ndarray:
-        """Return the FLOPs of a program between the previous call of this method and an access.
-
-        If `access` is None, the FLOPs up to the program's end are returned.
-        """
+        """Return a program's FLOPs since the previous call, up to this access (None: its end)."""
         total = np.zeros(len(KINDS) + 2, np.int64)
         w = self._work
         lo = int(np.searchsorted(w["program"], program))

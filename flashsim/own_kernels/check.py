@@ -27,7 +27,7 @@ _FORWARD, _BACKWARD = ("O", "L"), ("dQ", "dK", "dV", "delta")
 
 @dataclass(frozen=True)
 class Output:
-    """The comparison of one tensor: the largest and the allowed error, and wrong elements."""
+    """The check of one result tensor: its largest error, the allowed error, and wrong elements."""
 
     tensor: str
     error: float
@@ -37,7 +37,7 @@ class Output:
 
     @property
     def right(self) -> bool:
-        """Whether no element of the tensor is wrong."""
+        """Return True if no element of the tensor is wrong."""
         return not self.wrong
 
 
@@ -47,20 +47,12 @@ class Verdict:
 
     Attributes
     ----------
-    outputs : tuple of Output
-    mistake : str
-        The known mistake that gives the same wrong numbers; "" if no known mistake does.
-    tensor : str
-        The first wrong tensor; "" if all tensors are right.
-    head, row, column : int
-        The indices of the first wrong element of `tensor`.
-    program, line : tuple of int, int
-        The program and the line that stored this element.
-    got, wanted : float
-        The element's value, and the value that it should have.
-    step : str
-        The program's first wrong step (the key tile whose variables are wrong), in words; "" if
-        it is unknown.
+    mistake : the known mistake that gives the same wrong numbers, or ""
+    tensor : the first wrong tensor, or ""
+    head, row, column : the indices of the first wrong element of `tensor`
+    program, line : the program and the line that stored this element
+    got, wanted : the element's value, and the value that it should have
+    step : the program's first wrong key tile, in words; "" if unknown
     """
 
     outputs: tuple[Output, ...]
@@ -78,7 +70,7 @@ class Verdict:
 
     @property
     def right(self) -> bool:
-        """Whether every output is right."""
+        """Return True if every output of the kernel is right."""
         return all(one.right for one in self.outputs)
 
     def __str__(self) -> str:
@@ -184,12 +176,12 @@ def _without_padding(p: Problem, name: str, x: np.ndarray) -> np.ndarray:
 
 
 def _is_m(g: Geometry) -> bool:
-    """Whether the tensor that holds the LSE is called M."""
+    """Return True if the tensor that holds the LSE is called M."""
     return g.record.tensors[g.labels.index("L")].name.lower().startswith("m")
 
 
 def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return a kernel's inputs: the tensors that the kernel loads before it stores to them."""
+    """Return a kernel's inputs by label: the tensors that it loads before it stores to them."""
     a, found = g.record.accesses, {}
     for code, label in enumerate(g.labels):
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
@@ -199,7 +191,7 @@ def _inputs(g: Geometry, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarr
 
 
 def _of_scores(p: Problem, x: dict[str, np.ndarray]) -> tuple[Problem, dict[str, np.ndarray]]:
-    """Return a problem softmax(S) V as attention, with S as Q and the identity matrix as K."""
+    """Express softmax(S) V as an attention problem: Q is S, and K is the identity matrix."""
     if not {"S", "V"} <= x.keys() or {"Q", "K"} & x.keys() or p.n_kv > MAX_HEAD_DIM:
         return p, x
     keys = np.broadcast_to(np.eye(p.n_kv), (p.batch * p.kv_heads, p.n_kv, p.n_kv))
@@ -242,10 +234,7 @@ def _backward(
 
 
 def _allowed(p: Problem, error: np.ndarray, exact: np.ndarray) -> float:
-    """Return the largest error that a result may have.
-
-    It is TIMES the error of plain attention in this type, plus one rounding error.
-    """
+    """Return the allowed error: TIMES the error of plain attention, plus one rounding error."""
     bits = {"float64": 52, "float32": 23, "float16": 10, "bfloat16": 7}.get(p.dtype, 3)
     finite = np.abs(exact[np.isfinite(exact)]).max(initial=0)
     plain = np.abs(error[np.isfinite(error)]).max(initial=0)
@@ -280,7 +269,7 @@ def _mistake(
     wanted: Mapping[str, np.ndarray],
     allowed: Mapping[str, float],
 ) -> str:
-    """Return the first known mistake that explains all these wrong outputs, or "" if none does."""
+    """Return the first known mistake that explains all the wrong outputs, or "" if none does."""
     block_q, block_k = (max(sides) for sides in zip(*g.heights, strict=True))
     own = g.scale
     if own is not None and (own <= 0 or math.isclose(own, p.scale, rel_tol=1e-6)):
@@ -299,7 +288,7 @@ def _mistake(
 
 
 def _by_place(g: Geometry) -> str:
-    """Return the kernel's mistake in choosing the rows that it stores to, or "" if none."""
+    """Describe a kernel's mistake in choosing the rows that it stores to; "" if there is none."""
     a = g.record.accesses
     for label in ("O", "dQ", "dK"):
         if label not in g.labels:
@@ -327,7 +316,7 @@ def _located(
     want: np.ndarray,
     mistake: str,
 ) -> Verdict:
-    """Return the verdict, completed by the first wrong element and the program that stored it."""
+    """Return the verdict with the first wrong element and the program that stored the element."""
     at = np.argwhere(wrong)[0]
     head, row, column = int(at[0]), int(at[1]), int(at[2]) if len(at) > 2 else 0
     a, code = g.record.accesses, g.labels.index(name)

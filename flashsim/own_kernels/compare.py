@@ -1,4 +1,4 @@
-"""Compares a kernel's bytes with a closed form for its tile sizes, and explains the excess."""
+"""Compares a kernel's bytes with a formula for its tile sizes, and explains excess bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _STAGE_OF = {
 
 @dataclass(frozen=True)
 class Reason:
-    """The excess bytes of one tensor, why the kernel moves them, and in which source lines."""
+    """Excess bytes of one tensor: why the kernel moves them, and in which source lines."""
 
     kind: str
     text: str
@@ -40,11 +40,11 @@ class Reason:
 
 @dataclass(frozen=True)
 class ByteRow:
-    """The bytes that one operation moves of one tensor, beside the bytes that are needed.
+    """How many bytes a kernel loads (or stores) of one tensor, and how many it should.
 
-    The field `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the
-    kernel's tile sizes, or None if flashsim recognizes no attention in the kernel. The field
-    `compulsory` is the tensor's size if every kernel has to move the tensor once, else 0.
+    `expected` is the bytes that FlashAttention-2 (or split-KV decoding) moves with the kernel's
+    tile sizes, or None if flashsim recognizes no attention in the kernel. `compulsory` is the
+    tensor's size if every kernel has to move the tensor once, else 0.
     """
 
     op: str
@@ -56,15 +56,12 @@ class ByteRow:
 
     @property
     def more(self) -> int:
-        """The excess bytes: the bytes moved minus `expected`.
-
-        If `expected` is None, they are the bytes moved minus `compulsory`.
-        """
+        """Return the bytes moved minus `expected` or, if that is None, minus `compulsory`."""
         return self.nbytes - (self.compulsory if self.expected is None else self.expected)
 
     @property
     def why(self) -> str:
-        """The reasons for the excess bytes, in words, or "" if there are no excess bytes."""
+        """Return the reasons for the excess bytes, in words, or "" if there are no excess bytes."""
         if self.more <= 0:
             return ""
         return "; ".join(reason.text for reason in self.reasons)
@@ -80,10 +77,7 @@ class Expected:
 
 
 def expected_of(g: Geometry, device: Device) -> Expected | None:
-    """Return the bytes that the recognized algorithm moves with the kernel's tile sizes.
-
-    The result is None if the kernel's launches compute no known algorithm.
-    """
+    """Return a known algorithm's bytes for the kernel's tile sizes, or None for other kernels."""
     stored = [_stored_in(g, n) for n in range(len(g.record.launches))]
     every = set().union(*stored)
     if not {"K", "V"} <= set(g.labels) and not every & {"delta"}:
@@ -132,11 +126,7 @@ def _stored_in(g: Geometry, launch: int) -> set[str]:
 def rows_of(
     g: Geometry, expected: Expected | None, compulsory: Callable[[str], tuple[int, int]]
 ) -> list[ByteRow]:
-    """Return a `ByteRow` for each operation and tensor, in the order of the tensors.
-
-    The function `compulsory(label)` returns how many bytes of a tensor must be read, and how many
-    must be written.
-    """
+    """Return a `ByteRow` per operation and tensor, given each tensor's `compulsory` bytes."""
     a, asked = g.record.accesses, g.record.bytes_asked
     found = []
     reasons = dict(_reasons(g))
@@ -155,10 +145,7 @@ def rows_of(
 
 
 def _reasons(g: Geometry) -> Iterator[tuple[tuple[int, int], list[Reason]]]:
-    """Yield the reasons why a kernel moves excess bytes.
-
-    Possible reasons are masked tiles, repeated loads, and rows of the next head.
-    """
+    """Yield reasons for excess bytes: masked tiles, repeated loads, tiles that cross heads."""
     a = g.record.accesses
     masked = masked_visits(g)
     for code, tensor in enumerate(g.record.tensors):
@@ -207,10 +194,7 @@ def _masked(g: Geometry, code: int, accesses: np.ndarray) -> Reason:
 
 
 def _tiles(g: Geometry, accesses: np.ndarray) -> np.ndarray:
-    """Return a number for each access, which says what tile is accessed by what program.
-
-    Two accesses have the same number if the same program accesses the same tile.
-    """
+    """Number the accesses; accesses of one program to the same tile get the same number."""
     columns = [g.record.accesses[x][accesses] for x in ("last", "first", "tensor", "program")]
     columns.append(g.record.accesses["launch"][accesses])
     order = np.lexsort(columns)
@@ -258,7 +242,7 @@ def said(lines: tuple[int, ...]) -> str:
 
 
 def masked_visits(g: Geometry) -> np.ndarray:
-    """Return a boolean for each access: whether all scores of its visit (tile pair) are masked."""
+    """Return a boolean per access: True if all scores of its visit (tile pair) are masked."""
     found = np.zeros(len(g.record.accesses), bool)
     p = g.problem
     if not (p.causal or p.window is not None):

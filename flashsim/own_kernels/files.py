@@ -35,10 +35,7 @@ def imports(text: str) -> set[str]:
 
 @contextmanager
 def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
-    """Turn an exception in a user's file into a `TraceError` that names the file's line.
-
-    The text `hint` is added to the message; it can say which arguments the file received.
-    """
+    """Turn an exception in a user's file into a `TraceError` with the line and a `hint`."""
     try:
         yield
     except FlashSimError:
@@ -48,7 +45,7 @@ def readers_errors(path: Path, hint: str = "") -> Iterator[None]:
 
 
 def _told(path: Path, error: Exception) -> str:
-    """Return a text that names an error in a file: the file, the line, its code and the message."""
+    """Describe an error in a file: the file's name, the line's number and text, and the message."""
     words = " ".join(str(error).split())[:_WORDS]
     said = f"{type(error).__name__}: {words}" if words else type(error).__name__
     if isinstance(error, SyntaxError):
@@ -62,7 +59,7 @@ def _told(path: Path, error: Exception) -> str:
 
 @contextmanager
 def beside(path: Path, *more: str) -> Iterator[None]:
-    """In the ``with`` block, let a file import modules from its own folder and those in `more`."""
+    """In the ``with`` block, let a file import modules from its folder and the folders `more`."""
     places = [str(path.resolve().parent), *more, *sys.path]
     argv = mock.patch.object(sys, "argv", [str(path)])
     with mock.patch.object(sys, "path", places), argv:
@@ -70,7 +67,7 @@ def beside(path: Path, *more: str) -> Iterator[None]:
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a file and return its module, which is then removed from `sys.modules`."""
+    """Import a file and return its module; `sys.modules` does not keep the module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

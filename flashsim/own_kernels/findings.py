@@ -21,16 +21,12 @@ class KernelFinding:
 
     Attributes
     ----------
-    kind : str
-        "outside", "next head", "two stores", "race", "never stored", "uncoalesced", "masked lanes".
-    text : str
-        The warning in words, with line and program.
-    line : int
-        The line in the user's file; 0 if the warning concerns no single line.
-    program : tuple of int
-        Grid coordinates of the first program that the warning concerns; () if it concerns none.
-    tensor : str
-        The tensor's name.
+    kind : "outside", "next head", "two stores", "race", "never stored", "uncoalesced" or
+        "masked lanes"
+    text : the warning in words, with line and program
+    line : the line in the user's file; 0 if the warning concerns no single line
+    program : grid coordinates of the first program that the warning concerns, or ()
+    tensor : the tensor's name
     """
 
     kind: str
@@ -49,10 +45,7 @@ def findings_of(g: Geometry) -> list[KernelFinding]:
 
 
 def _groups(g: Geometry, chosen: np.ndarray) -> Iterator[tuple[int, int, int, np.ndarray]]:
-    """Yield the `chosen` accesses in groups that share a source line, an operation and a tensor.
-
-    Each item is a tuple (line, operation, tensor code, accesses).
-    """
+    """Group the `chosen` accesses; yield (line, operation, tensor code, accesses) per group."""
     for line, op, code, at in g.record.by_line(chosen):
         yield g.record.lines[line][1], op, code, at
 

@@ -1,9 +1,8 @@
 """`Geometry`: the tile and matrix of each access, and which tensors have queries or keys as rows.
 
-A kernel only has pointers, so the record of its accesses only says which elements were accessed.
-From the elements, this module derives each access's rows, columns and head. The module also derives
-along which axis a tensor is tiled: queries, keys or, for scores, both. Finally the module derives
-the tile sizes and, unless the user states it, the attention problem.
+A kernel only has pointers, so its record only says which elements were accessed. From the elements,
+`Geometry` derives each access's rows, columns and head, the tile sizes, and the attention problem.
+`Geometry` also finds the axis along which each tensor is tiled: queries, keys or, for scores, both.
 """
 
 from __future__ import annotations
@@ -32,11 +31,13 @@ _SCALE = ("scale", "sm_scale", "softmax_scale", "sm_scale_", "qk_scale")
 
 @dataclass(frozen=True)
 class Sides:
-    """How a kernel's tensor is tiled.
+    """The tiling of a kernel's tensor: along queries, keys or both.
 
-    The field `axis` is ROW if the tensor's rows are queries, COL if they are keys, and TILE if the
-    tensor has queries as rows and keys as columns. The field `rows` is the index of the axis along
-    which the tensor's rows lie. The field `vector` is True for a tensor with one number per row.
+    Attributes
+    ----------
+    axis : ROW if the rows are queries, COL if they are keys, TILE for query rows and key columns
+    rows : index of the axis along which the tensor's rows lie
+    vector : True for a tensor with one number per row
     """
 
     axis: int
@@ -49,19 +50,11 @@ class Geometry:
 
     Attributes
     ----------
-    labels : list of str
-        The tensors' names in the FlashAttention papers, where known, or else in the kernel.
-    sides : list of Sides
-    lead, row, rows, col, cols : int32 (accesses,)
-        Which matrix of the tensor an access touches (0 is the first), and the access's bounding box
-        in that matrix: first row, number of rows, first column, number of columns.
-    spans : int32 (accesses,)
-        How many matrices (heads) the bounding box spans; more than 1 if the box reaches the next
-        head.
-    shapes : list of tuple of int
-        The tensors' shapes. If a tensor stacks the rows of all heads, its shape here has an axis
-        of heads.
-    problem : Problem
+    labels : the tensors' names in the FlashAttention papers, where known, or else in the kernel
+    lead : which matrix of the tensor each access touches (0 is the first), int32 (accesses,)
+    row, rows, col, cols : each access's bounding box in that matrix: first row, number of rows, ...
+    spans : how many matrices (heads) the bounding box spans
+    shapes : the tensors' shapes, with an axis of heads if a tensor stacks the rows of all heads
     """
 
     def __init__(
@@ -88,7 +81,7 @@ class Geometry:
     # -- boxes ----------------------------------------------------------------------------------
 
     def _boxes(self) -> None:
-        """Convert the corners of each access into indices along every axis of its tensor."""
+        """Convert each access's first and last element to indices along the axes of its tensor."""
         self._low: dict[int, np.ndarray] = {}
         self._high: dict[int, np.ndarray] = {}
         self._of: dict[int, np.ndarray] = {}
@@ -107,7 +100,7 @@ class Geometry:
                 self._high[t.code][1:, across] = np.array(shape[1:])[:, None] - 1
 
     def _matrices(self) -> None:
-        """Find out which tensors are matrices or vectors, and which axis holds their rows."""
+        """Find out whether each tensor is a matrix or a vector, and which axis holds its rows."""
         tensors = self.record.tensors
         self._layout: list[tuple[int, bool]] = []
         for t, label in zip(tensors, self.labels, strict=True):
@@ -130,7 +123,7 @@ class Geometry:
             self._layout.append((rows, vector))
 
     def _known_heads(self, problem: Problem | None) -> None:
-        """Find out whether Q's rows are heads, which have one query each, as in decoding."""
+        """Find out if each row of Q is a head with a single query, as in decoding."""
         self._single = False
         by = {label: t for label, t in zip(self.labels, self.record.tensors, strict=True)}
         if "Q" in by and "K" in by:
@@ -224,14 +217,14 @@ class Geometry:
 
     @property
     def scale(self) -> float | None:
-        """The softmax scale that the launches pass, or None if no argument has such a name."""
+        """Return the softmax scale that the launches pass as an argument, or None."""
         given = self.constant(_SCALE)
         return float(given) if isinstance(given, (int, float)) else None
 
     def _packed(self, n_q: int, n_kv: int, values: Sequence[np.ndarray]) -> dict[str, list[int]]:
         """Return the offsets of packed sequences that a kernel loads, or {} if it loads no offsets.
 
-        The offsets are integers that begin with 0 and end with the number of queries or keys.
+        Offsets are integers that begin with 0 and end with the number of queries or keys.
         """
         found: dict[str, list[int]] = {}
         a = self.record.accesses
@@ -300,10 +293,7 @@ class Geometry:
             ) from error
 
     def _pick(self, axis: int, first: tuple[str, ...]) -> int | None:
-        """Return the code of a tensor that is tiled along `axis`.
-
-        Tensors whose names are in `first` are preferred.
-        """
+        """Return the code of a tensor tiled along `axis`; labels in `first` are preferred."""
         for label in first:
             code = self.code(label)
             if code is not None and self.sides[code].axis == axis:
@@ -317,7 +307,7 @@ class Geometry:
 
     @cached_property
     def heights(self) -> list[tuple[int, int]]:
-        """A pair for each launch: the rows of its query tiles, and the rows of its key tiles."""
+        """Return, per launch, how many rows a query tile has, and how many a key tile has."""
         a = self.record.accesses
         axis = np.array([s.axis for s in self.sides] + [-1])[a["tensor"]]
         found = []
@@ -362,7 +352,7 @@ def _indices(numbers: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _varies(program: np.ndarray, value: np.ndarray) -> bool:
-    """Return whether any two accesses of the same program have different `values`."""
+    """Return True if any two accesses of the same program have different numbers in `value`."""
     order = np.argsort(program, kind="stable")
     p, v = program[order], value[order]
     return bool(((p[1:] == p[:-1]) & (v[1:] != v[:-1])).any())

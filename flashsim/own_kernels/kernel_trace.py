@@ -37,21 +37,16 @@ class KernelTrace:
 
     Attributes
     ----------
-    record : KernelRecord
-        Every access, as the frontend recorded it.
-    name : str
-        The kernel's name in tables and pictures.
-    device : Device
-    outputs : dict of str to array
-        The final values of the tensors that were stored to, by label.
-    values : tuple of ndarray
-        The final values of all tensors, in the order of the tensors' codes; `check` compares these
-        values.
-    verdict : Verdict or None
-        The result of the last `check`.
+    record : every access, as the frontend recorded it
+    name : the kernel's name in tables and pictures
+    outputs : the final values of the tensors that were stored to, by label
+    values : the final values of all tensors, in the order of the tensors' codes
+    verdict : the result of the last `check`, or None
 
-    Notes ----- A frontend can also pass `again`, a function that runs one program a second time.
-    With `again`, `check` names the first wrong step of that program.
+    Notes
+    -----
+    If a frontend passes `again`, a function that runs one program a second time, `check` names the
+    first wrong step of that program.
     """
 
     def __init__(
@@ -88,17 +83,17 @@ class KernelTrace:
 
     @property
     def problem(self) -> Problem:
-        """The attention problem: as the user passed it, or as derived from shapes and arguments."""
+        """Return the attention problem: the user's, or one derived from shapes and arguments."""
         return self.geometry.problem
 
     @property
     def tensors(self) -> tuple[str, ...]:
-        """The tensors' names in the FlashAttention papers, where known, or else in the kernel."""
+        """Return each tensor's name, from the FlashAttention papers or else from the kernel."""
         return tuple(self.geometry.labels)
 
     @property
     def tiling(self) -> Tiling:
-        """The tile sizes of the first launch that loops over both queries and keys."""
+        """Return the tile sizes of the first launch that loops over both queries and keys."""
         return self.trace.tiling if len(self.record.launches) == 1 else self.trace.schedule.tiling
 
     # -- totals ---------------------------------------------------------------------------------
@@ -108,18 +103,21 @@ class KernelTrace:
         chosen = a["active"] > 0
         if op is not None:
             if op not in OPS[:3]:
-                raise OptionError(f"there is no operation {shown(op)}; {choices(op, OPS[:3])}")
+                raise OptionError(
+                    f"there is no operation {shown(op)}; choose from {choices(op, OPS[:3])}"
+                )
             chosen = chosen & (a["op"] == OPS.index(op))
         if tensor is not None:
             if tensor not in self.tensors:
                 raise OptionError(
-                    f"there is no tensor {shown(tensor)}; {choices(tensor, self.tensors)}"
+                    f"there is no tensor {shown(tensor)}; choose from "
+                    f"{choices(tensor, self.tensors)}"
                 )
             chosen = chosen & (a["tensor"] == self.tensors.index(tensor))
         return chosen
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the bytes that all programs request, for one operation and tensor or for all.
+        """Return the bytes that all programs request: in total, or of one operation or tensor.
 
         Parameters
         ----------
@@ -136,18 +134,18 @@ class KernelTrace:
 
     @property
     def n_events(self) -> int:
-        """The number of accesses that all programs make together."""
+        """Return the number of accesses that all programs make together."""
         return len(self.record.accesses)
 
     def compulsory(self) -> int:
-        """Return the bytes that any such kernel must move: each input and each output once.
+        """Return the bytes of all inputs and outputs, which any kernel has to move at least once.
 
-        A tensor that the kernel stores before it loads it, such as partial results, is not counted.
+        Tensors that are stored before they are loaded, such as partial results, are not counted.
         """
         return sum(sum(self.compulsory_of(label)) for label in self.tensors)
 
     def compulsory_of(self, tensor: str) -> tuple[int, int]:
-        """Return how many bytes of a tensor such a kernel must read, and how many it must write."""
+        """Return how many bytes of a tensor must be read, and how many must be written."""
         a, code = self.record.accesses, self.tensors.index(tensor)
         ops = a["op"][(a["tensor"] == code) & (a["active"] > 0)]
         if not len(ops):
@@ -161,7 +159,7 @@ class KernelTrace:
 
     @cached_property
     def trace(self) -> Trace:
-        """The accesses converted to a `Trace`, as pictures, players, tables and files need it."""
+        """Return the accesses as a `Trace`, for pictures, players, tables and files."""
         about = {"flashsim": __version__, "source": self.record.source}
         return as_trace(self.geometry, self.name, self.device, self.compulsory(), about)
 
@@ -177,7 +175,8 @@ class KernelTrace:
         for name in kernels:
             if name not in there:
                 raise OptionError(
-                    f"there is no launch of a kernel {shown(name)}; {choices(name, set(there))}"
+                    f"there is no launch of a kernel {shown(name)}; choose from "
+                    f"{choices(name, set(there))}"
                 )
         kept = [n for n, name in enumerate(there) if name in kernels]
         return KernelTrace(
@@ -193,23 +192,17 @@ class KernelTrace:
 
     @cached_property
     def expected(self) -> Expected | None:
-        """The bytes that FlashAttention-2 (or split-KV decoding) moves with this kernel's tiles.
-
-        The value is None if the kernel computes something else.
-        """
+        """Return FlashAttention-2's or split-KV decoding's bytes, or None for other kernels."""
         return expected_of(self.geometry, self.device)
 
     @cached_property
     def byte_rows(self) -> list[ByteRow]:
-        """Rows that compare the bytes moved with the bytes needed, for each operation and tensor.
-
-        Each row also gives the reasons for excess bytes.
-        """
+        """Return bytes moved, bytes needed and reasons for excess, per operation and tensor."""
         return rows_of(self.geometry, self.expected, self.compulsory_of)
 
     @cached_property
     def findings(self) -> list[KernelFinding]:
-        """Warnings about the kernel, each with its source line and program."""
+        """Return warnings about the kernel, each with its source line and program."""
         return findings_of(self.geometry)
 
     def compared(self) -> report.Table:
@@ -294,7 +287,7 @@ class KernelTrace:
         return table
 
     def table(self) -> report.Table:
-        """Return a table of bytes by tensor and operation, as for any other trace."""
+        """Return a table of bytes by tensor and operation, as `Trace` does."""
         return self.trace.table()
 
     def __repr__(self) -> str:

@@ -1,8 +1,6 @@
 """Computes attention with known mistakes, to find the mistake that gives a kernel's results.
 
-Each wrong variant of attention is computed in float64, one head at a time. If the mistake depends
-on tiles, the variant is computed tile by tile. Each variant changes one part of the computation;
-all other parts are right.
+Each variant computes float64 attention with one mistake.
 """
 
 from __future__ import annotations
@@ -21,46 +19,25 @@ Arrays = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class Way:
-    """Settings for computing attention, each of which can put in a known mistake on purpose.
-
-    The default value of each attribute is right. Any other value puts one mistake into the
-    computation.
+    """Settings for computing attention; a value other than the default is a known mistake.
 
     Attributes
     ----------
-    factor : float
-        The scores are multiplied by scale times `factor`.
-    shift : int or None
-        A causal mask keeps key k if k <= q + offset + shift. None means no mask at all.
-    top_left : bool
-        Align the causal mask at the top left corner instead of the bottom right one.
-    rescale_o, rescale_l : bool
-        Whether the running O, or the running l, is multiplied by exp(m_old - m_new).
-    divide : {"end", "never", "each", "both"}
-        When O is divided by l: at the end, never, in each iteration, or in each iteration and at
-        the end.
-    exp2 : bool
-        Whether exp2 is applied to scores that are not multiplied by log2(e).
-    padded : bool
-        Whether keys past the end, which fill up the last tile, count with a score of 0.
-    skip_last : {"", "tile", "rest"}
-        Leave out the last key tile: "tile" always, "rest" only if this tile is not full.
-    skip_first : bool
-        Leave out the first key tile.
-    step : bool
-        Whether key tile j begins at key j instead of at j times the tile's size.
-    one_head : {"", "first", "modulo"}
-        The KV head that query head h uses: "first" is always KV head 0, "modulo" is
-        h % kv_heads, and "" is the right one, h // group.
-    axis : int
-        The axis of the softmax. The right axis is -1, the keys.
-    lse : {"e", "2", "m", "l", "no m", "log2"}
-        The value stored as the LSE: "e", in base e, is right.
-    rows : int
-        Rows per program if the loop over keys ends at the program's diagonal, so that no later
-        tile is visited; 0 if the loop covers all keys.
-    early : bool
-        The loop over keys ends before the program's diagonal tile.
+    factor : the scores are multiplied by scale times `factor`
+    shift : a causal mask keeps key k if k <= q + offset + shift; None means no mask at all
+    top_left : align the causal mask at the top left corner instead of the bottom right one
+    rescale_o, rescale_l : multiply the running O, or the running l, by exp(m_old - m_new)
+    divide : O is divided by l at the "end", "never", in "each" iteration, or "both" (end and each)
+    exp2 : apply exp2 to scores that are not multiplied by log2(e)
+    padded : count keys past the end, which fill up the last tile, with a score of 0
+    skip_last : leave out the last key tile: "tile" always, "rest" only if the tile is not full
+    skip_first : leave out the first key tile
+    step : key tile j begins at key j instead of at j times the tile's size
+    one_head : query head h uses KV head 0 ("first"), h % kv_heads ("modulo") or h // group ("")
+    axis : axis of the softmax; the right axis is -1, the keys
+    lse : value stored as the LSE, one of "e" (base e, right), "2", "m", "l", "no m", "log2"
+    rows : rows per program if the loop over keys ends at the program's diagonal; 0 for all keys
+    early : the loop over keys ends before the program's diagonal tile
     """
 
     factor: float = 1.0
@@ -82,9 +59,9 @@ class Way:
 
 
 def forward(p: Problem, x: Arrays, way: Way, block_k: int) -> dict[str, np.ndarray]:
-    """Compute attention in the way that `Way` describes, and return O and L by name.
+    """Compute attention with the settings `way`; return O (heads, n_q, d_v) and L (heads, n_q).
 
-    O is (heads, n_q, d_v), and L is (heads, n_q). Rows that see no key are NaN.
+    Rows that see no key are NaN.
     """
     heads = p.batch * p.heads
     out = np.zeros((heads, p.n_q, p.head_dim_v))
@@ -176,27 +153,17 @@ def _one(
 
 @dataclass(frozen=True)
 class Back:
-    """Settings for computing gradients, each of which can put in a known mistake on purpose.
-
-    The default value of each attribute is right. Any other value puts one mistake into the
-    computation.
+    """Settings for computing gradients; a value other than the default is a known mistake.
 
     Attributes
     ----------
-    dq, dk : float
-        Additional factors on dQ and dK; 1 is right.
-    delta : bool
-        Subtract delta from dP.
-    mask : int or None
-        The causal mask's shift, as in `Way.shift`.
-    base2 : bool
-        Whether L is used as if it were in base 2.
-    whole_group : bool
-        Sum dK and dV over the query heads of a group.
-    last_tile : bool
-        dQ has only the contribution of the last key tile.
-    p : bool
-        Whether dP - delta is multiplied by P to get dS.
+    dq, dk : additional factors on dQ and dK
+    delta : subtract delta from dP
+    mask : the causal mask's shift, as in `Way.shift`
+    base2 : use L as if it were in base 2
+    whole_group : sum dK and dV over the query heads of a group
+    last_tile : dQ has only the contribution of the last key tile
+    p : multiply dP - delta by P to get dS
     """
 
     dq: float = 1.0
@@ -249,11 +216,9 @@ Made = Callable[[], dict[str, np.ndarray]]
 def known(
     p: Problem, x: Arrays, block_q: int, block_k: int, scale: float | None = None
 ) -> Iterator[tuple[str, Made]]:
-    """Yield a pair for each known mistake: its description, and a function.
+    """Yield each known mistake: its description, and a function that computes its wrong results.
 
-    The function computes the wrong results that a kernel with this mistake gives.
-
-    The argument `scale` is the kernel's softmax scale, if it differs from the problem's scale.
+    `scale` is the kernel's softmax scale, if it differs from the problem's scale.
     """
     if scale is not None:
         text = f"the scores are multiplied by {scale:.6g}; the scale is {p.scale:.6g}"

@@ -39,21 +39,13 @@ def paper_name(parameter: str) -> str | None:
 
 
 def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) -> list[str]:
-    """Return a name for each tensor: its name in the papers if known, else the kernel's parameter.
-
-    Parameters
-    ----------
-    parameters : iterable of str
-        The kernel's parameter name of each tensor.
-    given : mapping of str to str, optional
-        Names that the user chose, by parameter; these take precedence over the papers' names.
-    """
+    """Return a name per tensor: the user's (in `given`), else the papers', else the parameter's."""
     parameters, given = list(parameters), dict(given or {})
     for name in given:
         if name not in parameters:
             raise OptionError(
                 f"names= contains {name!r}, which is not a parameter of the kernel; "
-                f"{choices(name, parameters)}"
+                f"choose from {choices(name, parameters)}"
             )
     found: dict[str, str] = {}
     for name in (*(n for n in parameters if n in given), *parameters):
@@ -64,7 +56,7 @@ def labels(parameters: Iterable[str], given: Mapping[str, str] | None = None) ->
 
 
 def identifier(label: str, taken: Iterable[str] = ()) -> str:
-    """Return the name that a tensor has in a trace: a unique identifier of about 20 characters."""
+    """Return a tensor's name in a trace: a unique identifier of about 20 characters."""
     if label in TENSORS[1:]:
         return label
     word = re.sub(r"\W", "_", label)[:20] or "_"

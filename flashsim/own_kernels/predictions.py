@@ -1,8 +1,8 @@
-"""Predict the DRAM bytes and the roofline of a user's kernel, with the models of built-in kernels.
+"""Predict the DRAM bytes and roofline of a user's kernel, as for built-in kernels.
 
-For DRAM bytes, the kernel's recorded accesses are replayed through the L2 model. Programs start in
-the order of the grid; as many run at a time as the device has room for. In this replay, each
-program makes one access per time step.
+For DRAM bytes, the recorded accesses are replayed through the L2 model. Programs start in the order
+of the grid, as soon as the device has room for them. Each running program makes one access per time
+step.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MOST_PIECES = 50_000_000
 
 
 class Pieces:
-    """Gives a number to each piece of each tensor, as `TileNumbers` does for tiles."""
+    """Numbers the equal-sized pieces of each tensor, as `TileNumbers` numbers tiles."""
 
     def __init__(self, traced: Any) -> None:
         record = traced.record
@@ -58,7 +58,7 @@ class Pieces:
 
 
 def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
-    """Replay the accesses of a `KernelTrace` through the L2 model of a device."""
+    """Return a kernel's DRAM bytes, by replaying its accesses through the L2 model of a device."""
     model = L2Model() if model is None else model
     pieces = Pieces(traced)
     tiles = cast(Any, pieces)
@@ -75,7 +75,7 @@ def dram_of(traced: Any, device: Device, model: L2Model | None) -> Dram:
 
 
 def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2Model) -> Stream:
-    """Return the requests of a launch to L2, in order; each is for one piece of a tensor."""
+    """Return a launch's requests to L2, in order; each is for one piece of a tensor."""
     record = traced.record
     a = record.accesses
     mine = np.flatnonzero((a["launch"] == launch) & (a["active"] > 0))
@@ -107,7 +107,7 @@ def _stream(traced: Any, launch: int, pieces: Pieces, device: Device, model: L2M
 
 
 def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the first piece of a tensor that each access touches, and how many."""
+    """Return, per access, the number of its first piece of a tensor, and its count of pieces."""
     record = traced.record
     a = record.accesses[mine]
     low, count = np.zeros(len(mine), np.int64), np.zeros(len(mine), np.int64)
@@ -132,7 +132,7 @@ def _spans(traced: Any, mine: np.ndarray, pieces: Pieces) -> tuple[np.ndarray, n
 
 
 def roofline_of(traced: Any, device: Device) -> Roofline:
-    """Return a kernel's roofline, with its matrix FLOPs per requested, DRAM and compulsory byte."""
+    """Return a kernel's roofline, with points for requested, DRAM and compulsory bytes."""
     trace = traced.trace
     sizes = {
         "requested": traced.bytes(),

@@ -52,20 +52,12 @@ class Launch:
 
     Attributes
     ----------
-    kernel : str
-        The kernel's name.
-    grid : tuple of int
-        Programs along each axis. Program (x, y, z) of a grid (X, Y, Z) has number x + X (y + Y z);
-        a GPU starts programs in this order.
-    arguments : dict of str to int
-        The tensors' codes by the names of the kernel's parameters. A tensor that is passed twice
-        has two codes.
-    constants : dict
-        The other arguments by parameter name, such as numbers, tile sizes and flags.
-    file, line : str, int
-        Where the kernel is defined.
-    held : dict of str to (shape, bytes)
-        An estimate: the tile values that one program held when their total size was largest.
+    grid : programs along each axis; program (x, y, z) of a grid (X, Y, Z) has number
+        x + X (y + Y z), and a GPU starts programs in this order
+    arguments : the tensors' codes by parameter name; a tensor that is passed twice has two codes
+    constants : the other arguments by parameter name, such as numbers, tile sizes and flags
+    file, line : where the kernel is defined
+    held : estimated tile values (shape, bytes) of one program when their total size was largest
     """
 
     kernel: str
@@ -78,7 +70,7 @@ class Launch:
 
     @property
     def programs(self) -> int:
-        """The number of programs in the launch's grid."""
+        """Return the number of programs in the launch's grid."""
         return int(np.prod(self.grid, dtype=np.int64))
 
     def place(self, program: int) -> tuple[int, ...]:
@@ -101,11 +93,13 @@ class Launch:
 class Clash:
     """A data race: two programs of a launch access the same element, and at least one writes it.
 
-    The field `kind` is "two stores" or "read of another's store". The fields `first` and `second`
-    are program numbers, in the order in which the simulation ran the programs. The field `line` is
-    the source line of the second program's access. The field `element` is the row-major number of
-    the first element with this conflict. The field `count` is the number of accesses that conflict
-    in this way.
+    Attributes
+    ----------
+    kind : "two stores" or "read of another's store"
+    first, second : program numbers, in the order in which the simulation ran the programs
+    line : source line of the second program's access
+    element : row-major number of the first element with this conflict
+    count : number of accesses that conflict in this way
     """
 
     kind: str
@@ -124,20 +118,11 @@ class KernelRecord:
 
     Attributes
     ----------
-    source : str
-        The frontend, such as "triton 3.9.0, interpreted".
-    tensors : tuple of KernelTensor
-    launches : tuple of Launch
-    accesses : ndarray of dtype `ACCESS`
-    work : ndarray of dtype `WORK`
-    lines : tuple of (file, number)
-        The source lines that the column `line` numbers.
-    clashes : tuple of Clash
-    stored : dict of int to bool ndarray
-        For each tensor that was written, by code: a mask, in the tensor's shape, of the written
-        elements.
-    notes : tuple of str
-        Sentences about assumptions, and about operations that were not computed as on a GPU.
+    source : the frontend, such as "triton 3.9.0, interpreted"
+    accesses, work : arrays of dtype `ACCESS` and `WORK`
+    lines : the source lines (file, number) that the column `line` numbers
+    stored : per code of a written tensor, a mask of its written elements, in the tensor's shape
+    notes : sentences about assumptions, and about operations that were not computed as on a GPU
     """
 
     source: str
@@ -151,31 +136,23 @@ class KernelRecord:
     notes: tuple[str, ...] = ()
 
     def tensor(self, name: str) -> KernelTensor:
-        """Return the tensor with this name.
-
-        Raises
-        ------
-        OptionError
-            If no tensor has this name.
-        """
+        """Return the tensor with this name; raise OptionError if no tensor has this name."""
         for one in self.tensors:
             if one.name == name:
                 return one
         raise OptionError(
-            f"there is no tensor {name!r}; possible: {', '.join(one.name for one in self.tensors)}"
+            f"there is no tensor {name!r}; choose from "
+            f"{', '.join(one.name for one in self.tensors)}"
         )
 
     @property
     def bytes_asked(self) -> np.ndarray:
-        """The number of bytes that each access requests, int64 (accesses,)."""
+        """Return the number of bytes that each access requests, int64 (accesses,)."""
         sizes = np.array([t.itemsize for t in self.tensors] + [0], np.int64)
         return self.accesses["active"] * sizes[self.accesses["tensor"]]
 
     def by_line(self, chosen: np.ndarray) -> list[tuple[int, int, int, np.ndarray]]:
-        """Group the `chosen` accesses into tuples (line, operation, tensor code, accesses).
-
-        The line in each tuple is an index into the field `lines`.
-        """
+        """Group `chosen` accesses into tuples (index into `lines`, operation, tensor, accesses)."""
         at = np.flatnonzero(chosen)
         a, codes = self.accesses, len(self.tensors) + 1
         key = a["line"][at].astype(np.int64)
@@ -190,7 +167,7 @@ class KernelRecord:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of memory that the arrays of this record take."""
+        """Return the number of bytes of memory that the record's arrays take."""
         return self.accesses.nbytes + self.work.nbytes
 
 

@@ -1,7 +1,6 @@
-"""Serializes a kernel's record, so that one process runs a user's file and another grades it.
+"""Serializes a kernel's record, so that a user's file and its grader run in separate processes.
 
-The serialized bytes are an .npz archive of plain arrays. Reading the archive runs no code of the
-process that wrote it.
+The bytes are an .npz archive of plain arrays; reading it runs no code of the process that wrote it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from flashsim.own_kernels.tensors import KernelTensor
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A kernel's record, and the names and final values of its tensors, by code."""
+    """A kernel's record, its tensors' names, and their final values in order of tensor code."""
 
     record: KernelRecord
     names: Mapping[str, str]
@@ -54,22 +53,24 @@ def packed(runs: Sequence[Recorded]) -> bytes:
 
 
 def unpacked(data: bytes, most: int = 1 << 28) -> list[Recorded]:
-    """Return the records that `packed` turned into bytes.
+    """Return the records that `packed` serialized.
 
-    Raises
-    ------
-    TraceError
-        If `data` is not such an archive, or unpacks to more than `most` bytes.
+    TraceError is raised if `packed` did not write `data`, or if `data` unpacks to more than `most`
+    bytes.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             if sum(one.file_size for one in archive.infolist()) > most:
-                raise TraceError(f"a kernel's record has more than {most:,} bytes")
+                raise TraceError(
+                    f"a kernel's record may have at most {most:,} bytes; trace fewer launches"
+                )
         with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
             about = json.loads(arrays["about"].tobytes())
             return [_one(n, said, arrays) for n, said in enumerate(about)]
     except (ValueError, KeyError, TypeError, IndexError, OSError, zipfile.BadZipFile) as error:
-        raise TraceError(f"these bytes are not a record of a kernel: {error}") from None
+        raise TraceError(
+            f"flashsim cannot read these bytes as a kernel's record: {error}"
+        ) from None
 
 
 _PARTS = {"tensors": KernelTensor, "launches": Launch, "clashes": Clash}
@@ -85,10 +86,16 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
     limits = {"launch": len(parts["launches"]), "tensor": codes, "line": len(lines)}
     for name, (table, dtype) in tables.items():
         if table.dtype != dtype:
-            raise ValueError(f"{name} has the wrong columns, {table.dtype.names}")
+            raise ValueError(
+                f"the table {name} in the kernel's record has the wrong columns "
+                f"{table.dtype.names}; trace the kernel again"
+            )
         for column, end in limits.items():
             if column in (dtype.names or ()) and (table[column].astype(np.int64) >= end).any():
-                raise ValueError(f"{name} has the number of a {column} that does not exist")
+                raise ValueError(
+                    f"the table {name} in the kernel's record refers to a {column} that does not "
+                    "exist; trace the kernel again"
+                )
     record = KernelRecord(
         str(said["source"]),
         accesses=tables["accesses"][0],
@@ -101,12 +108,15 @@ def _one(n: int, said: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> R
     values = tuple(arrays[f"{n} value {code}"] for code in range(codes))
     for tensor, value in zip(record.tensors, values, strict=True):
         if value.shape != tensor.shape:
-            raise ValueError(f"{tensor.name} is {tensor.shape}, and its values are {value.shape}")
+            raise ValueError(
+                f"the recorded tensor {tensor.name} has shape {tensor.shape}, but its values have "
+                f"shape {value.shape}; trace the kernel again"
+            )
     return Recorded(record, {str(k): str(v) for k, v in said["names"].items()}, values)
 
 
 def _tuples(x: Any) -> Any:
-    """Turn lists into tuples, also nested lists; JSON has only lists."""
+    """Convert lists and nested lists to tuples, because JSON has no tuples."""
     if isinstance(x, list):
         return tuple(map(_tuples, x))
     return {k: _tuples(v) for k, v in x.items()} if isinstance(x, dict) else x

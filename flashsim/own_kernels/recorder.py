@@ -1,8 +1,4 @@
-"""`Recorder`: collects a kernel's accesses and FLOPs from the frontends that run kernels.
-
-While a launch runs, the recorder also remembers which program stored or loaded each element. So the
-recorder can find data races between programs.
-"""
+"""`Recorder`: collects a kernel's accesses and FLOPs from the frontends that run kernels."""
 
 from __future__ import annotations
 
@@ -30,12 +26,11 @@ _CHUNK = 1 << 14
 
 
 class Recorder:
-    """Collects a kernel's accesses and FLOPs as the kernel runs.
+    """Collects a kernel's accesses and FLOPs, and finds data races, as the kernel runs.
 
     For each launch, a frontend calls `tensor` for each argument, and then `launch`. For each
     program the frontend calls `program`, then `access` or `block` for each load, store and atomic
-    operation, and `work` for each matrix product. The frontend calls `done` at the end. Tensors
-    with the same name, buffer and layout count as one tensor.
+    operation, and `work` for each matrix product. At the end the frontend calls `done`.
     """
 
     def __init__(self, source: str) -> None:
@@ -70,21 +65,14 @@ class Recorder:
         start: int = 0,
         unlike: Iterable[int] = (),
     ) -> int:
-        """Record a tensor and return its code.
-
-        A tensor that was recorded before keeps its code and name, even if a later launch passes the
-        tensor as another parameter.
+        """Record a tensor and return its code; an already recorded tensor keeps its code and name.
 
         Parameters
         ----------
-        strides : iterable of int
-            Strides in elements.
-        buffer, start : int
-            Any number that identifies the allocation, and the byte offset of the first element in
-            the allocation. Default: one allocation per name and layout.
-        unlike : iterable of int
-            The codes of the launch's other arguments, so that a tensor that is passed twice gets
-            two codes.
+        strides : strides in elements
+        buffer, start : a number for the allocation (default: one per name and layout), and the byte
+            offset of the first element in the allocation
+        unlike : codes of the launch's other arguments, so that a tensor passed twice gets two codes
         """
         shape, strides = tuple(map(int, shape)), tuple(map(int, strides))
         known = [
@@ -130,11 +118,7 @@ class Recorder:
         line: int = 0,
         ordered: bool = False,
     ) -> int:
-        """Record a kernel's launch; return the launch's number.
-
-        The programs of an `ordered` launch run one after another, as a TPU's grid steps do, so they
-        cannot race.
-        """
+        """Record a launch, return its number; `ordered` programs run one by one, without races."""
         sides = tuple(map(int, grid)) or (1,)
         self.launches.append(
             Launch(kernel, sides, dict(arguments or {}), dict(constants or {}), file, line)
@@ -168,18 +152,11 @@ class Recorder:
         Parameters
         ----------
         op : LOAD, STORE or ATOMIC
-        tensor : int
-            The code that `tensor` returned; -1 if no lane is active.
-        offsets : int64 ndarray
-            For each active lane inside the tensor, its element's offset from the tensor's first
-            element, in elements.
-        masked, outside : int
-            Lanes that the mask turns off, and lanes that access memory outside of the tensor.
-        sectors : int, optional
-            The number of 32-byte sectors that are moved, if the frontend knows each request. The
-            default is the number of sectors that hold the elements.
-        line : (file, number)
-            The line in the user's file.
+        tensor : the code that `tensor` returned; -1 if no lane is active
+        offsets : offsets in elements, int64, of the active lanes inside the tensor
+        masked, outside : how many lanes the mask turns off, and how many are outside of the tensor
+        sectors : number of 32-byte sectors moved; default: the sectors that hold the elements
+        line : the line in the user's file, (file, number)
         """
         number = self._line(line)
         place = len(self.launches) - 1, op, tensor, number, self._program
@@ -219,23 +196,19 @@ class Recorder:
         self._work.add((at, launch, self._program, KINDS.index(kind), self._line(line), flops))
 
     def held(self, values: Mapping[str, tuple[tuple[int, ...], int]]) -> None:
-        """Record, by name, the shape and bytes of the tile values that the program holds now.
-
-        For each launch, the recorder keeps only the values from the moment of the largest total
-        size.
-        """
+        """Record a program's tile values (shape, bytes), unless an earlier program's took more."""
         total = sum(nbytes for _, nbytes in values.values())
         if total > self._held_most:
             self._held_most = total
             self.launches[-1].held = dict(values)
 
     def note(self, text: str) -> None:
-        """Add a sentence to the notes for the user, unless the notes already have this sentence."""
+        """Add a sentence to the notes for the user, unless the notes already have it."""
         if text not in self.notes:
             self.notes.append(text)
 
     def done(self) -> KernelRecord:
-        """Return the record so far; more accesses can be recorded afterwards."""
+        """Return the record so far; later calls can record more accesses."""
         stored = {}
         for one in self.tensors:
             if one.buffer in self._stored and one.size:
@@ -263,10 +236,7 @@ class Recorder:
 
     @staticmethod
     def _corners(its: KernelTensor, unique: np.ndarray) -> tuple[int, int]:
-        """Return the numbers of the first and the last element of an access's bounding box.
-
-        Elements are numbered in row-major order.
-        """
+        """Return row-major numbers of the first and last element of an access's bounding box."""
         if its.contiguous and _is_run(unique):
             first, last = int(unique[0]), int(unique[-1])
             width = its.shape[-1] if its.shape else 1
@@ -362,15 +332,12 @@ _SEVERAL = np.iinfo(np.int32).max
 
 
 def _is_run(unique: np.ndarray) -> bool:
-    """Return whether these ascending offsets have no gaps."""
+    """Return True if these ascending offsets have no gaps."""
     return int(unique[-1]) - int(unique[0]) + 1 == len(unique)
 
 
 def _distinct(offsets: np.ndarray) -> np.ndarray:
-    """Return the distinct offsets, in ascending order.
-
-    If the offsets are in ascending order already, the function does not sort them.
-    """
+    """Return the distinct offsets in ascending order, without sorting if they already ascend."""
     flat = offsets.ravel()
     if len(flat) > 1 and not (flat[1:] > flat[:-1]).all():
         flat = np.sort(flat)
@@ -417,10 +384,7 @@ class _Columns:
         self._used += 1
 
     def array(self) -> np.ndarray:
-        """Return all rows added so far, read-only.
-
-        The result shares memory with the recorder; rows added later use a new chunk.
-        """
+        """Return all rows so far, read-only, in memory that later rows do not change."""
         whole = np.concatenate([*self._full, self._open[: self._used]])
         whole.setflags(write=False)
         self._full, self._before, self._used = [whole], len(whole), 0

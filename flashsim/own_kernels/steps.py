@@ -36,13 +36,10 @@ class Follower:
 
     Attributes
     ----------
-    scores : float64 (rows, n_kv)
-        Scaled and masked scores, with -inf where the mask removes a score.
+    scores : scaled scores, float64 (rows, n_kv), with -inf where the mask removes a score
     v : float64 (n_kv, d_v)
-    first_row : int
-        The query index of the first row.
-    relative : float
-        The allowed error of a variable, relative to its largest expected value.
+    first_row : query index of the first row
+    relative : allowed error of a variable, relative to its largest expected value
     """
 
     scores: np.ndarray
@@ -54,10 +51,7 @@ class Follower:
     found: str = ""
 
     def tile(self, first: int, last: int, variables: Mapping[str, np.ndarray]) -> None:
-        """Note that the program loads keys first to last - 1.
-
-        Before that, check the program's `variables`, which result from the earlier key tiles.
-        """
+        """Check `variables` before another key tile is loaded; the earlier tiles are complete."""
         if self.seen and self.seen[-1] == (first, last):
             return  # the same tile is loaded again
         if self.seen and not self.found:
@@ -102,7 +96,7 @@ class Follower:
     def _name(
         self, right: Mapping[str, list[np.ndarray]], rows: np.ndarray, variables: Mapping
     ) -> None:
-        """Find out from their values which variables hold m, l and the accumulator."""
+        """Find out, by their values, which variables hold m, l and the accumulator."""
         for what, possible in right.items():
             for name, value in variables.items():
                 fits = any(

@@ -17,21 +17,13 @@ class KernelTensor:
 
     Attributes
     ----------
-    name : str
-        The kernel's parameter name.
-    shape, strides : tuple of int
-        For each axis, its size, and the step in elements to the next index. No stride is negative.
-    dtype : str
-        The element type's name: one of `Problem`'s names, such as "float16", or another, such as
-        "int32".
-    itemsize : int
-        Bytes per element.
-    code : int
-        The tensor's number in the record.
-    buffer : int
-        The number of the allocation that holds the tensor. Views of one array share it.
-    start : int
-        The byte offset of the first element in the allocation.
+    name : the kernel's parameter name
+    strides : per axis, the step in elements to the next index, which is never negative
+    dtype : the element type's name, such as "float16" or "int32"
+    itemsize : bytes per element
+    code : the tensor's number in the record
+    buffer : the number of the allocation that holds the tensor, shared by views of one array
+    start : the byte offset of the first element in the allocation
     """
 
     name: str
@@ -57,24 +49,24 @@ class KernelTensor:
 
     @property
     def size(self) -> int:
-        """The number of elements of the tensor."""
+        """Return the number of elements of the tensor."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes of all elements together, without gaps between elements."""
+        """Return the number of bytes of all elements together, without gaps between elements."""
         return self.size * self.itemsize
 
     @cached_property
     def span(self) -> int:
-        """Distance in elements from the first to the last element, both and all gaps included."""
+        """Return the length in elements from the first to the last element, gaps included."""
         if not self.size:
             return 0
         return 1 + sum((n - 1) * step for n, step in zip(self.shape, self.strides, strict=True))
 
     @cached_property
     def contiguous(self) -> bool:
-        """Whether the tensor's elements are contiguous in memory, in the order of their indices."""
+        """Return True if the elements are contiguous in memory, in the order of their indices."""
         step = 1
         for n, stride in zip(reversed(self.shape), reversed(self.strides), strict=True):
             if n != 1 and stride != step:
@@ -84,17 +76,14 @@ class KernelTensor:
 
     @cached_property
     def _axes(self) -> list[int]:
-        """The axes whose index changes an offset, from the largest stride to the smallest."""
+        """Return the axes of length over 1 and stride over 0, the largest stride first."""
         moving = [a for a, n in enumerate(self.shape) if n > 1 and self.strides[a] > 0]
         return sorted(moving, key=lambda a: -self.strides[a])
 
     def coordinates(self, offsets: np.ndarray) -> tuple[list[np.ndarray], np.ndarray]:
-        """Return the indices of the elements at `offsets`, and a mask of the elements that exist.
+        """Return elements' indices, one array per axis, and a mask of the elements that exist.
 
-        The indices are one array per axis.
-
-        An offset is a number of elements from the tensor's first element. At an offset past the
-        end, or in a gap between rows, no element exists.
+        No element exists at an offset past the end, or in a gap between rows.
         """
         rest = offsets
         found = [np.zeros_like(offsets) for _ in self.shape]

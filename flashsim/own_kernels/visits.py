@@ -1,8 +1,7 @@
 """Splits a program's accesses into visits (tile pairs), one per inner-loop iteration.
 
-A launch whose outer loop is over queries has one program per query tile, which loops over key
-tiles. A new visit begins when a tensor of the inner loop is accessed at another tile than before.
-So two loads of the same tile in one iteration belong to one visit.
+A new visit begins when a tensor of the inner loop is accessed at another tile than before, so two
+loads of the same tile in one iteration belong to one visit.
 """
 
 from __future__ import annotations
@@ -21,22 +20,14 @@ class Visits:
 
     Attributes
     ----------
-    outer : {"queries", "keys"}
-        The dimension over which the outer loop runs.
-    block_q, block_k : int
-        Rows of a query tile, and of a key tile.
-    at : int64 (n,)
-        Index of each access in the record, ordered by program.
-    program, head : int64 (n,)
-        The program and the query head of each access. A program that computes a whole GQA group has
-        several heads.
-    tile : int64 (n,)
-        Outer tile of each access's program.
-    inner : int64 (n,)
-        Inner tile of each access's visit; -1 for accesses outside the inner loop.
-    visit : int64 (n,)
-        Number of each access's visit, counted from 0 in the launch. It is -1 for accesses before
-        a program's first visit and after its last one.
+    outer : the dimension over which the outer loop runs, "queries" or "keys"
+    block_q, block_k : rows of a query tile, and of a key tile
+    at : index of each access in the record, ordered by program, int64 (n,) like all arrays here
+    program, head : the program and the query head of each access; a program may have several heads
+    tile : outer tile of each access's program
+    inner : inner tile of each access's visit; -1 for accesses outside the inner loop
+    visit : number of each access's visit, counted from 0 in the launch; -1 before a program's first
+        visit and after its last one
     """
 
     outer: str
@@ -97,10 +88,7 @@ def visits_of(geometry: Geometry, launch: int) -> Visits:
 def _first(
     values: np.ndarray, starts: np.ndarray, which: np.ndarray, default: np.ndarray
 ) -> np.ndarray:
-    """Return, for each access, the first value in its program that is at least 0.
-
-    If the program has no such value, the result is the program's default.
-    """
+    """Return, per access, its program's first value that is at least 0; without one, `default`."""
     found = default.copy()
     known = np.flatnonzero(values >= 0)[::-1]
     found[which[known]] = values[known]

@@ -1,7 +1,7 @@
 """Checks arguments; each function returns the accepted value in a standard form.
 
-The errors name the argument and the value. They are `DTypeError` for a value of the wrong type,
-`ShapeError` for lengths and shapes, and `OptionError` for any other invalid value.
+The errors name the argument and the value: `DTypeError` for a value of the wrong type, `ShapeError`
+for lengths and shapes, and `OptionError` for other invalid values.
 """
 
 from __future__ import annotations
@@ -26,10 +26,7 @@ LARGEST = 2**63 - 1
 
 
 def is_int(value: Any) -> bool:
-    """Return whether `value` is an integer of Python or NumPy.
-
-    True and False do not count as integers.
-    """
+    """Return whether `value` is an integer of Python or NumPy, other than True and False."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -68,12 +65,12 @@ def flag(name: str, value: Any) -> bool:
 def one_of(name: str, value: Any, possible: Iterable[str]) -> Any:
     """Return `value` if it is one of the possible names; otherwise raise an error."""
     if not isinstance(value, str) or value not in possible:
-        raise OptionError(f"unknown {name} {shown(value)}; {choices(value, possible)}")
+        raise OptionError(f"unknown {name} {shown(value)}; choose from {choices(value, possible)}")
     return value
 
 
 def instance(name: str, value: Any, kind: type, how: str) -> Any:
-    """Return `value` if it is an object of this class. The error's text says `how` to make one."""
+    """Return `value` if it is an instance of `kind`; otherwise raise an error that says `how`."""
     if not isinstance(value, kind):
         raise DTypeError(f"{name} must be a {how}, got {shown(value)}")
     return value
@@ -99,7 +96,7 @@ def seed(value: Any) -> int:
 
 
 def as_array(name: str, values: Any) -> np.ndarray:
-    """Return any array-like, including an array on a GPU, as a NumPy array.
+    """Return an array of any library or device as a NumPy array.
 
     Numbers of torch's 8-bit and 16-bit float types become float32.
     """
@@ -159,12 +156,14 @@ def dtype_name(dtype: Any) -> str:
                 f"dtype {name!r} is {turned[name]} with swapped byte order; convert it with "
                 f"x.astype({turned[name]!r})"
             )
-        raise DTypeError(f"dtype {shown(name)} is not supported; {choices(name, DTYPES)}")
+        raise DTypeError(
+            f"dtype {shown(name)} is not supported; choose from {choices(name, DTYPES)}"
+        )
     return name
 
 
 def window(window: Any) -> tuple[int, int] | None:
-    """Return how many keys a window keeps to the left and right (-1: no limit), or None."""
+    """Return a window's numbers of keys to the left and right (-1: no limit); None stays None."""
     if window is None:
         return None
     try:

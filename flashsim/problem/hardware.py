@@ -24,17 +24,18 @@ Each device cites the sources of its figures by letter:
      data sets from 8 to 30 MB: A100 80 GB 5.4 TB/s, L40 5.2, H200 9.8. Entered also for the chips
      with the same die and SM count: A100 40 GB, L40S, H100.
 
-FP8 peaks are the dense peaks of [L], [W], [S], [H] and [B]. The FP8 peaks were entered from memory
-and not checked in these documents. Copies of these documents' tables on other websites agree for
-the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6 with sparsity) and B200
-(9,000 with sparsity). For the RTX 4090's FP8 peak, websites print both 330.3 and 660.6 TFLOP/s.
-This module uses 330.3, the peak with float32 accumulation, which it also uses for the card's FP16.
+FP8 peaks are the dense peaks of the documents [L], [W], [S], [H] and [B]. They were entered from
+memory, and not checked in these documents. Copies of the documents' tables on other websites
+confirm the FP8 peaks of the H100 (3,957.8 with sparsity), L40S (733 and 1,466), RTX 4000 Ada (427.6
+with sparsity) and B200 (9,000 with sparsity). For the RTX 4090's FP8 peak, websites print both
+330.3 and 660.6 TFLOP/s. This module uses 330.3 TFLOP/s, the peak with float32 accumulation, as for
+the card's FP16.
 
 Capacities of off-chip memory are the "GB" of data sheets read as GiB, because devices report about
 as much: an H200 "of 141 GB" reports 143,771 MiB, while 141 GB are 134,468 MiB. Peaks of matrix
-products are *dense*, with float32 accumulation, at boost clock. For these peaks, a data sheet's
-figure "with sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware
-unit for this dtype. A bandwidth of 0 means that no figure is published.
+products are *dense*, with float32 accumulation, at boost clock; a data sheet's figure "with
+sparsity" is halved. If a device lists no peak for a dtype, the GPU has no hardware unit for that
+dtype. A bandwidth of 0 means that no figure is published.
 """
 
 from __future__ import annotations
@@ -69,19 +70,17 @@ class Device:
     sram_bytes : int
         The largest shared memory of one thread block; simulated algorithms must fit in it.
     sram_per_sm, registers_per_sm : int
-        Shared memory and register file of one SM, in bytes.
+        Shared memory and register file of one SM.
     sm_count : int
         Streaming multiprocessors.
-    l2_bytes : int
-        L2 cache, in bytes.
+    l2_bytes, hbm_bytes : int
+        L2 cache and off-chip memory.
     l2_partitions : int
         1, or 2 if L2 has two halves, each of which serves the nearer SMs and memory [A], [H].
-    hbm_bytes : int
-        Off-chip memory, in bytes.
     hbm_bandwidth, l2_bandwidth : float
-        Bytes per second. `l2_bandwidth` is 0 if no measurement is published.
+        `l2_bandwidth` is 0 if no measurement is published.
     tensor_flops, cuda_flops : mapping of str to float
-        Peak FLOP/s by input dtype on tensor cores (dense) and on CUDA cores.
+        Peaks by input dtype on tensor cores (dense) and on CUDA cores.
     compute_capability : tuple of int
         For example ``(9, 0)``.
     source : str
@@ -160,10 +159,10 @@ class Device:
         return values
 
     def peak(self, dtype: str, *, tensor_cores: bool = True) -> float:
-        """Return the peak FLOP/s for matrix products of `dtype`.
+        """Return the peak FLOP/s for matrix products of `dtype` on tensor cores.
 
-        The result is the peak of tensor cores, or of CUDA cores if the GPU has no tensor cores for
-        `dtype` or `tensor_cores` is False.
+        The result is the peak of CUDA cores if the GPU has no tensor cores for `dtype` or
+        `tensor_cores` is False.
         """
         if not isinstance(dtype, str):
             raise DTypeError(f"dtype must be a name such as 'float16', got {shown(dtype)}")
@@ -172,7 +171,7 @@ class Device:
         if not peak:
             raise OptionError(
                 f"{self.name} has no peak for dtype {dtype!r}; "
-                + choices(dtype, sorted({*self.tensor_flops, *self.cuda_flops}))
+                f"choose from {choices(dtype, sorted({*self.tensor_flops, *self.cuda_flops}))}"
             )
         return peak
 
@@ -181,10 +180,7 @@ class Device:
         return self.peak(dtype) / self.hbm_bandwidth
 
     def with_sram(self, sram_bytes: int) -> Device:
-        """Return a copy of the device with another on-chip capacity per block.
-
-        Studies use it to vary M, the on-chip capacity in the papers.
-        """
+        """Return a copy of the device with another on-chip capacity per block, M in the papers."""
         sram_bytes = checks.positive_int("sram_bytes", sram_bytes)
         return replace(
             self,
@@ -209,7 +205,7 @@ class Device:
         preset = _BY_KEY.get(_key(device)) if isinstance(device, str) else None
         if preset is None:
             raise OptionError(
-                f"unknown device {shown(device)}; {choices(device, PRESETS)}; "
+                f"unknown device {shown(device)}; choose from {choices(device, PRESETS)}; "
                 "or build your own with flashsim.Device(...)"
             )
         return preset
@@ -218,24 +214,15 @@ class Device:
 def reported(
     name: str, compute_capability: tuple[int, int], sm_count: int, hbm_bytes: int
 ) -> Device:
-    """Return the preset of a GPU, given its name and figures as a driver reports them.
+    """Return the preset of a GPU, from its name and figures as a driver reports them.
 
-    The function finds no preset for a part of a GPU (MIG), or for a different model with the same
-    name.
-
-    Parameters
-    ----------
-    name : str
-        The name as CUDA reports it, for example "NVIDIA H100 80GB HBM3".
-    compute_capability : tuple of int
-    sm_count : int
-    hbm_bytes : int
-        Memory that the driver reports, which is a little less than the GPU has.
+    The name is, for example, "NVIDIA H100 80GB HBM3". The reported `hbm_bytes` are a little less
+    than the GPU has.
 
     Raises
     ------
     OptionError
-        If no preset matches.
+        If no preset matches, as for a part of a GPU (MIG), or another model with the same name.
     """
     words = " ".join(re.split(r"[^A-Za-z0-9]+", name))
     for preset in PRESETS.values():

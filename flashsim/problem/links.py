@@ -34,12 +34,10 @@ class Link:
 
     Parameters
     ----------
-    name : str
     bandwidth : float
         Bytes per second per direction; both directions work at once.
     latency : float
         Seconds before the first byte of a message arrives.
-    source : str
 
     Raises
     ------
@@ -73,7 +71,7 @@ class Link:
         preset = LINKS.get(link) if isinstance(link, str) else None
         if preset is None:
             raise OptionError(
-                f"unknown link {shown(link)}; {choices(link, LINKS)}; "
+                f"unknown link {shown(link)}; choose from {choices(link, LINKS)}; "
                 "or build your own with flashsim.predict.Link(...)"
             )
         return preset

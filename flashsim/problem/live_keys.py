@@ -1,8 +1,4 @@
-"""Checks which keys of a KV cache are live (in use): lengths, pages and a shared prefix.
-
-Decoding uses these checks, in the simulator and on a GPU, for `cache_seqlens`, `block_table` and
-`shared_prefix`, so both raise the same errors.
-"""
+"""Checks which keys of a KV cache are live (in use): lengths, pages and a shared prefix."""
 
 from __future__ import annotations
 
@@ -17,16 +13,9 @@ from flashsim.problem import checks
 def live_lengths(lengths: Any, batch: int, n_kv: int, *, paged: bool = False) -> tuple[int, ...]:
     """Return the number of keys that each batch entry has in its KV cache, from `cache_seqlens`.
 
-    If `cache_seqlens` is None, every batch entry fills its cache.
-
-    Parameters
-    ----------
-    lengths : sequence or array of int, (batch,), or None
-        If it is an array on a GPU, the call waits until the GPU has computed it.
-    n_kv : int
-        The capacity of the cache per entry of the batch.
-    paged : bool
-        Whether K and V are in pages that a block table lists.
+    If `lengths` is None, every batch entry fills its cache of `n_kv` keys. If `lengths`, (batch,),
+    is an array on a GPU, the call waits until the GPU has computed it. `paged` says whether K and V
+    are in pages that a block table lists.
 
     Raises
     ------
@@ -68,15 +57,8 @@ def check_pages(
 ) -> None:
     """Raise `OptionError` unless all live keys have valid pages.
 
-    The keys of a shared prefix must have the same pages in all entries.
-
-    Parameters
-    ----------
-    table : ndarray of int, (batch, max_pages)
-    page, pages : int
-        The number of keys per page, and the number of pages in the pool.
-    prefix : int
-        The number of keys that all entries share.
+    The first `prefix` keys, which all entries share, must have the same pages in all entries.
+    `table` is (batch, max_pages), and the pool has `pages` pages of `page` keys.
     """
     for b, n in enumerate(lengths):
         used = table[b, : -(-n // page)]

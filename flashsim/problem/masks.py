@@ -14,10 +14,9 @@ from flashsim.problem import checks
 def masked_score(dtype: Any) -> float:
     """Return the largest score that counts as masked: half the lowest finite number of `dtype`.
 
-    The argument `dtype` is the type in which scores are computed. The limit exists because model
-    code often masks a score by adding the lowest finite number of a type. If a row has only such
-    scores, it counts as a row without keys, although the scores are finite. In such a row,
-    rounding has erased the differences between scores, and the term log n of the LSE.
+    `dtype` is the type in which scores are computed. Model code often masks a score by adding the
+    lowest finite number of a type. A row whose scores all count as masked is a row without keys.
+    Rounding has erased the differences between the row's scores, and the term log n of its LSE.
     """
     return float(np.finfo(dtype).min) / 2
 
@@ -31,7 +30,7 @@ class BlockMask:
     grid : array_like of bool, shape (ceil(n_q / block_q), ceil(n_kv / block_k))
         True for each cell whose scores are kept. q and k count from the start of each sequence.
     block_q, block_k : int
-        Rows and columns of one cell, in scores. They may differ from the sides of a tile.
+        Rows and columns of one cell, in scores, which may differ from the sides of a tile.
     """
 
     def __init__(self, grid: Any, block_q: int, block_k: int) -> None:
@@ -62,10 +61,7 @@ class BlockMask:
 
 
 def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndarray:
-    """Call a mask function on arrays of query and key indices, and return its booleans.
-
-    The call raises a `MaskError` if the function fails or does not return one boolean per score.
-    """
+    """Return a mask function's booleans for index arrays, or raise a `MaskError` if it fails."""
     shape = np.broadcast_shapes(q.shape, k.shape)
     name = getattr(mask, "__name__", repr(mask))
     try:
@@ -79,8 +75,8 @@ def call_mask(mask: Callable[..., Any], q: np.ndarray, k: np.ndarray) -> np.ndar
         raise
     except Exception as error:
         raise MaskError(
-            f"mask function {name!r} failed on index arrays of shape {q.shape} and {k.shape}: "
-            f"{type(error).__name__}: {error}; write it with operations on whole arrays of "
+            f"mask function {name!r} failed on index arrays of shapes {q.shape} and {k.shape} "
+            f"({type(error).__name__}: {error}); write it with operations on whole arrays of "
             "indices, e.g. (q - k) % 2 == 0"
         ) from error
     if result.dtype != np.bool_:

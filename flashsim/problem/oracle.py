@@ -1,8 +1,8 @@
 """Attention and its gradients in float64, and plain attention in any type, to check results.
 
-This module has no tiles, and shares no code with an engine. Each mask is built as a whole matrix
-from `Problem.keep`. The functions use N x N arrays, so they serve to check results, not to run
-large problems. The functions accept arrays of any library and return NumPy arrays.
+This module has no tiles, and shares no code with an engine. The functions use N x N arrays, so they
+serve to check results, not to run large problems. Inputs are arrays of any library; results are
+NumPy arrays.
 """
 
 from __future__ import annotations
@@ -47,13 +47,12 @@ def attention(
     """Return out and LSE of plain attention, with every intermediate rounded to `dtype`.
 
     The argument `dtype` is an element type or "tf32". With "float64", the result is exact enough to
-    check others: it is the oracle. With the input's type, the result is that of an implementation
-    without tiles; its error is the reference for the errors of tiled implementations.
+    check other implementations. With the input's type, the function acts as an implementation
+    without tiles. The untiled result's error is the reference for tiled implementations.
 
     Parameters
     ----------
     q, k, v : ndarray, (batch, heads, n_q, d), (batch, kv_heads, n_kv, d), (.., n_kv, d_v)
-    problem : Problem
     bias : ndarray, (1 or batch, 1 or heads, n_q, n_kv), optional
     captured : sequence of ndarray
         The captured arrays of `problem.score_mod`, in its graph's order.
@@ -134,13 +133,10 @@ def finite_difference(
     step: float = 1e-5,
     seed: int = 0,
 ) -> dict[str, tuple[float, float]]:
-    """Compute each gradient along a random direction in two ways: by differences and by formula.
+    """Return each gradient along a random direction, by finite differences and by formula.
 
-    Returns
-    -------
-    dict
-        ``{"dq": (by differences, by gradient), ...}``. The two numbers of an input differ by about
-        ``step ** 2``.
+    The result is ``{"dq": (by differences, by formula), ...}``. The two numbers of an input differ
+    by about ``step ** 2``.
     """
     arrays = {"q": q, "k": k, "v": v, "dout": dout}
     q, k, v, dout, bias, dlse = _checked(problem, "float64", bias, dlse, **arrays)
@@ -167,9 +163,8 @@ def finite_difference(
 def tf32(x: np.ndarray) -> np.ndarray:
     """Round float32 values to NVIDIA's tf32, which has 10 bits of mantissa.
 
-    The rounding is to nearest, with ties away from 0. If a library allows tf32, tensor cores round
-    the operands of float32 products in this way. The relative error of the rounding is at most
-    2**-11.
+    The rounding is to nearest, with ties away from 0, as tensor cores round the operands of float32
+    products if a library allows tf32.
     """
     bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
     rounded = (bits + np.uint32(1 << 12)) & np.uint32(0xFFFFE000)
@@ -209,10 +204,7 @@ def _checked(p: Problem, dtype: str, bias: Any, dlse: Any = None, **inputs: Any)
 def _checked_of_functions(
     p: Problem, captured: Any, sinks: Any
 ) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    """Return two results: a score function's captured arrays, and the sinks in float64.
-
-    Both are checked first.
-    """
+    """Return a score function's captured arrays, and the sinks in float64, after checking them."""
     wanted = () if p.score_mod is None else p.score_mod.arrays
     if not isinstance(captured, Sequence) or len(captured) != len(wanted):
         names = ", ".join(a.name for a in wanted) or "none"
@@ -245,10 +237,7 @@ def _probabilities(
     captured: Sequence[np.ndarray],
     sinks: np.ndarray | None,
 ) -> tuple[np.ndarray, np.ndarray, _Before]:
-    """Return P, the LSE, and the values from before the softmax that the backward pass needs.
-
-    Each array has shape (batch, heads, n_q, ..).
-    """
+    """Return P, the LSE and the `_Before` values, each (batch, heads, n_q, ..)."""
     S = _round(q.astype(np.float64) @ _per_head(k, p).mT * p.scale, dtype)
     gate: np.ndarray | float = 1.0
     if p.softcap:
@@ -280,10 +269,7 @@ def _probabilities(
 
 
 def _indices(p: Problem) -> dict[str, np.ndarray]:
-    """Return four index arrays: the arguments b, h, q, k of a score function for every score.
-
-    The indices q and k count from the start of each sequence.
-    """
+    """Return a score function's arguments b, h, q, k; q and k count from each sequence's start."""
     q, k = np.arange(p.n_q), np.arange(p.n_kv)
     for s in p.sequences:
         q[s.q_start : s.q_stop] -= s.q_start
@@ -295,13 +281,11 @@ def _indices(p: Problem) -> dict[str, np.ndarray]:
 def _through_function(
     p: Problem, raw: np.ndarray, dS: np.ndarray, captured: Sequence[np.ndarray]
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return two results: the gradients of a score function's input, and of its captured arrays.
+    """Return the gradients of a score function's input, and of its captured arrays.
 
-    The gradients are computed by forward-mode differentiation: node after node, with respect to the
-    score and to each element that the function reads. The engines use reverse mode
-    (`flashsim.functions.derivative`) instead, so this function is an independent check. For each
-    captured array, the derivatives are then summed by the index at which the function read the
-    array.
+    The gradients are computed by forward-mode differentiation, with respect to the score and to
+    each element that the function reads. The engines use reverse mode
+    (`flashsim.functions.derivative`) instead, so this function is an independent check.
     """
     arguments = {"score": raw, **_indices(p)}
     graph = p.score_mod

@@ -1,8 +1,8 @@
 """`Precision`: the types to which an algorithm rounds its intermediate results.
 
 Each intermediate result that a kernel could store in fewer bits is a rounding point, which has a
-name. Most published kernels round only P and dS, to the inputs' type, before they enter products.
-Such kernels keep all other intermediate results in float32.
+name. Most published kernels round only P and dS, to the inputs' type, before P and dS enter
+products.
 """
 
 from __future__ import annotations
@@ -47,10 +47,7 @@ POINTS = {
 
 
 def points_of(algorithm: str) -> tuple[str, ...]:
-    """Return the names of the intermediate results that an algorithm can round.
-
-    For an algorithm that `POINTS` lacks, the only such name is "inputs".
-    """
+    """Return an algorithm's rounding points: only "inputs" if `POINTS` lacks the algorithm."""
     return POINTS.get(algorithm, ("inputs",))
 
 
@@ -71,9 +68,8 @@ def round_to(x: np.ndarray, dtype: str, factor: float = 1.0) -> np.ndarray:
 class Precision:
     """The types to which an algorithm rounds its intermediate results (at its rounding points).
 
-    If a point's type is None, the algorithm rounds to its usual type there.
-
-    A `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
+    If a rounding point's type is None, the algorithm rounds to the point's usual type. A
+    `Precision` changes numbers, not the bytes moved, so a run with a `Precision` has no trace.
 
     Attributes
     ----------
@@ -125,7 +121,7 @@ class Precision:
         for name in options:
             if name not in known:
                 raise UnknownArgumentError(
-                    f"Precision has no argument {name!r}; {choices(name, known)}"
+                    f"Precision has no argument {name!r}; choose from {choices(name, known)}"
                 )
         return super().__new__(cls)
 
@@ -144,7 +140,7 @@ class Precision:
 
     @property
     def points(self) -> dict[str, str]:
-        """A dict of the rounding points for which a type is set, and their types."""
+        """The rounding points for which a type is set, and their types."""
         every = {point.name: getattr(self, point.name) for point in fields(self)[:-2]}
         return {name: dtype for name, dtype in every.items() if dtype is not None}
 
@@ -153,15 +149,13 @@ class Precision:
         for name in self.points:
             if name not in points_of(algorithm):
                 raise OptionError(
-                    f"{algorithm!r} has no rounding point {name!r}; its rounding points are "
+                    f"{algorithm!r} has no rounding point {name!r}; choose from "
                     f"{', '.join(points_of(algorithm))}"
                 )
 
     @classmethod
     def preset(cls, name: str, dtype: str = "bfloat16") -> Precision:
-        """Return a `Precision` with the types to which a published kernel rounds.
-
-        The argument `dtype` is the type of the kernel's inputs, float16 or bfloat16.
+        """Return the types to which a published kernel with inputs of `dtype` (16-bit) rounds.
 
         Raises
         ------
@@ -213,13 +207,10 @@ PRESETS: dict[str, tuple[Precision, str]] = {
 class Roundings(NamedTuple):
     """The types to which one stage (kernel) rounds its tensors, by the papers' tensor names.
 
-    Attributes
-    ----------
-    operands : tensors that are rounded when they are computed or enter a product
-    held : accumulators that are rounded at the end of each visit
-    stored : tensors that are rounded when they are stored in HBM or added to it
-    tensor_cores : whether products are summed as on Hopper's FP8 tensor cores
-    flush : int or None
+    Tensors in `operands` are rounded when they are computed or enter a product. Accumulators in
+    `held` are rounded at the end of each visit. Tensors in `stored` are rounded when they are
+    stored or added in HBM. `tensor_cores` says whether products are summed as on Hopper's FP8
+    tensor cores.
     """
 
     operands: Operands = _NONE
@@ -233,7 +224,7 @@ class Roundings(NamedTuple):
     def of(
         cls, problem: Problem, algorithm: str, direction: str, stage: str, precision: Precision
     ) -> Roundings:
-        """Return a `Roundings` object: the types to which one stage (kernel) rounds."""
+        """Return the types to which one stage (kernel) of a pass rounds its tensors."""
         p, forward = problem, direction == "forward"
         points = precision.points
         types = _usual(p, forward) | {
@@ -268,9 +259,8 @@ NO_ROUNDINGS = Roundings()
 def _usual(p: Problem, forward: bool) -> dict[str, str]:
     """Return the types to which kernels usually round P and dS, which are the inputs' types.
 
-    With FP8 inputs, the types are e4m3 in the forward pass and bfloat16 in the backward pass.
-    FlashAttention-3 has no backward pass in FP8, so a 16-bit backward pass follows its FP8 forward
-    pass.
+    With FP8 inputs, the types are e4m3 in the forward pass and bfloat16 in the backward pass,
+    because FlashAttention-3 has no backward pass in FP8.
     """
     if forward:
         return {"P": P_OF_FP8 if p.fp8 else p.dtype}
@@ -287,14 +277,10 @@ def tensor_core_sum(into: np.ndarray, a: np.ndarray, b: np.ndarray) -> None:
 
     A tensor core adds 32 products and the running sum at once. The tensor core shifts each addend
     to the largest exponent, and truncates it to 14 bits: the leading bit and 13 more (DeepSeek-V3,
-    arXiv:2412.19437, section 3.5.2). The tensor core truncates the new sum to 14 bits too.
-    Truncation rounds towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science
-    2021). The products of FP8 numbers themselves are exact.
-
-    Parameters
-    ----------
-    into : ndarray of float32, (.., m, n)
-    a, b : ndarray of float32, (.., m, k), (.., k, n)
+    arXiv:2412.19437, section 3.5.2). The new sum is truncated to 14 bits too. Truncation rounds
+    towards zero, as in older tensor cores (Fasi et al., PeerJ Computer Science 2021). The products
+    of FP8 numbers themselves are exact. `a`, `b` and `into` are float32, (.., m, k), (.., k, n),
+    (.., m, n).
     """
     for first in range(0, a.shape[-1], TERMS):
         part = slice(first, first + TERMS)

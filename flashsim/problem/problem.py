@@ -51,8 +51,7 @@ def numpy_dtype(name: str) -> np.dtype:
 class Segment:
     """One sequence of a packed batch: its query rows and key rows, as packed indices.
 
-    A segment with `prefix` set is a shared prefix: the queries of all sequences see its keys, and
-    each sequence's own keys follow it.
+    A segment with `prefix` set is a shared prefix, whose keys the queries of all sequences see.
     """
 
     q_start: int
@@ -65,8 +64,8 @@ class Segment:
     def offset(self) -> int:
         """The index of the key on a query's diagonal, minus the query's index.
 
-        The diagonal ends at the bottom right, with the last query and the last key. All keys of a
-        shared prefix lie on the left of the diagonal.
+        The diagonal ends at the bottom right, with the last query and the last key. No key of a
+        shared prefix lies to the right of the diagonal.
         """
         if self.prefix:
             return self.k_stop - 1 - self.q_start
@@ -267,11 +266,7 @@ class Problem:
         return {"b": self.batch, "h": self.heads, "q": longest_q, "k": longest_k}
 
     def _factor(self, name: str, value: Any, low: float = -math.inf) -> float:
-        """Return the value of `scale` or `softcap` as a float, after checking its range.
-
-        The value must be finite in the type in which scores are computed. A softcap above 0 must be
-        at least the smallest normal number of that type.
-        """
+        """Return `scale` or `softcap` as a float, which the type of scores must be able to hold."""
         number, limits = checks.number(name, value, low), np.finfo(self.compute_dtype)
         largest, least = float(limits.max), float(limits.tiny)
         if abs(number) > largest or (name == "softcap" and 0 < number < least):
@@ -304,12 +299,12 @@ class Problem:
             )
 
     def _check_prefix(self, prefix: int) -> None:
-        """Raise an error unless every query sees the whole shared prefix and it fills its pages."""
+        """Raise an error unless all queries see the shared prefix, and it fills whole pages."""
         if self.cu_seqlens_q is None:
             raise ShapeError(
-                f"shared_prefix={shown(prefix)} applies to packed sequences, so a Problem with "
-                "shared_prefix= also needs cu_seqlens_q= and cu_seqlens_k= (flashsim.run and "
-                "flashsim.count set them for a batch)"
+                f"shared_prefix={shown(prefix)} applies only to packed sequences; pass "
+                "cu_seqlens_q= and cu_seqlens_k= too, as flashsim.run and flashsim.count do for "
+                "a batch"
             )
         for name in ("window", "bias", "block_mask", "mask", "mask_mod", "score_mod"):
             if getattr(self, name) is not None:
@@ -336,7 +331,8 @@ class Problem:
             return None
         if self.dtype not in checks.FP8:
             raise OptionError(
-                f"scales= needs FP8 inputs, {' or '.join(checks.FP8)}, got dtype={self.dtype!r}"
+                f"scales= works only with FP8 inputs ({' or '.join(checks.FP8)}), got "
+                f"dtype={self.dtype!r}; leave out scales="
             )
         if isinstance(scales, str):
             return checks.one_of("scales", scales, ("tensor", "head"))
@@ -420,10 +416,7 @@ class Problem:
 
     @cached_property
     def sequences(self) -> tuple[Segment, ...]:
-        """The packed sequences; a shared prefix is the first of them.
-
-        Without `cu_seqlens`, there is a single sequence with all queries and keys.
-        """
+        """The packed sequences, after any shared prefix; without `cu_seqlens`, one sequence."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return (Segment(0, self.n_q, 0, self.n_kv),)
         q, k = self.cu_seqlens_q, self.cu_seqlens_k
@@ -446,7 +439,7 @@ class Problem:
 
     @property
     def right(self) -> int:
-        """How many keys right of its diagonal a query sees. With a causal mask, it is 0."""
+        """How many keys right of its diagonal a query sees; 0 with a causal mask."""
         return 0 if self.causal else self._side(1)
 
     def _side(self, which: int) -> int:
@@ -457,10 +450,7 @@ class Problem:
 
     @property
     def banded(self) -> bool:
-        """Whether each query sees one contiguous run of keys.
-
-        This holds if no mask other than causality and the window applies.
-        """
+        """Whether each query sees contiguous keys: the only masks are causality and a window."""
         return self.block_mask is None and self.mask is None and self.mask_mod is None
 
     def rounded(self, array: np.ndarray) -> np.ndarray:
@@ -472,17 +462,11 @@ class Problem:
     def keep(
         self, sequence: Segment, q: np.ndarray, k: np.ndarray, *, functions: bool = True
     ) -> np.ndarray:
-        """Return an array of booleans: True for each score (query, key) that the masks keep.
+        """Return booleans (len(q), len(k)): True for each score (query, key) that the masks keep.
 
-        The arguments `q` (queries) and `k` (keys) are arrays of packed indices.
-
-        The indices must all belong to one sequence. If `mask_mod` differs between batch entries or
-        heads, a score counts as kept if any of them keeps it. ``functions=False`` ignores
-        `mask_mod`.
-
-        Returns
-        -------
-        ndarray of bool, shape (len(q), len(k))
+        `q` (queries) and `k` (keys) are packed indices of one sequence. If `mask_mod` differs
+        between batch entries or heads, a score counts as kept if any entry or head keeps it.
+        ``functions=False`` ignores `mask_mod`.
 
         Raises
         ------
@@ -499,8 +483,8 @@ class Problem:
     def keep_alike(self, q: np.ndarray, k: np.ndarray, rel: np.ndarray) -> np.ndarray:
         """Return an array of booleans: True where the masks that all heads share keep the score.
 
-        The arguments `q` and `k` are indices from the start of a sequence, and broadcast against
-        each other. The argument `rel` is the distance of each key from the query's diagonal.
+        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
+        `rel` is the distance of each key from the query's diagonal.
         """
         kept = (rel >= -self.left) & (rel <= self.right)
         if self.block_mask is not None:
@@ -512,14 +496,9 @@ class Problem:
         return kept
 
     def keep_per_head(self, q: np.ndarray, k: np.ndarray) -> np.ndarray:
-        """Return an array of booleans: True where the user's `mask_mod` keeps the score.
+        """Return booleans (1 or batch, 1 or heads, ...): True where `mask_mod` keeps the score.
 
-        The arguments `q` and `k` are indices from the start of a sequence, and broadcast against
-        each other.
-
-        Returns
-        -------
-        ndarray of bool, shape (1 or batch, 1 or heads, ...)
+        `q` and `k` are indices from the start of a sequence, and broadcast against each other.
         """
         mask, shape = self.mask_mod, np.broadcast_shapes(q.shape, k.shape)
         b = np.arange(self.batch if "b" in mask.per_head else 1)

@@ -20,28 +20,18 @@ def random_signs(d: int, seed: int) -> np.ndarray:
 
 
 def hadamard(x: np.ndarray) -> np.ndarray:
-    """Return ``x @ H / sqrt(d)`` for Sylvester's Hadamard matrix H of order d.
+    """Return ``x @ H / sqrt(d)`` for rows x, (.., d), and Sylvester's Hadamard matrix H.
 
-    The fast Walsh-Hadamard transform computes the product in d log d additions per row: sums and
-    differences of neighbours, then of neighbouring pairs, then of groups of four, and so on. The
-    matrix H / sqrt(d) is symmetric and orthogonal, so it is its own inverse.
-
-    Parameters
-    ----------
-    x : ndarray, (.., d)
-        d must be a power of two.
-
-    Raises
-    ------
-    ShapeError
-        If d is not a power of two.
+    The width d must be a power of two; otherwise, the function raises `ShapeError`. The fast
+    Walsh-Hadamard transform computes the product in d log d additions per row. The matrix H /
+    sqrt(d) is symmetric and orthogonal, so it is its own inverse.
     """
     d = x.shape[-1]
     if d & (d - 1):
         raise ShapeError(
             f"a Hadamard rotation needs a head_dim that is a power of two, got {d}; pad q and k "
-            f"with zeros to head_dim {1 << d.bit_length()}, which does not change q k^T, and "
-            "pass scale= for the original head_dim"
+            f"with zeros to head_dim {1 << d.bit_length()}, which keeps q k^T, and pass scale= "
+            f"for head_dim {d}"
         )
     span = 1
     while span < d:
@@ -58,5 +48,5 @@ def rotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
 
 
 def unrotated(x: np.ndarray, signs: np.ndarray) -> np.ndarray:
-    """Undo `rotated`: return ``x M^T``. This also applies to gradients of rotated q and k."""
+    """Undo the rotation of rows, or of the gradients of rotated rows: return ``x M^T``."""
     return hadamard(x) * signs.astype(x.dtype)

@@ -1,11 +1,11 @@
 """Classifies a mask function's tiles as FULL, MASKED or skipped, with few calls of the function.
 
-Interval arithmetic bounds the mask's values over boxes of tiles, large boxes first. If the bounds
-prove that the mask keeps all scores of a box, or none, all tiles of the box are classified at once.
-Any other box is divided into smaller boxes, down to single tiles. If the bounds do not classify a
-single tile, the mask is evaluated at a few of its scores: one kept and one masked score prove that
-the tile is MASKED. Only tiles that are still unclassified are evaluated score by score. The
-classification is the same as if the mask were evaluated at every score.
+Interval arithmetic bounds the mask's values over boxes of tiles. If the bounds prove that the mask
+keeps all scores of a box, or none, all tiles of the box are classified at once. If the bounds do
+not decide a box, the box is divided, down to single tiles. For a single tile, the mask is first
+evaluated at a few scores: one kept and one masked score prove that the tile is MASKED. Otherwise,
+the mask is evaluated at all scores of the tile. The classification is the same as if the mask were
+evaluated at every score.
 """
 
 from __future__ import annotations
@@ -24,10 +24,7 @@ PARTS = 4
 
 
 class Boxes(NamedTuple):
-    """Boxes of visited tiles: row tiles i0 .. i1 - 1, column tiles j0 .. j1 - 1, FULL or MASKED.
-
-    No two boxes overlap. A MASKED box always is a single tile.
-    """
+    """Disjoint boxes (i0 .. i1 - 1, j0 .. j1 - 1) of FULL tiles, or of a single MASKED tile."""
 
     i0: np.ndarray
     i1: np.ndarray
@@ -41,15 +38,11 @@ class Boxes(NamedTuple):
         return int(((self.i1 - self.i0) * (self.j1 - self.j0)).sum())
 
     def only(self, kind: int) -> Boxes:
-        """Return the boxes of one kind, FULL or MASKED."""
+        """Return only the boxes with tiles of one kind, FULL or MASKED."""
         return Boxes(*(x[self.kind == kind] for x in self))
 
     def sums(self, heights: np.ndarray, widths: np.ndarray) -> tuple[int, int, int, int]:
-        """Return the fields of `Sums`, summed over all tiles of the boxes.
-
-        The argument `heights` has the numbers of rows of the row tiles, `widths` the numbers of
-        columns of the column tiles. The sums are computed box by box, without a list of tiles.
-        """
+        """Return the numbers of `Sums` for all boxes, from each tile's number of rows and keys."""
         down, across = (np.concatenate([[0], np.cumsum(x)]) for x in (heights, widths))
         high, wide = down[self.i1] - down[self.i0], across[self.j1] - across[self.j0]
         rows, cols = self.i1 - self.i0, self.j1 - self.j0
@@ -58,13 +51,7 @@ class Boxes(NamedTuple):
         return visits, row_cols, col_rows, area
 
     def csr(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the boxes' tiles as ``(ptr (rows + 1,), col, kind)``, columns in ascending order.
-
-        Raises
-        ------
-        TilingError
-            If there are more tiles than fit in a table of visits.
-        """
+        """Return the boxes' tiles as ``(ptr (rows + 1,), col, kind)``, with ascending columns."""
         tables.check_visits(self.tiles)
         height = self.i1 - self.i0
         owner = np.repeat(np.arange(len(height)), height)
@@ -93,15 +80,10 @@ def classify(
 ) -> Boxes:
     """Return the tiles that a loop visits in a problem with a mask function, grouped into boxes.
 
-    Parameters
-    ----------
-    rows, cols, row_base, col_base
-        As in `Grid`: the tables of tiles, and each sequence's first tiles.
-    block_k : int
-        Keys per tile. A tile with fewer keys is never FULL.
-    elements : callable
-        Evaluates the mask at every score of tiles (i, j). It returns two booleans per tile: whether
-        the mask keeps any score, and whether it keeps all scores.
+    `rows` and `cols` are the tables of row and column tiles, as in `Grid`. `row_base` and
+    `col_base` have the number of each sequence's first tile. A tile with fewer than `block_k` keys
+    is never FULL. ``elements(i, j)`` evaluates the mask at every score of tiles (i, j), and returns
+    whether the mask keeps any score, and whether it keeps all.
     """
     p, mask = problem, problem.mask_mod
     assert mask is not None
@@ -140,7 +122,7 @@ def classify(
 
 
 def _divided(box: np.ndarray) -> np.ndarray:
-    """Divide each box into up to PARTS x PARTS boxes."""
+    """Return the boxes, each divided into up to PARTS x PARTS smaller boxes."""
     if not box.shape[1]:
         return box
     i0, i1, j0, j1, s = box
@@ -164,11 +146,7 @@ def _tiles(
     elements: Evaluate,
     other: bool,
 ) -> np.ndarray:
-    """Classify single tiles that the mask's bounds do not classify.
-
-    The mask is evaluated first at a few scores of each tile. If these scores do not classify the
-    tile, the mask is evaluated at all scores of the tile.
-    """
+    """Evaluate single tiles at a few or at all scores; return the FULL and the MASKED tiles."""
     i, j, s = box[0], box[2], box[4]
     some, every = np.zeros(len(i), bool), np.ones(len(i), bool)
     if not other:
@@ -184,7 +162,7 @@ def _tiles(
 def _probed(
     problem: Problem, rows: np.ndarray, cols: np.ndarray, s: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two booleans per tile: whether the mask keeps any, and all, of a few of its scores."""
+    """Evaluate a few scores of each tile: return whether the mask keeps any, and whether all."""
     p, mask = problem, problem.mask_mod
     assert mask is not None
     sequences = p.sequences

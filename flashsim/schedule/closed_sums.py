@@ -1,10 +1,8 @@
 """Closed-form sums over visits (tile pairs), exact for any length and without a table.
 
-The formulas need the inner tiles of each outer tile to be contiguous.
-
-Each outer tile visits the inner tiles lo .. hi - 1. Both lo and hi are floors of linear functions
-of the outer tile's number, clipped to the existing tiles. So every sum in this module is a sum of
-floors.
+The formulas need contiguous inner tiles: each outer tile visits the inner tiles lo .. hi - 1. The
+numbers lo and hi are floors of linear functions of the outer tile's number, clipped to the existing
+tiles. So every sum in this module is a sum of floors.
 """
 
 from __future__ import annotations
@@ -13,7 +11,7 @@ from typing import NamedTuple
 
 
 class Strip(NamedTuple):
-    """The tiles of one sequence: outer tiles have `block` rows, inner tiles `inner` positions.
+    """The tiles of one sequence: outer tiles of `block` rows, inner tiles of `inner` positions.
 
     A position is a query or a key. The inner axis of the score matrix has `n` positions. The outer
     axis has `rows` rows: `members` rows for each outer position. The outer position p sees the
@@ -35,10 +33,7 @@ class Strip(NamedTuple):
         return -(-self.rows // self.block)
 
     def visit(self, tile: int) -> tuple[int, int, int]:
-        """Return an outer tile's number of rows, and the bounds of the inner tiles that it visits.
-
-        The bounds are the numbers of the first such inner tile, and of the last plus 1.
-        """
+        """Return an outer tile's number of rows, and the range (lo, hi) of its inner tiles."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         begin = max(start // self.members + self.offset - self.left, 0)
@@ -47,12 +42,7 @@ class Strip(NamedTuple):
         return stop - start, *seen
 
     def full(self, tile: int) -> tuple[int, int]:
-        """Return the bounds of the FULL inner tiles that an outer tile visits.
-
-        The bounds are the numbers of the first such inner tile, and of the last plus 1. Both
-        numbers are equal if no inner tile is FULL. A ragged last inner tile is never FULL, because
-        it has fewer positions than a whole tile.
-        """
+        """Return the range (lo, hi) of an outer tile's FULL inner tiles, (0, 0) if it has none."""
         start = tile * self.block
         first = start // self.members + self.offset
         last = (min(start + self.block, self.rows) - 1) // self.members + self.offset
@@ -65,10 +55,7 @@ class Strip(NamedTuple):
         return min(hi * self.inner, self.n) - lo * self.inner if hi > lo else 0
 
     def sums(self) -> tuple[int, int, int, int]:
-        """Return the number of visits (tile pairs), and the sums of three sizes over all visits.
-
-        The three sizes are the inner tile's positions, the outer tile's rows, and their product.
-        """
+        """Return the number of visits (tile pairs), and sums of their positions, rows, scores."""
         if not self.tiles:
             return 0, 0, 0, 0
         wide = self.members * self.inner
@@ -116,12 +103,11 @@ class Strip(NamedTuple):
         return total + (self.tiles - 1 - stop) * (self.n // self.inner)
 
     def extents(self) -> list[tuple[int, int]]:
-        """Return pairs (rows, positions), which describe the largest outer tiles.
+        """For the largest outer tiles, return their rows, and their largest inner tiles' positions.
 
-        The positions are those of the largest inner tile that the outer tile visits. Of the inner
-        tiles that an outer tile visits, the first is the largest, because only the last inner tile
-        of a sequence is smaller. This first inner tile never moves back from one outer tile to the
-        next. So of all outer tiles, the first that sees any position visits the largest inner tile.
+        Only the last inner tile of a sequence is smaller than the others. A later outer tile never
+        starts at an earlier inner tile. So the first outer tile that sees any position visits the
+        largest inner tile of all.
         """
         if not self.tiles:
             return []
@@ -133,17 +119,11 @@ class Strip(NamedTuple):
         return extents
 
     def _reaching(self, position: int) -> int:
-        """Return the number of the first outer tile with any row at `position` or later.
-
-        If there is none, the result is the number of the last outer tile.
-        """
+        """Return the first outer tile with any row at `position` or later, else the last tile."""
         return self._within(-(-(self.members * position - self.block + 1) // self.block))
 
     def _beyond(self, position: int) -> int:
-        """Return the number of the first outer tile with all rows at `position` or later.
-
-        If there is none, the result is the number of the last outer tile.
-        """
+        """Return the first outer tile with all rows at `position` or later, else the last tile."""
         return self._within(-(-(self.members * position) // self.block))
 
     def _within(self, tile: int) -> int:
@@ -153,9 +133,10 @@ class Strip(NamedTuple):
 def _floors(first: int, stop: int, step: int, shift: int, over: int) -> int:
     """Return the sum of floor((step i + shift) / over) for i = first .. stop - 1.
 
-    The algorithm takes O(log over) divisions. The integer parts of step / over and shift / over
-    form arithmetic series. The rest of the sum counts lattice points under a line. Swapping the
-    axes keeps the count of points, and leads to Euclid's algorithm on `step` and `over`.
+    The algorithm takes O(log over) divisions. The integer parts of step / over and shift / over add
+    an arithmetic series to the sum. The rest of the sum counts lattice points under a line.
+    Swapping the axes keeps the count of points, and leads to Euclid's algorithm on `step` and
+    `over`.
     """
     count, shift, total = stop - first, shift + step * first, 0
     while count > 0:

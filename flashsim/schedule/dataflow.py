@@ -1,32 +1,27 @@
 """The dataflow table: which tensors each stage of each algorithm moves, and when.
 
-An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three parts: the
-start of an outer step, each visit (one pair of a query tile and a key tile), and the end of the
-outer step. Each part lists its *moves* in order: the tensors that are loaded from HBM, stored to
-HBM or reduced (added) into HBM, and the on-chip buffers that are allocated. For example, "load K V,
-alloc S, load bias".
-
-From these lists, flashsim derives a stage's buffers, and so the tilings that fit. For engines whose
-kernels report only sizes, flashsim derives the events of a trace. The requests to L2, the tensors
-that a pass saves, and the titles of pictures also follow from the lists. The modules in
-`flashsim.algorithms`, which execute the algorithms, and the closed forms in `counts.forms` do not
-use this module. The tests compare the results of all three.
+An algorithm runs in stages, one kernel each. A stage's entry, its *dataflow*, has three lists of
+*moves*: at the start of an outer step, at each visit (one pair of a query tile and a key tile), and
+at the end of the outer step. A move loads a tensor from HBM, stores or reduces (adds) a tensor to
+HBM, or allocates an on-chip buffer. The modules in `flashsim.algorithms`, which execute the
+algorithms, and the closed forms in `counts.forms` do not use this module. Tests compare the bytes
+of the algorithms and the closed forms with this table's.
 
 Five rules keep one dataflow valid for many problems:
 
-- A tensor that the problem does not have is left out, and so is a stage that has no other tensor.
-  The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
+- A tensor that the problem does not have is left out. A stage without any other tensor is left out
+  too. The tensors `bias` and `dBias` need a bias, `gate` needs a softcap, and `table` needs a paged
   cache. The tensor `V` is left out if V is stored as columns of K, and `dL` if the LSE has no
   gradient. The tensors `F`, `S_raw` and `dF` need a score function. The tensor `M` needs a mask
   function with captured arrays. The tensor `sink` needs sinks, and `L/sink` is L in problems with
   sinks and left out in others.
-- A Q-outer loop reads captured elements that depend only on the head or the row at the start of a
-  step (`F_own`, `M_own`), and all others at each visit (`F`, `M`). Visits of FULL tiles do not load
-  `M`.
+- At the start of a step, a Q-outer loop reads the captured elements that depend only on the head or
+  the row (`F_own`, `M_own`). The loop reads all other captured elements at each visit (`F`, `M`).
+  Visits of FULL tiles do not load `M`.
 - An accumulator `X_acc` is the tensor X itself if both have the same type.
 - A stage that only converts `X_acc` to the type of X is left out if `X_acc` and X have the same
   type.
-- In a problem with FP8 scales, each loaded tile of Q, K or V is loaded with its scales.
+- In a problem with FP8 scales, each tile of Q, K or V is loaded together with its scales.
 """
 
 from __future__ import annotations
@@ -40,34 +35,20 @@ Per = Literal["head", "group", "bias"]
 class StageDataflow(NamedTuple):
     """One stage (one pass over the score matrix) and the tensors that it moves.
 
-    Attributes
-    ----------
-    name : str
-        The stage's name in a trace.
-    outer : {"queries", "keys"}
-        The outer loop.
-    before, visit, after : str
-        The moves at the start of an outer step, at each visit, and at the end of the step.
-    per : {"head", "group", "bias"}
-        How often the stage runs its loop: once per query head; once per group of query heads that
-        share a key head (dK and dV are summed over the group); or once per matrix of a bias that
-        several heads share.
-    dense : bool
-        True if the stage visits every tile, even fully masked tiles (standard attention does not
-        skip).
-    whole_rows : bool
-        True if the stage works on whole rows of scores, as many at a time as fit (standard
-        attention's softmax). `visit` then lists the moves per row.
-    converts : bool
-        True if the stage only rounds an accumulator to the input's type.
-    parts : {"", "walks", "merges"}
-        How the stage handles split keys (`Split`). "walks": it has one outer step per part of a row
-        tile's keys. The step stores `O_part` and `L_part`, or O and L if the keys are in one part.
-        "merges": it has one outer step per row tile with several parts, and `visit` lists the moves
-        per part.
-    once : bool
-        True if the stage treats the results of one visit as complete. The stage then needs a
-        schedule in which each row tile has exactly one visit (`Schedule.visited_once`).
+    `outer` is the outer loop, over query tiles or key tiles. `per` says how often the stage runs
+    its loop: once per query head; once per group of query heads that share a key head; or once per
+    matrix of a bias that several heads share. A `dense` stage visits every tile, even fully masked
+    ones (as standard attention does). A stage with `whole_rows` works on whole rows of scores, as
+    many at a time as fit (standard attention's softmax), and `visit` lists the moves per row. A
+    stage that `converts` only rounds an accumulator to the input's type.
+
+    With ``parts="walks"``, an outer step processes one part of a row tile's keys (see `Split`). The
+    step stores `O_part` and `L_part`, or O and L if the keys are not split. With
+    ``parts="merges"``, an outer step merges the parts of one row tile's keys, and `visit` lists the
+    moves per part.
+
+    With `once`, one visit computes a row tile's complete results, so each row tile must have
+    exactly one visit (`Schedule.visited_once`).
     """
 
     name: str
@@ -84,12 +65,7 @@ class StageDataflow(NamedTuple):
 
 
 class Algorithm(NamedTuple):
-    """An algorithm's stages in the order in which they run, and its name in tables and pictures.
-
-    If an algorithm has no backward pass, its list of backward stages is empty. The field `form`
-    names the algorithm's variant of the paper's backward pass, such as "in three passes", if the
-    algorithm's name does not say it.
-    """
+    """An algorithm's stages in order, its title, and the variant (`form`) of its backward pass."""
 
     title: str
     forward: tuple[StageDataflow, ...]
@@ -97,7 +73,7 @@ class Algorithm(NamedTuple):
     form: str = ""
 
     def direction(self, name: str) -> str:
-        """Return a direction with the algorithm's form, such as "backward in three passes"."""
+        """Return a text such as "backward in three passes": a direction and the variant."""
         return f"{name} {self.form}" if name == "backward" and self.form else name
 
 

@@ -1,7 +1,4 @@
-"""Computes a fixed order for additions to dQ by the thread blocks of a KV-outer loop.
-
-With a fixed order, the sums in dQ do not depend on the timing of the blocks.
-"""
+"""A fixed order in which thread blocks add to dQ, so that timing does not change the sums."""
 
 from __future__ import annotations
 
@@ -11,24 +8,14 @@ import numpy as np
 def turns(ptr: np.ndarray, index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the order of the column tiles, and each visit's rank among its row tile's visits.
 
-    A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in that
-    order. So a block waits only for blocks that started before it, and a deadlock is impossible.
-    Column tiles whose first visited row tile is last come first. Under a causal mask, a block then
-    reaches each row tile just after the block of the next column tile has added to that row tile.
+    A visit adds to its row tile's dQ after the visits of all column tiles that come earlier in the
+    returned order. A block waits only for blocks that started before it, so a deadlock is
+    impossible. Column tiles are sorted by their first visited row tile, from the last row tile to
+    the first. Under a causal mask, a block then reaches each row tile just after the block of the
+    next column tile has added to that row tile's dQ.
 
-    Parameters
-    ----------
-    ptr : ndarray, (columns + 1,)
-        Index of each column's first visit.
-    index : ndarray, (visits,)
-        The row tile of each visit.
-
-    Returns
-    -------
-    order : ndarray of int32, (columns,)
-        The columns, in the order in which blocks process them.
-    ranks : ndarray of int32, (visits,)
-        For each visit, the number of earlier visits of the same row tile.
+    `ptr`, (columns + 1,), has the index of each column tile's first visit, and `index`, (visits,),
+    the row tile of each visit. A rank is the number of earlier visits of the same row tile.
     """
     tiles, visits = len(ptr) - 1, len(index)
     columns = np.repeat(np.arange(tiles), np.diff(ptr))

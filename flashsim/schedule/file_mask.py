@@ -1,7 +1,4 @@
-"""`SavedMask`: the tiles that a user's mask function kept, in the form of a trace file.
-
-A trace file cannot contain the mask function itself.
-"""
+"""`SavedMask`: the tiles that a mask function kept; a trace file cannot store the function."""
 
 from __future__ import annotations
 
@@ -19,15 +16,9 @@ Csr = tuple[np.ndarray, np.ndarray, np.ndarray]
 class SavedMask:
     """Replaces the mask function in a problem that was read from a trace file.
 
-    The object has the tables of FULL and MASKED tiles for the tilings of that trace. Schedules,
-    counts and plots need only these tables. The mask's values at single scores are lost.
-
-    Parameters
-    ----------
-    name : str
-        The function's name.
-    tables : mapping of Tiling to (ptr (T_r + 1,), col (n,), kind (n,)), int32
-        `Schedule.row_csr` with ascending keys, for each tiling.
+    For each tiling of the trace, the object has the table of FULL and MASKED tiles, with ascending
+    keys (`Schedule.row_csr`). Schedules, counts and plots need only this table; the mask's values
+    at single scores are lost.
     """
 
     def __init__(self, name: str, tables: Mapping[Tiling, Csr]) -> None:
@@ -35,28 +26,22 @@ class SavedMask:
         self.tables = dict(tables)
 
     def row_csr(self, tiling: Tiling) -> Csr:
-        """Return the tiles that the mask kept under `tiling`, with keys in ascending order.
-
-        Raises
-        ------
-        TraceError
-            If no stage of the trace has that tiling.
-        """
+        """Return the mask's table of tiles, or raise `TraceError` for a tiling not in the trace."""
         if tiling not in self.tables:
             known = ", ".join(str(t) for t in self.tables)
             raise TraceError(
                 f"mask function {self.__name__!r} was not saved with its trace, which records "
-                f"only which {known} tiles the mask keeps, but this schedule has {tiling} tiles; "
-                "pass the function as mask= to the Problem"
+                f"only which {known} tiles the mask keeps, not which {tiling} tiles; pass the "
+                "function as mask= to the Problem"
             )
         return self.tables[tiling]
 
     def __call__(self, *_: object) -> NoReturn:
-        """Raise `TraceError`, because the mask function itself is not in the file."""
+        """Raise `TraceError`, because the mask function itself is not in the trace file."""
         raise TraceError(
             f"mask function {self.__name__!r} was not saved with its trace, which records only "
-            "which tiles the mask keeps, but this call needs the mask of single scores; pass "
-            "the function as mask= to the Problem"
+            "which tiles the mask keeps, not which scores; pass the function as mask= to the "
+            "Problem"
         )
 
     def __repr__(self) -> str:

@@ -1,8 +1,4 @@
-"""`Grid`: a problem's tiles, and which of them a causal or windowed loop visits.
-
-Queries are divided into *row tiles* and keys into *column tiles*. All rows, or all columns, of a
-tile belong to one packed sequence.
-"""
+"""`Grid`: a problem's row and column tiles, and the pairs that causal or windowed loops visit."""
 
 from __future__ import annotations
 
@@ -19,10 +15,10 @@ from flashsim.schedule.tiling import Tiling
 
 
 class Grid:
-    """The tiles of a `Schedule`, and the span of tiles that each tile visits, without an order.
+    """The row and column tiles of a `Schedule`, and for each tile, the span of tiles it visits.
 
-    The spans exist only if the mask is a band. A band is a mask that consists of causality and a
-    window alone, so each row keeps one interval of keys.
+    The spans exist only if the problem has no mask except causality and a window, so that each row
+    keeps one interval of keys.
     """
 
     problem: Problem
@@ -63,11 +59,7 @@ class Grid:
         )
 
     def _bands(self, outer: Outer) -> list[Strip] | None:
-        """One `Strip` for each packed sequence, from which sums over its tiles are computed.
-
-        The result is None if the tables of tiles are small enough, so that no closed forms are
-        needed, or if the tiles that a tile visits need not be contiguous.
-        """
+        """Each sequence's tiles as a `Strip` if tables would be too large; otherwise None."""
         if not self._contiguous or self._refusal() is None:
             return None
         p, (block_q, block_k) = self.problem, self._blocks
@@ -85,10 +77,7 @@ class Grid:
 
     @property
     def _blocks(self) -> tuple[int, int]:
-        """The two sides of a tile, as (rows, keys), so small that sums do not overflow.
-
-        Each side is at most the sequence length + 1.
-        """
+        """A tile's rows and keys, each at most the problem's length plus 1 to avoid overflows."""
         return (
             min(self.tiling.block_q, self.n_rows + 1),
             min(self.tiling.block_k, self.problem.n_kv + 1),
@@ -108,8 +97,7 @@ class Grid:
     def rows(self) -> np.ndarray:
         """The table of row tiles, int32 (T_r, 4): start, stop, offset and key_stop of each.
 
-        The table's type is int64 if a length exceeds int32; such a problem can be counted but not
-        run.
+        If a length exceeds int32, the type is int64, and the problem can be counted but not run.
         """
         return self._edges[0]
 
@@ -129,10 +117,7 @@ class Grid:
         return len(self.cols)
 
     def row_slice(self, i: int) -> slice:
-        """Return the slice of query rows of row tile i, as indices into the packed sequences.
-
-        If heads are packed, the indices are rows as `Split` numbers them.
-        """
+        """Return the slice of the rows (`n_rows`) that belong to row tile i."""
         return slice(int(self.rows[i, 0]), int(self.rows[i, 1]))
 
     def col_slice(self, j: int) -> slice:
@@ -160,14 +145,13 @@ class Grid:
         return lengths[self.sequence_of_rows]
 
     def queries(self, i: int) -> np.ndarray:
-        """Return, for each row of row tile i, the packed index of its query."""
+        """Return, for each row of row tile i, the index of its query in the packed sequences."""
         return np.arange(*self.rows[i, :2].tolist()) // self.members
 
     def keep(self, i: int, j: int, *, functions: bool = True) -> np.ndarray | None:
-        """Return booleans (rows, cols) that say which scores of tile (i, j) are kept.
+        """Return booleans (rows, cols): which scores of tile (i, j) are kept; None if all are.
 
-        If all scores are kept, the result is None. If `functions` is false, the mask function
-        `mask_mod` is ignored.
+        The mask function `mask_mod` is applied only if `functions` is true.
         """
         s, cols = self.sequence_of_row(i), np.arange(*self.cols[j, :2].tolist())
         kept = self.problem.keep(s, self.queries(i), cols, functions=functions)
@@ -176,8 +160,8 @@ class Grid:
     def kept_tiles(self, i: np.ndarray, j: np.ndarray) -> np.ndarray:
         """Return booleans that say which scores of tiles (i, j) all masks of the problem keep.
 
-        The result's booleans have shape (tiles, 1 or batch, 1 or heads, rows, cols). If a tile is
-        smaller than the largest tile, the booleans of the tile's last row or column are repeated.
+        The result has the shape (tiles, 1 or batch, 1 or heads, rows, cols). A tile smaller than
+        the largest tile repeats the booleans of its last row or column to fill this shape.
         """
         p, s = self.problem, self.sequence_of_rows[i]
         starts = np.array([(x.q_start, x.k_start, x.offset) for x in p.sequences])[s]
@@ -196,10 +180,7 @@ class Grid:
 
     @cached_property
     def row_spans(self) -> np.ndarray | None:
-        """The column tiles that each row tile visits, int32 (T_r, 4): lo, full_lo, full_hi, hi.
-
-        The result is None unless the tiles of each row are one interval.
-        """
+        """The column tiles that each row tile visits, int32 (T_r, 4): lo, full_lo, full_hi, hi."""
         if not self._contiguous:
             return None
         p = self.problem
@@ -207,10 +188,7 @@ class Grid:
 
     @cached_property
     def col_spans(self) -> np.ndarray | None:
-        """The row tiles that visit each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi.
-
-        The result is None if `row_spans` is None, or if heads are packed.
-        """
+        """The row tiles that visit each column tile, int32 (T_c, 4): lo, full_lo, full_hi, hi."""
         if not self._contiguous or self.members > 1:  # packed rows are not in order of queries
             return None
         # Key k is seen by queries from k - offset - right to k - offset + left.

@@ -1,4 +1,4 @@
-"""Computes how many heads a kernel processes together, so that the heads' shared data fits L2."""
+"""Computes how many heads a kernel processes together so that L2 holds their shared data."""
 
 from __future__ import annotations
 
@@ -9,28 +9,18 @@ from flashsim.schedule.plans import Stage, heads_of
 def clump_size(
     stage: Stage, problem: Problem, tiles: int, *, l2_bytes: int, processors: int
 ) -> int:
-    """Return how many heads (or GQA groups) a kernel processes together, so that L2 holds the data.
+    """Return how many heads (or GQA groups) a kernel processes together so that L2 has their data.
 
-    The heads that a kernel processes together form a head group. The kernel starts the outer tiles
-    of one head group, the longest first, and then those of the next head group. When no tile of a
-    head group is left to start, the next head group fills the idle SMs. No head group follows the
-    last one, which has the remaining heads. If the last group has only a few heads, most of the GPU
-    idles until its few long tiles end. So of the group sizes that fit in L2, the function returns
-    the one with the most heads in the last group, and of several such sizes the smallest.
+    The kernel processes one head group after another, and starts each group with its longest outer
+    tiles. SMs that become idle start tiles of the next group, but no group follows the last one. A
+    last group with few heads leaves most of the GPU idle. So, among the group sizes that fit in L2,
+    the function returns the size with the most heads in the last group. Of several such sizes, it
+    returns the smallest.
 
-    A group size fits if the group's shared data takes at most 0.4 of L2, because each half of a
-    large L2 keeps its own copy. In a Q-outer loop, the shared data is K and V, which the query
-    heads of a GQA group have in common. In a KV-outer loop, the shared data is Q, dO and a float32
-    dQ. Heads whose tiles all run at once share L2 in any order, so a head group may always have
-    that many heads.
-
-    Parameters
-    ----------
-    tiles : int
-        Outer tiles per head (or per GQA group, for a stage that runs per group).
-    l2_bytes : int
-    processors : int
-        The least number of blocks that run at once, which is the number of SMs.
+    A group size fits if the group's shared data (`held`) takes at most 0.4 of L2, because each half
+    of a large L2 keeps its own copy. A group size is also allowed if all outer tiles of the group
+    run at once, because such tiles share L2 in any order. `tiles` is the number of outer tiles per
+    head (or GQA group). `processors` is the number of SMs.
     """
     p, room = problem, 2 * l2_bytes // 5
     # Heads that share K and V stay together.
@@ -41,10 +31,10 @@ def clump_size(
 
 
 def held(stage: Stage, problem: Problem) -> int:
-    """Return the bytes that all blocks of one head (or GQA group) read or write in common.
+    """Return the bytes of the data that all thread blocks of one head (or GQA group) share.
 
-    In a Q-outer loop, these bytes are K and V, which the heads of a GQA group share. In a KV-outer
-    loop, the bytes are Q, dO and a float32 dQ of the group's heads.
+    A Q-outer loop's blocks share K and V. A KV-outer loop's blocks share Q, dO and a float32 dQ of
+    the group's heads.
     """
     p = problem
     row = (p.head_dim + p.head_dim_v) * p.itemsize

@@ -1,4 +1,4 @@
-"""The names and codes of the operations in events, and the names of tensors in the papers."""
+"""The names and codes of the operations in a trace's events, and the papers' names of tensors."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers.
-
-Each stage has an *outer* loop, over query row tiles or key column tiles, and an inner loop over the
-tiles that the outer tile visits. Tiles that are loaded or allocated stay on chip for an outer step
-or for one visit. The method `Tiling.footprint` sums these buffers, and `Tiling.fit` searches for
-tilings whose buffers fit. The tests compare the buffers with those in the simulated SRAM.
-"""
+"""Computes an algorithm's stages for one problem: moves with their sizes, and on-chip buffers."""
 
 from __future__ import annotations
 
@@ -50,8 +44,8 @@ DIRECTIONS = ("forward", "backward")
 class Buffer(NamedTuple):
     """One on-chip buffer: its bytes per query row, per key column and per score of a tile.
 
-    For the buffer of an FP8 scale, these are the bytes per `every` rows or columns. In addition,
-    the buffer has `fixed` bytes that do not depend on the tile's size.
+    A buffer of FP8 scales takes its bytes once per `every` rows or columns. `fixed` bytes do not
+    depend on the tile's size.
     """
 
     name: str
@@ -63,10 +57,7 @@ class Buffer(NamedTuple):
     fixed: int = 0
 
     def nbytes(self, rows, cols):
-        """Return the bytes that the buffer takes for a tile of `rows` x `cols` scores.
-
-        The arguments are numbers or arrays.
-        """
+        """Return the bytes of the buffer for a tile of `rows` x `cols` (numbers or arrays)."""
         if self.every > 1:
             rows, cols = -(-rows // self.every), -(-cols // self.every)
         of_tile = self.per_row * rows + self.per_col * cols + self.per_score * rows * cols
@@ -79,10 +70,12 @@ class Move(NamedTuple):
     op: str
     tensor: str
     tile: Buffer
+    #: True for what score and mask functions or sinks need. A GPU kernel does not report its bytes.
+    of_functions: bool = False
 
     @property
     def code(self) -> int:
-        """The number of the operation in the list `names.OPS`."""
+        """The index of the move's operation in `names.OPS`."""
         return OPS.index(self.op)
 
     @property
@@ -92,10 +85,7 @@ class Move(NamedTuple):
 
     @property
     def for_masked(self) -> bool:
-        """Whether the move occurs only in visits of MASKED tiles.
-
-        In a FULL tile, the buffer stays unused.
-        """
+        """Whether the move occurs only in MASKED tiles; its buffer is unused in FULL tiles."""
         return self.tensor == "M"
 
     @property
@@ -108,14 +98,8 @@ class Move(NamedTuple):
 class Stage:
     """One stage (one kernel, one pass over the score matrix) of an algorithm, for one problem.
 
-    Attributes
-    ----------
-    name, outer, dense, per, whole_rows, converts, parts, once
-        As in `StageDataflow`; with packed heads, `per` is "group" instead of "head".
-    buffers : tuple of Buffer
-        On-chip buffers. Those with ``visit=False`` are live during the whole inner loop.
-    before, visit, after : tuple of Move
-        The moves at the start of an outer step, at each visit and at the end of the step, in order.
+    The fields have the same meaning as in `StageDataflow`, except that `per` is "group" instead of
+    "head" if heads are packed. Buffers with ``visit=False`` are live during the whole inner loop.
     """
 
     name: str
@@ -144,8 +128,6 @@ def stages(
 
     Raises
     ------
-    OptionError, DTypeError
-        If the algorithm or the direction does not exist, or `problem` is not a `Problem`.
     UnsupportedError
         If the algorithm lacks that direction, or does not support a field of the problem.
     """
@@ -237,7 +219,8 @@ def _moves(p: Problem, text: str, outer: Outer) -> tuple[Move, ...]:
                 continue
             if wide:
                 tensor = tensor.removesuffix("_acc")
-            moves.append(Move(op, tensor, _tile(p, op, tensor, outer)))
+            of_functions = tensor in (*CAPTURED, *SINKS, "dF") or needs == "sink"
+            moves.append(Move(op, tensor, _tile(p, op, tensor, outer), of_functions))
             if op == "load" and tensor in INPUTS and p.scales is not None:
                 moves.append(Move(op, f"{tensor}_scale", _scale(p, f"{tensor}_scale")))
     return tuple(moves)
@@ -252,7 +235,8 @@ def _scale(p: Problem, name: str) -> Buffer:
 def _tile(p: Problem, op: str, tensor: str, outer: Outer) -> Buffer:
     """Return the on-chip buffer that holds one tile of a tensor.
 
-    A moved tile has the tensor's type in HBM, and an allocated tile the accumulator type.
+    A tile that is loaded or stored takes the bytes of its type in HBM. An allocated tile takes
+    those of the accumulator type.
     """
     if tensor in CAPTURED:
         of = captured(p, tensor, outer)
@@ -276,16 +260,12 @@ def tensors_of(problem: Problem, algorithm: str, direction: str, *ops: str) -> t
 
 
 def backward_form(algorithm: str, deterministic: bool | None) -> str:
-    """Return the algorithm whose backward pass the option `deterministic` requests.
-
-    The value None requests the backward pass of `algorithm` itself.
+    """Return "flash2" if `deterministic` is true, "flash2-fused" if false, `algorithm` if None.
 
     Raises
     ------
-    OptionError
-        If the algorithm has only one form of the backward pass.
-    UnsupportedError
-        If the algorithm has no backward pass.
+    OptionError, UnsupportedError
+        If the algorithm has only one form of the backward pass, or none.
     """
     check_backward(algorithm)
     if deterministic is None:
@@ -310,22 +290,10 @@ def fastest_backward(
 ) -> tuple[str, bool]:
     """Return the fastest algorithm for a backward pass, and whether it adds to dQ in a fixed order.
 
-    Parameters
-    ----------
-    deterministic : bool, optional
-        None keeps `algorithm`'s own form.
-    tiled : bool
-        The caller chose the tiling, which rules out other forms.
-    stores_dq, orders_dq, fuses : callable
-        Functions that answer for an algorithm's backward pass on this backend. `stores_dq` says
-        whether "flash2-once" is faster. `orders_dq` says whether the fused pass can add to dQ in a
-        fixed order and is the fastest pass in that form. `fuses` says whether the fused pass is
-        faster than three passes.
-
-    Raises
-    ------
-    OptionError, UnsupportedError
-        For the same reasons as in `backward_form`.
+    ``deterministic=None`` keeps the backward pass of `algorithm`. A tiling that the caller chose
+    (`tiled`) rules out other algorithms. `stores_dq` says whether "flash2-once" is faster on this
+    backend. `orders_dq` says whether the fused pass can add to dQ in a fixed order and is then the
+    fastest. `fuses` says whether the fused pass is faster than three passes.
     """
     form = backward_form(algorithm, deterministic)
     any_form = deterministic is not None and algorithm == "flash2" and not tiled
@@ -359,7 +327,7 @@ def splits_keys(algorithm: str) -> bool:
 
 
 def heads_of(stage: Stage, problem: Problem) -> tuple[int, int]:
-    """Return how often a stage runs its loops, and the stride, in query heads, from run to run."""
+    """Return how often a stage runs its loops, and by how many query heads each run advances."""
     p = problem
     if stage.per == "bias":
         batch, heads = p.bias or (1, 1)

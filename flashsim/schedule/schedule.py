@@ -11,9 +11,9 @@ Kernels read the schedule as int32 tables:
     which full_lo .. full_hi - 1 are FULL; None if the tiles of a row are not contiguous
 ``row_csr``         (ptr (T_r + 1,), col (n,), kind (n,)): the same for any mask, in visit order
 
-The tables `col_spans` and `col_csr` are the same by column, for KV-outer loops. In a visited tile
-of a causal or windowed problem, score (q, k) is kept if and only if ``-left <= k - (q + offset) <=
-right`` and k lies in the tile's sequence.
+For KV-outer loops, `col_spans` and `col_csr` have the same content for each column tile. In a
+visited tile of a causal or windowed problem, score (q, k) is kept if and only if ``-left <= k - (q
++ offset) <= right`` and k lies in the tile's sequence.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Sums(NamedTuple):
 
 
 class PartSums(NamedTuple):
-    """Sums over a schedule's row tiles, separately for tiles whose keys are split into parts."""
+    """Sums over a schedule's row tiles: one for unsplit keys, one for keys split into parts."""
 
     whole_rows: int  # over tiles whose keys are in one part: rows
     part_rows: int  # over tiles whose keys are in several parts: rows x parts
@@ -63,11 +63,10 @@ class PartSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Visit:
-    """One visit: the tile of scores of one row tile and one column tile.
+    """One visit: the tile of scores of row tile `i` and column tile `j`.
 
-    The fields `i` and `j` are the numbers of the row tile and the column tile; `rows` and `cols`
-    are their slices of the packed sequence. The field `index` is the visit's number in the order of
-    the loops. The field `kind` is FULL or MASKED.
+    `rows` and `cols` are the tiles' slices of the packed sequence, `index` is the visit's number in
+    the order of the loops, and `kind` is FULL or MASKED.
     """
 
     schedule: Schedule
@@ -80,10 +79,9 @@ class Visit:
 
     @property
     def keep(self) -> np.ndarray | None:
-        """Return booleans (rows, cols) that say which scores of the tile are kept.
+        """Return booleans (rows, cols): which scores of the tile are kept; None if all are.
 
-        If all scores of the tile are kept, the result is None. The booleans ignore `mask_mod`,
-        because a mask function may differ between heads.
+        The booleans ignore `mask_mod`, because a mask function may differ between heads.
         """
         if self.kind == FULL:
             return None
@@ -161,8 +159,7 @@ class Schedule(Grid):
     def col_csr(self) -> Csr:
         """The visits by column tile, in row order: ``(ptr (T_c + 1,), row (n,), kind (n,))``.
 
-        Column tiles are numbered from the first key, whatever `key_order` is. A KV-outer loop in
-        descending order processes the columns from the last to the first.
+        Column tiles are numbered from the first key, whatever `key_order` is.
         """
         if self.col_spans is not None:
             return tables.frozen(*tables.expand(self.col_spans))
@@ -173,11 +170,7 @@ class Schedule(Grid):
         return tables.frozen(np.concatenate([[0], np.cumsum(counts)]), row[order], kind[order])
 
     def _evaluate(self) -> Csr:
-        """Return the visits by row tile, computed by evaluating the mask score by score.
-
-        The mask is evaluated for one row of tiles at a time, so that memory is linear in the
-        sequence length.
-        """
+        """Return `row_csr`, from the mask evaluated score by score, one row of tiles at a time."""
         if isinstance(self.problem.mask, SavedMask):
             return self.problem.mask.row_csr(self.tiling)
         band = Schedule(_band(self.problem), self.tiling, split=self.split).row_spans
@@ -185,9 +178,9 @@ class Schedule(Grid):
         scores = int((band[:, 3] - band[:, 0]).sum()) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"mask= or block_mask= must be evaluated at {scores:.1e} scores, but the limit "
-                f"is {MOST_SCORES:.1e}; use fewer queries or keys, or express the mask by "
-                "causal=, window= and cu_seqlens, which need no evaluation per score"
+                f"mask= or block_mask= must be evaluated at {scores:.1e} scores, but the limit is "
+                f"{MOST_SCORES:.1e}; use fewer queries or keys, or causal=, window= and "
+                "cu_seqlens, which need no evaluation per score"
             )
         ptr, cols, kinds = [0], [], []
         for i, (lo, _, _, hi) in enumerate(band.tolist()):
@@ -207,17 +200,13 @@ class Schedule(Grid):
         return classify(p, *tables_of_tiles, self.tiling.block_k, self._elements)
 
     def _elements(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return two booleans for each tile (i, j): whether any score is kept, and whether all are.
-
-        The mask is evaluated at every score of the tiles.
-        """
+        """Evaluate all scores of tiles (i, j): return whether any, and whether all, are kept."""
         scores = len(i) * self.tiling.block_q * self.tiling.block_k
         if scores > MOST_SCORES:
             raise MaskError(
-                f"{self.problem.mask_mod} must be evaluated at every score of {len(i):,} tiles, "
-                "because its bounds do not decide whether these tiles are masked; they have "
-                f"{scores:.1e} scores, but the limit is {MOST_SCORES:.1e}; use fewer queries or "
-                "keys"
+                f"the bounds of {self.problem.mask_mod} do not decide whether {len(i):,} tiles "
+                f"are masked, so it must be evaluated at their {scores:.1e} scores, but the limit "
+                f"is {MOST_SCORES:.1e}; use fewer queries or keys"
             )
         some, every = np.zeros(len(i), bool), np.zeros(len(i), bool)
         for part in self.groups(len(i)):
@@ -227,7 +216,7 @@ class Schedule(Grid):
         return some, every
 
     def groups(self, tiles: int) -> Iterator[slice]:
-        """Divide `tiles` tiles into slices, so that one call evaluates the mask on a slice."""
+        """Divide the numbers of `tiles` tiles into slices, each short enough for one mask call."""
         mask = self.problem.mask_mod
         per_head = frozenset() if mask is None else mask.per_head
         tile = self.tiling.clip(self.problem, self.split)
@@ -238,10 +227,9 @@ class Schedule(Grid):
         return (slice(n, n + step) for n in range(0, tiles, step))
 
     def _row_of_tiles(self, i: int, lo: int, hi: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return two booleans for each of the tiles lo .. hi - 1 of tile row i.
+        """Return, for each tile lo .. hi - 1 of row i, whether any score is kept, and whether all.
 
-        The first says whether any score of the tile is kept. The second says whether all of its
-        scores are kept and it has `block_k` keys.
+        For a tile with fewer than `block_k` keys, the second boolean is always False.
         """
         if hi == lo:
             return np.zeros(0, bool), np.zeros(0, bool)
@@ -276,18 +264,12 @@ class Schedule(Grid):
 
     @cached_property
     def part_counts(self) -> np.ndarray:
-        """The number of parts into which each row tile's keys are split, int64 (T_r,).
-
-        The number is at least 1.
-        """
+        """Number of parts into which each row tile's keys are split, at least 1, int64 (T_r,)."""
         return self.split.parts(self.visit_counts, alike=bool(self.problem.shared_prefix))
 
     @cached_property
     def prefix_tiles(self) -> int:
-        """The number of row tiles that visit a shared prefix, or 0 if there is no shared prefix.
-
-        These are the first row tiles, and contain the queries of all sequences.
-        """
+        """Number of row tiles that visit a shared prefix (the first ones); 0 without a prefix."""
         return int(self._edges[2][1]) if self.problem.shared_prefix else 0
 
     @cached_property
@@ -303,20 +285,20 @@ class Schedule(Grid):
 
     @cached_property
     def merged(self) -> np.ndarray:
-        """Whether a second stage merges partial results for each row tile's queries, bool (T_r,).
+        """For each row tile, whether a second stage merges its queries' partial results, (T_r,).
 
-        The value is False for the row tiles of a shared prefix: their parts are merged with those
-        of the same queries' other row tiles.
+        The value is False for row tiles of a shared prefix, because the same queries' other row
+        tiles do the merge.
         """
         if self.prefix_tiles:
             return np.arange(self.t_r) >= self.prefix_tiles
         return self.part_counts > 1
 
     def visits(self, outer: int, part: int | None = None) -> Iterator[Visit]:
-        """Yield the visits of one outer step, that of row tile or column tile number `outer`.
+        """Yield the visits of the outer step whose row tile (or column tile) has number `outer`.
 
-        The argument `part` selects one part of a row tile's keys. With n visits in P parts, part p
-        has the visits ``n p // P`` up to, but not including, ``n (p + 1) // P``.
+        `part` selects one part of a row tile's keys: of n visits in P parts, part p has the visits
+        ``n p // P`` up to, but not including, ``n (p + 1) // P``.
         """
         by_row = self.outer == "queries"
         ptr, inner, kind = self.row_csr if by_row else self.col_csr
@@ -340,11 +322,7 @@ class Schedule(Grid):
 
     @cached_property
     def sums(self) -> Sums:
-        """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous.
-
-        If tables of that many contiguous tiles would be too large, the sums are computed in closed
-        form.
-        """
+        """Sums over all visits, in O(row tiles) if the tiles of each row are contiguous."""
         bands = self._bands("queries")
         if bands is not None:
             return Sums(*map(sum, zip(*(band.sums() for band in bands), strict=True)))
@@ -382,10 +360,7 @@ class Schedule(Grid):
 
     @cached_property
     def page_counts(self) -> np.ndarray:
-        """Number of KV-cache pages that hold keys of each column tile, int64 (T_c,).
-
-        The numbers are 0 if the KV cache has no pages.
-        """
+        """Number of KV-cache pages with keys of each column tile, int64 (T_c,); 0 without pages."""
         size = self.problem.page_size
         if size is None:
             return np.zeros(self.t_c, np.int64)
@@ -400,10 +375,7 @@ class Schedule(Grid):
         return self.over_visits(self.page_counts)
 
     def over_visits(self, each: np.ndarray) -> int:
-        """Return the sum, over all visits, of a value that depends only on the visited column tile.
-
-        The argument `each`, int64 (T_c,), contains the values.
-        """
+        """Return the sum over all visits of ``each[j]``, where j is the visit's column tile."""
         if self.row_spans is not None:
             reach = np.concatenate([[0], np.cumsum(each)])
             return int((reach[self.row_spans[:, 3]] - reach[self.row_spans[:, 0]]).sum())
@@ -420,10 +392,9 @@ class Schedule(Grid):
         )
 
     def extents(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the size of each outer tile, and of the largest inner tile that it visits.
+        """Return each outer tile's size, and the size of its largest visited inner tile, or 0.
 
-        If an outer tile has no visits, its second size is 0. If tables of all tiles would be too
-        large, only the largest outer tiles are returned.
+        If tables of all tiles would be too large, only the largest outer tiles are returned.
         """
         bands = self._bands(self.outer)
         if bands is not None:
@@ -446,13 +417,13 @@ class Schedule(Grid):
 
 
 def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> None:
-    """Raise `TilingError` if a stage needs one visit per row tile, but the tiling has others."""
+    """Raise `TilingError` if a stage needs exactly one visit per row tile and lacks it."""
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            "this algorithm needs every query tile to see keys of exactly one key tile, but "
-            f"with {tiling} tiles at least one query tile does not; use a block_k of at least "
-            f"{longest} if every query sees a key, or algorithm='flash2-fused'"
+            "in this algorithm, every query tile must see keys of exactly one key tile, which "
+            f"{tiling} tiles do not allow here; use algorithm='flash2-fused', or, if every query "
+            f"sees a key, a block_k of at least {longest}"
         )
 
 

@@ -1,10 +1,7 @@
 """`Split`: the number of parts into which keys are split, and whether heads are packed.
 
-Both the simulator's schedule and the GPU's launches use `Split` and the rules in this module.
-
-A GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles,
-which occupy eight SMs. So FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) distributes the keys
-of each row tile over SMs too.
+FlashDecoding (Dao, Haziza, Massa and Sizov, 2023) distributes the keys of each row tile over SMs. A
+GPU has over a hundred SMs, but a single query with eight key heads yields only eight row tiles.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ class Split:
     splits : int
         The number of contiguous parts into which a row tile's key tiles are split. The parts' sizes
         differ by at most one tile. A row tile with fewer key tiles has one part per key tile. With
-        a shared prefix, this is the number of parts of the row tile that visits the most key tiles.
-        Other row tiles have proportionally fewer parts, so that all parts are about equally long.
+        a shared prefix, this is the number of parts of the row tile that visits the most key tiles;
+        other row tiles have proportionally fewer parts.
     pack_gqa : bool
         True if all query heads of a key head share a row tile, so that K and V are loaded once for
         all of them. Row r is then query ``r // group`` of the group's query head ``r % group``.
@@ -76,13 +73,8 @@ class Split:
     def parts(self, visits: ArrayLike, *, alike: bool = False) -> np.ndarray:
         """Return the number of parts of each row tile's keys, at least 1, as int64.
 
-        Parameters
-        ----------
-        visits : array_like of int
-            The number of key tiles that each row tile visits.
-        alike : bool
-            Whether the parts of all row tiles are about as long as those of the row tile with the
-            most visits, as with a shared prefix.
+        The argument `visits` has the number of key tiles of each row tile. With `alike`, the parts
+        of all row tiles are about as long as those of the row tile with the most key tiles.
         """
         tiles = np.asarray(visits, np.int64)
         if self.part_tiles is not None:
@@ -105,20 +97,18 @@ WHOLE = Split()
 
 
 def cut(first: int, last: int, part: int, parts: int) -> tuple[int, int]:
-    """Return where part number `part` of ``range(first, last)`` starts and stops.
-
-    The range is cut into `parts` contiguous parts. The lengths of the parts differ by at most one.
-    """
+    """Return the bounds of part `part` of ``range(first, last)`` cut into nearly equal parts."""
     n = last - first
     return first + n * part // parts, first + n * (part + 1) // parts
 
 
 def check_splits(splits: Any) -> None:
-    """Raise `OptionError` unless `splits` is a number of splits or the name of a rule."""
+    """Raise `OptionError` unless `splits` is a number of parts of the keys or a rule's name."""
     if isinstance(splits, str):
         if splits not in RULES:
             raise OptionError(
-                f"unknown splits={splits!r}; pass an integer or a name; {choices(splits, RULES)}"
+                f"unknown splits={splits!r}; pass an integer or a name; choose from "
+                f"{choices(splits, RULES)}"
             )
     else:
         Split(splits)
@@ -127,21 +117,21 @@ def check_splits(splits: Any) -> None:
 def fill_once(blocks: int, processors: int, visits: int) -> int:
     """Return the largest number of parts per row tile for which all parts run at the same time.
 
-    There are `blocks` row tiles, each with `visits` key tiles. More, smaller parts would need
-    several waves and would not end sooner, and each part writes and reads a partial O. So if the
-    row tiles alone occupy every SM, the function returns 1.
+    There are `blocks` row tiles, each with `visits` key tiles. More parts would need several waves
+    of thread blocks, and would not end sooner. So if the row tiles alone occupy every SM, the
+    function returns 1 (no split).
     """
     return max(1, min(processors // blocks, visits))
 
 
 def fa3(blocks: int, processors: int, visits: int) -> int:
-    """Return the number of parts that FlashAttention-3's rule chooses.
+    """Return the number of parts of the keys that FlashAttention-3's rule chooses.
 
-    The rule's case for K and V that exceed L2 is left out. The rule is `num_splits_heuristic` in
-    hopper/heuristics.h of Dao-AILab/flash-attention. The rule returns one part if the row tiles
-    alone occupy 0.8 of the SMs, or if there are at most 4 key tiles. Otherwise, the rule compares
-    the fraction of SMs that are busy over all waves, for up to 128 parts. It returns the smallest
-    number of parts whose fraction is at least 0.85 times the largest fraction.
+    The rule is `num_splits_heuristic` in hopper/heuristics.h of Dao-AILab/flash-attention, without
+    its case for K and V that exceed L2. The rule returns 1 (no split) if the row tiles alone occupy
+    80% of the SMs, or if there are at most 4 key tiles. Otherwise, for each number of parts up to
+    128, the rule computes the average fraction of busy SMs over all waves. The result is the
+    smallest number of parts whose fraction of busy SMs is at least 0.85 times the largest fraction.
     """
     if 5 * blocks >= 4 * processors or visits <= 4:
         return 1
@@ -154,9 +144,8 @@ def longest_part(tiles: Sequence[int], capacity: int, least: int = LEAST_TILES) 
     """Return the smallest number of key tiles per part that makes at most `capacity` parts in all.
 
     The argument `tiles` has the number of key tiles of each row tile. If more than `capacity` row
-    tiles have key tiles, the result is the total number of key tiles divided by `capacity`, which
-    is the average load. The result is at least `least`. If all row tiles have equally many key
-    tiles, each row tile gets at most as many parts as `fill_once` returns.
+    tiles have key tiles, the result is the average load: all key tiles divided by `capacity`. The
+    result is at least `least`.
     """
     if sum(n > 0 for n in tiles) > capacity:
         return max(least, -(-sum(tiles) // max(1, capacity)))

@@ -1,4 +1,4 @@
-"""Chooses into how many parts to split keys, and computes how many blocks fill a device."""
+"""Chooses into how many parts to split the keys, and computes how many blocks fill a device."""
 
 from __future__ import annotations
 
@@ -23,18 +23,8 @@ MOST_BLOCKS = 16
 class Filling(NamedTuple):
     """How well the thread blocks of a forward pass fill a device.
 
-    Attributes
-    ----------
-    tiling, split : Tiling, Split
-        The chosen tiling and split.
-    per_sm : int
-        The number of thread blocks that run on one SM at the same time.
-    needed : int
-        The number of thread blocks that fill every SM, which is the number of SMs x blocks per SM.
-    whole : int
-        The number of thread blocks of the pass if keys are not split.
-    blocks : int
-        The number of thread blocks of the pass with the chosen split.
+    `per_sm` blocks run on one SM at the same time, so `needed` blocks fill all SMs. The pass would
+    have `whole` blocks with unsplit keys, and has `blocks` with the chosen split.
     """
 
     tiling: Tiling
@@ -57,16 +47,10 @@ def choose(
 
     If the algorithm does not split keys, the split is `WHOLE`. The number of parts is at most the
     largest number of key tiles that any row tile visits. With ``splits="auto"``, the function
-    `fill_once` chooses the number, with "fa3" the function `fa3`. Both functions assume that one
-    thread block runs per SM, and that all row tiles visit as many key tiles as the longest. With a
-    shared prefix, the two functions receive, as number of row tiles, all visits divided by the
-    visits of the longest row tile.
-
-    Raises
-    ------
-    OptionError, DTypeError
-        If `splits` is neither a number of parts nor a known rule, or an argument has the wrong
-        type.
+    `fill_once` chooses the number of parts; with ``splits="fa3"``, the function `fa3` does. Both
+    functions assume one thread block per SM, and that every row tile visits as many key tiles as
+    the longest one. With a shared prefix, both functions receive an effective number of row tiles:
+    all visits divided by the visits of the longest row tile.
     """
     if not plans.splits_keys(algorithm):
         return tiling or Tiling.fit(problem, device, algorithm), WHOLE
@@ -93,13 +77,7 @@ def fill(
     splits: Any = "auto",
     pack_gqa: Any = True,
 ) -> Filling:
-    """Return a `Filling`: how many thread blocks fill a device, and how many a forward pass has.
-
-    Raises
-    ------
-    OptionError, DTypeError, SramOverflow
-        As for `choose`.
-    """
+    """Return a `Filling`: how many thread blocks fill a device, and how many a forward pass has."""
     tiling, split = choose(problem, tiling, device, algorithm, splits, pack_gqa)
     schedule = Schedule(problem, tiling, split=split)
     stage = plans.stages(problem, algorithm, split=split)[0]
@@ -111,9 +89,8 @@ def fill(
 def occupancy(stage: plans.Stage, schedule: Schedule, device: Device) -> int:
     """Return how many thread blocks of a stage have room for their on-chip buffers on one SM.
 
-    The function counts accumulators as if they were in shared memory. If a kernel keeps
-    accumulators in registers, more blocks may fit on an SM. If you know that number, pass it as
-    `blocks_per_sm` to `L2Model`.
+    Accumulators count as if they were in shared memory. If a kernel keeps accumulators in
+    registers, more blocks may fit; pass the real number to `L2Model` as `blocks_per_sm`.
     """
     tile = schedule.tiling.clip(schedule.problem, schedule.split)
     rows = 1 if stage.whole_rows else tile.block_q

@@ -21,8 +21,8 @@ def refusal(
 ) -> UnsupportedError | TilingError | None:
     """Return the error to raise if a problem has too many tiles for a table, or None if they fit.
 
-    The check allocates no table. The error is a `TilingError` if larger tiles would make the
-    tables fit, and otherwise an `UnsupportedError`.
+    The error is a `TilingError` if larger tiles would make the tables fit, and otherwise an
+    `UnsupportedError`.
     """
     p, size = problem, f"{problem.n_q:,} queries x {problem.n_kv:,} keys"
     if p.n_q * members * p.n_kv >= 2**63:
@@ -48,11 +48,7 @@ def refusal(
 
 
 def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: type) -> np.ndarray:
-    """Return the table of tiles of one packed sequence.
-
-    Its columns are each tile's start and stop, the sequence's offset, and the sequence's end on the
-    other axis.
-    """
+    """Return a sequence's row or column tiles, (n, 4): start, stop, offset, other axis's stop."""
     begins = np.arange(start, stop, block, dtype=np.int64)
     table: np.ndarray = np.empty((len(begins), 4), kind)
     table[:, 0], table[:, 1] = begins, np.minimum(begins + block, stop)
@@ -61,7 +57,7 @@ def cut(start: int, stop: int, block: int, offset: int, other_stop: int, kind: t
 
 
 def check_visits(visits: int) -> None:
-    """Raise `TilingError` if a table cannot hold this many visits."""
+    """Raise `TilingError` if an int32 table cannot index this many visits (tile pairs)."""
     if visits > INT32:
         raise TilingError(
             f"the loop visits {visits:,} tile pairs, but a table of them can hold at most "

@@ -43,11 +43,10 @@ _WIDTHS = {  # elements per row; other tensors have one per row or score
 
 
 class TensorShape(NamedTuple):
-    """The layout of a tensor in HBM.
+    """The layout of a tensor in HBM: tiles along `axis`, and elements per row, column or score.
 
-    The tensor is divided into tiles along `axis`, and has `elements` elements of `itemsize` bytes
-    per row, column or score. A statistic (one number per row) has ``vector=True``. An FP8 scale is
-    one number for several rows.
+    Each row, column or score has `elements` elements of `itemsize` bytes. A statistic (one number
+    per row) and an FP8 scale (one number for several rows) have ``vector=True``.
     """
 
     axis: int
@@ -58,7 +57,7 @@ class TensorShape(NamedTuple):
 
     @property
     def width(self) -> int:
-        """The number of the tensor's bytes per row, per column or per score."""
+        """The bytes of the tensor per row, per column or per score."""
         return self.elements * self.itemsize
 
 
@@ -83,10 +82,7 @@ def dtype(problem: Problem, name: str) -> str:
 
 
 def function_of(problem: Problem, name: str) -> Graph | None:
-    """Return the user's score or mask function that reads a tensor of CAPTURED.
-
-    If the problem has no such function, the result is None.
-    """
+    """Return the function that reads a tensor of CAPTURED: the score function or mask function."""
     if name.startswith("F"):
         return problem.score_mod
     return problem.mask_graph
@@ -95,9 +91,8 @@ def function_of(problem: Problem, name: str) -> Graph | None:
 def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
     """Return how many bytes of a captured array a tile reads per head, row, column and score.
 
-    The argument `name` is a tensor of CAPTURED. At the start of an outer step, a Q-outer loop reads
-    the elements that depend only on the head or the row (`_own`); it reads the others at each
-    visit. A KV-outer loop reads all elements at each visit.
+    A Q-outer loop reads the elements that depend only on the head or the row (`_own`) once per row
+    tile, and all other elements at each visit. A KV-outer loop reads all elements at each visit.
     """
     graph, own = function_of(problem, name), name.endswith("_own")
     if graph is None or (own and outer == "keys"):
@@ -107,11 +102,7 @@ def captured(problem: Problem, name: str, outer: str) -> dict[str, int]:
 
 
 def title(problem: Problem, name: str, direction: str) -> str:
-    """Return the name of a tensor in tables.
-
-    For captured arrays, the user's own variable names precede the tensor's name, which
-    `bytes(tensor=...)` accepts: "slopes (F_own)".
-    """
+    """Return a tensor's name in tables, with a captured array's own name: "slopes (F_own)"."""
     if name not in (*CAPTURED, "dF"):
         return name
     graph = problem.score_mod if name == "dF" else function_of(problem, name)
@@ -145,10 +136,7 @@ def rows_a_scale(problem: Problem, name: str) -> int:
 
 
 def matrices(problem: Problem, owner: int) -> int:
-    """Return how many matrices a tensor has: one per query head, key head or matrix of the bias.
-
-    The argument `owner` (QUERY, KEY or BIAS) says which of the three.
-    """
+    """Return how many matrices a tensor has: one per query head, key head or matrix of the bias."""
     p = problem
     bias = p.bias[0] * p.bias[1] if p.bias else 0
     return {QUERY: p.batch * p.heads, KEY: p.batch * p.kv_heads, BIAS: bias}[owner]
@@ -158,8 +146,8 @@ def matrices(problem: Problem, owner: int) -> int:
 def whole_bytes(problem: Problem, name: str) -> int:
     """Return the bytes of a tensor in HBM over all heads.
 
-    For `O_part` and `L_part`, the result is the bytes of one part of the keys. For a matrix of
-    scores, only the scores within each packed sequence count.
+    For the partial results `O_part` and `L_part`, the result is the bytes for one part of the keys.
+    For a matrix of scores, only the scores within each packed sequence count.
     """
     p, its = problem, shape(problem, name)
     if name == "table":

@@ -23,9 +23,7 @@ SIDES = (16, 32, 64, 128, 256, 512)
 @own_errors
 @dataclass(frozen=True)
 class Tiling:
-    """The size of a tile of scores: `block_q` query rows by `block_k` key columns.
-
-    The papers call these B_r and B_c.
+    """The size of a tile of scores: `block_q` query rows (B_r) by `block_k` key columns (B_c).
 
     Raises
     ------
@@ -47,17 +45,11 @@ class Tiling:
         return f"{self.block_q} x {self.block_k}"
 
     def divides(self, cells: BlockMask | None) -> bool:
-        """Return whether each tile of scores lies in a single cell of the problem's block mask.
-
-        If there is no block mask, the result is True.
-        """
+        """Return True if there is no block mask, or each tile lies in one cell of the mask."""
         return cells is None or not (cells.block_q % self.block_q or cells.block_k % self.block_k)
 
     def keeps_scales(self, problem: Problem) -> bool:
-        """Return whether each tile consists of whole FP8 scale blocks, or lies within one.
-
-        The result is True if the problem has no scale blocks.
-        """
+        """Return False if a tile cuts an FP8 scale block and reaches into another; else True."""
         if not isinstance(problem.scales, tuple):
             return True
         sides = zip(
@@ -80,8 +72,8 @@ class Tiling:
     ) -> dict[str, dict[str, int]]:
         """Return the on-chip bytes of each buffer of each stage: ``{stage: {buffer: bytes}}``.
 
-        For a stage that works on whole rows (standard attention's softmax), one row counts, because
-        the stage can process rows one at a time.
+        For a stage that works on whole rows (standard attention's softmax), only one row counts,
+        because the stage can process rows one at a time.
         """
         stages = plans.stages(problem, algorithm, direction, split)
         tile = self.clip(problem, split)
@@ -100,12 +92,7 @@ class Tiling:
         direction: str = "forward",
         split: Split = WHOLE,
     ) -> int:
-        """Return the largest number of on-chip bytes that any stage needs for all its buffers.
-
-        For example, FlashAttention-2's forward pass keeps Q, K, V, O, the scores S, and the
-        statistics m and l on chip. In float32, with 64 x 64 tiles and head_dim 64, the first five
-        take 81,920 B, and m and l 512 B more.
-        """
+        """Return the largest number of on-chip bytes that any stage needs for all its buffers."""
         tables = self.buffers(problem, algorithm, direction, split).values()
         return max(sum(table.values()) for table in tables)
 
@@ -137,9 +124,9 @@ class Tiling:
             if need > device.sram_bytes:
                 rows = "".join(f"\n  {name:<6}{size:>14,} B" for name, size in table.items())
                 raise SramOverflow(
-                    f"{algorithm} {direction}, stage {stage!r}: a {self} tile at head_dim="
-                    f"{problem.head_dim}, {problem.dtype} needs {need:,} B on chip, but "
-                    f"a thread block of {device.name} has {device.sram_bytes:,} B; "
+                    f"in stage {stage!r} of {algorithm} {direction}, a {self} tile with "
+                    f"head_dim={problem.head_dim} and {problem.dtype} needs {need:,} B on chip, "
+                    f"but a thread block of {device.name} has {device.sram_bytes:,} B; "
                     f"{self._advice(problem, device, algorithm, direction, split)}. The stage's "
                     f"buffers are:{rows}"
                 )
@@ -163,8 +150,8 @@ class Tiling:
     ) -> Tiling:
         """Return one tiling that fits on chip for several algorithms, so that a comparison is fair.
 
-        The tiling is the first of 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on that fits for all of
-        them. The search leaves out algorithms that need all keys in one tile ("flash2-once").
+        The search tries 64 x 64, 64 x 32, 32 x 32, 32 x 16 and so on. The search ignores algorithms
+        that need all keys in one tile ("flash2-once").
 
         Raises
         ------
@@ -208,11 +195,10 @@ class Tiling:
         loops (a three-pass backward), the search enlarges the smaller side first. The sides are
         powers of two from 16 to 512.
 
-        In arXiv:2205.14135, the first line of Algorithm 1, B_c = ceil(M / 4d), leaves out the score
-        tile, so the paper's tiles can need more than M. If an algorithm splits keys, its tiles have
-        at most 128 keys, so that the parts are nearly equal; `flashsim.schedule.split_kv.fill`
-        computes how many parts fill a device. If an algorithm needs one key tile per row tile, its
-        tile has all keys of a sequence.
+        Line 1 of Algorithm 1 in arXiv:2205.14135, B_c = ceil(M / 4d), leaves out the score tile, so
+        the paper's tiles can need more than M. If an algorithm splits keys, its tiles have at most
+        128 keys, so that the parts are nearly equal. If an algorithm needs one key tile per row
+        tile, its tile has all keys of a sequence.
 
         Raises
         ------
@@ -246,7 +232,7 @@ class Tiling:
 
 @lru_cache(maxsize=256)
 def _fit(problem: Problem, device: Device, algorithm: str, direction: str, split: Split) -> Tiling:
-    """Return the result of `Tiling.fit`, which is the best of up to 72 tilings, and cache it."""
+    """Return the result of `Tiling.fit`, the best of up to 72 tilings, and cache it."""
     stages = plans.stages(problem, algorithm, direction, split)
     most_keys = 128 if any(stage.parts for stage in stages) else SIDES[-1]
     whole = any(stage.once for stage in stages)
@@ -294,10 +280,7 @@ def _tilings(sides: tuple[int, ...]) -> Iterator[Tiling]:
 
 
 def _trim(tiling: Tiling, problem: Problem, split: Split) -> Tiling:
-    """Return `tiling`, with each side halved as long as half of it still covers the score matrix.
-
-    For example, if there are 17 queries, a side of 512 becomes 32.
-    """
+    """Halve each side of `tiling` as long as half of the side still covers the score matrix."""
     q, k = tiling.block_q, tiling.block_k
     rows = problem.n_q * (problem.group if split.pack_gqa else 1)
     while q // 2 >= rows:

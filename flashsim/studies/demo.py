@@ -31,7 +31,6 @@ class DemoLayer:
 
     Attributes
     ----------
-    name : str
     comparison : Comparison
         The costs of the forward and backward passes of standard attention, FlashAttention-1 and
         FlashAttention-2.
@@ -51,7 +50,7 @@ class DemoLayer:
 
     @property
     def passed(self) -> bool:
-        """Whether FlashAttention-2's output (the default of `run`) agrees with the model's."""
+        """Whether the output of `flash2` (the default of `run`) agrees with the model's output."""
         return self.differences["flash2"] < LIMIT
 
     def bytes_moved(self) -> Table:
@@ -119,10 +118,7 @@ def in_a_sentence(layers: Sequence[DemoLayer]) -> str:
 
 @own_errors
 def demo(out: Path) -> list[DemoLayer]:
-    """Run attention for every model layer whose inputs come with flashsim, and compare algorithms.
-
-    The traces of FlashAttention-2 are written to the folder `out`.
-    """
+    """Run attention for every bundled model layer, compare algorithms, and save traces in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     return [_layer(name, out) for name in SAMPLES]
 

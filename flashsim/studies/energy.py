@@ -1,14 +1,13 @@
 """Predicts a GPU kernel's energy: the energy of its operations, and the board's idle power.
 
-The energy constants were measured with NVML's energy counter. If a kernel can use a unit of the
-chip alone, that unit's energy was measured alone (`benchmarks/power.py`, docs/data/power-h200.csv).
-The constants of products, scores and sums are fitted to some of the attention passes in that file,
-and tested on the others (docs/reference/predictions.md).
+The energy constants were measured with NVML's energy counter, if possible for one unit at a time
+(`benchmarks/power.py`, docs/data/power-h200.csv). The constants of products, scores and sums are
+fitted to some of the attention passes in that file, and tested on its other passes
+(docs/reference/predictions.md).
 
-If a busy chip reaches its power limit, the chip lowers its clock until its power is below the
-limit. The voltage falls with the clock, and the energy of the SMs' operations falls in proportion
-to the clock. One matrix product confirmed this proportion: 1.06 pJ per FLOP at 1,980 MHz, and 0.82
-at 1,540 MHz. HBM's energy does not depend on the clock.
+If a busy chip reaches its power limit, the chip lowers its clock and its voltage. So the energy of
+the SMs' operations falls in proportion to the clock: a matrix product took 1.06 pJ per FLOP at
+1,980 MHz, and 0.82 at 1,540 MHz. HBM's energy does not depend on the clock.
 """
 
 from __future__ import annotations
@@ -27,10 +26,8 @@ class Use:
 
     Attributes
     ----------
-    flops : float
-        FLOPs that the tensor cores execute. Tiles that are cut off at an edge count as whole tiles.
-    scores : float
-        Number of scores that are computed, including masked scores.
+    flops, scores : float
+        FLOPs that the tensor cores execute, and scores that are computed, both for whole tiles.
     shared : float
         Bytes that warps read from shared memory.
     moved, added : float
@@ -52,10 +49,7 @@ class Use:
 
 
 class Sustained(NamedTuple):
-    """The time, energy and clock of one call, if the call is repeated many times.
-
-    The clock is given as a fraction of the highest clock.
-    """
+    """The time, energy and relative clock of one call in a long series of equal calls."""
 
     seconds: float
     joules: float
@@ -68,22 +62,17 @@ class Energy:
 
     Attributes
     ----------
-    waiting : float
-        Power of the board in watts while its SMs wait.
-    most : float
-        Power limit of the board in watts.
+    waiting, most : float
+        Watts of the board while its SMs wait, and the board's power limit.
     flop : (float, float)
         Joules per FLOP on the tensor cores, by wgmma and by mma.sync.
     score : float
         Joules per score, for the exponential and all other instructions on that score.
-    shared : float
-        Joules per byte that warps read from shared memory.
+    shared, added, hbm : float
+        Joules per byte that warps read from shared memory, per byte added at L2, including its
+        transfer to L2, and per byte between HBM and L2.
     moved : (float, float)
         Joules per byte between L2 and an SM, if TMA loads it and if threads load it.
-    added : float
-        Joules per byte added at L2, including its transfer to L2.
-    hbm : float
-        Joules per byte between HBM and L2.
     """
 
     waiting: float
@@ -100,14 +89,12 @@ class Energy:
         return self.waiting * seconds + self._inside(use) + self.hbm * use.hbm
 
     def sustained(self, uses: Sequence[Use], seconds: float) -> Sustained:
-        """Return the time and energy of one round of kernels that are repeated many times.
-
-        The board's power limit determines the clock at which the kernels run.
+        """Return the time and energy of a round of endlessly repeated kernels, at the power limit.
 
         The argument `seconds` is the kernels' time at the highest clock. At a fraction x of the
-        highest clock, the kernels take 1 / x of that time, and the SMs use x times the energy;
-        HBM's energy stays the same. With the energies `inside` of the SMs and `hbm` of HBM, the
-        power equals the limit if ``x^2 inside + x hbm = (most - waiting) seconds``.
+        highest clock, the kernels take 1 / x times as long, the SMs use x times the energy, and HBM
+        uses the same energy. The power equals the limit if ``x^2 inside + x hbm = (most - waiting)
+        seconds``, where `inside` is the energy of the SMs and `hbm` that of HBM.
         """
         inside, hbm = sum(map(self._inside, uses)), sum(self.hbm * use.hbm for use in uses)
         left, clock = (self.most - self.waiting) * seconds, 1.0
@@ -117,7 +104,7 @@ class Energy:
         return Sustained(seconds / clock, joules, clock)
 
     def _inside(self, use: Use) -> float:
-        """Return the energy in joules that a kernel uses in the SMs and L2 at the highest clock."""
+        """Return the joules that a kernel uses in the SMs and L2 at the highest clock."""
         return (
             self.flop[use.by_threads] * use.flops
             + self.score * use.scores
@@ -143,19 +130,11 @@ ENERGIES = {
 
 
 def energy_of(device: Device | str) -> Energy | None:
-    """Return a device's energy constants, or None if the device's energy was never measured.
-
-    Parameters
-    ----------
-    device : str or Device
-    """
+    """Return a device's energy constants, or None if the device's energy was never measured."""
     return ENERGIES.get(Device.get(device).name)
 
 
 def joules(use: Use, seconds: float, device: Device) -> float | None:
-    """Return a kernel's energy in joules when the chip runs at its highest clock.
-
-    The function returns None if the device's energy was never measured.
-    """
+    """Return a kernel's joules at the highest clock, or None if the device was not measured."""
     energy = energy_of(device)
     return None if energy is None else energy.joules(use, seconds)

@@ -1,11 +1,8 @@
 """The roofline model: computes whether memory bandwidth or arithmetic limits a pass's speed.
 
 The roofline method is by Williams, Waterman and Patterson, "Roofline", CACM 2009. Only the FLOPs of
-matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. The
-method `Traffic.flops` also includes exponentials and other operations, whose peak is lower.
-
-The bytes of a pass can be counted in several ways (`COUNTS`), and these ways are often confused. So
-each roofline point names its way of counting.
+matrix products count, because only products run on tensor cores, whose peak is `Device.peak`. Each
+roofline point states how its bytes were counted (`COUNTS`), because these ways are often confused.
 """
 
 from __future__ import annotations
@@ -40,13 +37,10 @@ class Point:
 
     Attributes
     ----------
-    algorithm, direction : str
     count : str
         One of `COUNTS`.
     flops, bytes : int
         Matrix-product FLOPs, and bytes.
-    device : Device
-    dtype : str
     seconds : float or None
         Measured time of a real kernel, if known.
     """
@@ -68,9 +62,7 @@ class Point:
 
     @property
     def bandwidth(self) -> float:
-        """The bandwidth, in bytes per second, that limits the transfers of this point.
-
-        It is that of L2 if the point counts requested bytes, and otherwise that of HBM.
+        """The point's bandwidth in bytes/s: L2's if it counts requested bytes, otherwise HBM's.
 
         The value is 0 if the device's L2 bandwidth is not published.
         """
@@ -78,22 +70,19 @@ class Point:
 
     @property
     def intensity(self) -> float:
-        """The arithmetic intensity: FLOPs of matrix products divided by the bytes of this point."""
+        """The arithmetic intensity: FLOPs of matrix products divided by the point's bytes."""
         return self.flops / self.bytes
 
     @property
     def ridge(self) -> float | None:
-        """The intensity (FLOPs per byte) above which arithmetic limits the speed of the pass.
-
-        It is None if the bandwidth is unknown.
-        """
+        """The FLOPs per byte above which arithmetic limits the pass; None if `bandwidth` is 0."""
         return self.device.peak(self.dtype) / self.bandwidth if self.bandwidth else None
 
     @property
     def attainable(self) -> float | None:
-        """The largest FLOP/s that the roofline allows: min(peak, intensity x bandwidth).
+        """The largest possible FLOP/s: the smaller of the peak and intensity x bandwidth.
 
-        It is None if the bandwidth is unknown.
+        The value is None if the bandwidth is unknown.
         """
         if not self.bandwidth:
             return None
@@ -106,13 +95,11 @@ class Point:
 
     @property
     def joules(self) -> float | None:
-        """A lower bound on the energy of the pass in joules.
-
-        It is None if the device's energy was never measured.
+        """A lower bound on the joules of the pass; None if the device's energy was never measured.
 
         The bound follows Choi and others, "A roofline model of energy", IPDPS 2013. The bound
-        includes the matrix products, these bytes, and the board's idle power for `seconds` (or for
-        the least time by the roofline), but no exponentials.
+        includes the matrix products, the point's bytes, and the board's idle power during the pass,
+        but no exponentials.
         """
         energy = energy_of(self.device)
         if energy is None or not self.attainable:
@@ -140,12 +127,13 @@ class Roofline(report.Tabled):
     points: tuple[Point, ...]
 
     def __getitem__(self, count: str) -> Point:
-        """Return the roofline point whose bytes were counted in the way that `count` names."""
+        """Return the roofline point whose bytes were counted in the way `count`."""
         for point in self.points:
             if point.count == count:
                 return point
         raise OptionError(
-            f"there is no point {count!r}; {choices(count, [p.count for p in self.points])}"
+            f"the roofline has no point {count!r}; choose from "
+            f"{choices(count, [p.count for p in self.points])}"
         )
 
     def table(self) -> report.Table:
@@ -237,12 +225,10 @@ def roofline(
 def textbook_bytes(problem: Problem, algorithm: str, direction: str = "forward") -> int:
     """Return the idealised bytes that textbooks count: each tensor once.
 
-    Standard attention also has one N x N matrix.
-
-    In the forward pass, the tensors are q, k, v and out. In the backward pass, the tensors are q,
-    k, v, out and their gradients, without LSE, delta or an accumulator. In reality, standard
-    attention writes S and P and reads both again, which is four times one matrix. In reality,
-    FlashAttention reads K and V once per row tile.
+    In the forward pass, the tensors are q, k, v and out. The backward pass also has their
+    gradients, but LSE, delta and accumulators are not counted. Standard attention also has one N x
+    N matrix. In reality, standard attention writes S and P and reads both again: four N x N
+    matrices. In reality, FlashAttention reads K and V once per row tile.
     """
     plans.stages(problem, algorithm, direction)  # raises if the algorithm has no such pass
     p = problem

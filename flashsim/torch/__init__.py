@@ -1,8 +1,7 @@
 """Attention for PyTorch: a differentiable operator, and a replacement for torch's attention.
 
-The function `watch` records and counts the attention calls of a model. This package needs torch
-(``pip install 'flashsim-attention[torch]'``). The function `install` registers flashsim as an
-attention of torch; before that call, nothing is registered.
+The package needs torch (``pip install 'flashsim-attention[torch]'``). Nothing replaces torch's
+attention until a program calls `install`.
 """
 
 from __future__ import annotations

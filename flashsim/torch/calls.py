@@ -46,29 +46,16 @@ class AttentionCall:
 
     Attributes
     ----------
-    name : str
-        The module that made the call, named as in ``model.named_modules()``; "" if no module made
-        it.
-    api : str
-        The function called: "scaled_dot_product_attention", "flex_attention", ...
-    sizes : Extents
-    dtype : str
-        The element type of the computation; under autocast, the type to which autocast casts.
-    device : str
-        "cpu" or "cuda:0"; "meta" or "cpu (fake)" for tensors without values.
-    pattern : Pattern
-        Which scores are kept.
-    scale : float or None
-        None: 1 / sqrt(head_dim).
-    softcap, dropout : float
-    notes : list of str
-        What the count does not reproduce exactly.
-    backward : bool
-        Whether the call's gradient was computed; may become true after the watch has ended.
-    inputs : tuple of Tensor, or None
-        Copies of q, k and v, (batch, heads, n, head_dim), if they are small.
-    measured : dict of str to dict of str to float
-        Seconds per kernel (on a CPU per operator) of "forward" and "backward", if measured.
+    name : the module that made the call, as in ``model.named_modules()``, or ""
+    api : the function called: "scaled_dot_product_attention", "flex_attention", ...
+    dtype : the element type of the computation; under autocast, the type to which autocast casts
+    device : "cpu" or "cuda:0"; "meta" or "cpu (fake)" for tensors without values
+    pattern : which scores are kept
+    scale : None for 1 / sqrt(head_dim)
+    notes : what the count does not reproduce exactly
+    backward : True if the gradient was computed; may become true after the watch has ended
+    inputs : copies of q, k and v, (batch, heads, n, head_dim), if they are small, or None
+    measured : seconds per kernel (on a CPU per operator) of "forward" and "backward"
     """
 
     name: str
@@ -115,10 +102,7 @@ class AttentionCall:
 
     @property
     def note(self) -> str:
-        """Return a text that says which part of the call a count does not include, and why.
-
-        The text is empty if a count includes the whole call.
-        """
+        """Say which parts of the call are not counted, and why; "" if all is counted."""
         dropout = f"dropout {self.dropout:g}: its random numbers are not counted"
         notes = [self.pattern.note, *self.notes, *[dropout] * bool(self.dropout)]
         try:
@@ -130,15 +114,8 @@ class AttentionCall:
     def trace(self, *, algorithm: str = "flash2", seed: int = 0, **options: Any) -> Trace:
         """Run the simulator on this call and return its trace, for pictures and the player.
 
-        The simulation uses the call's own q, k and v if they were copied, else random ones
-        (`seed`).
-
-        Parameters
-        ----------
-        algorithm : str
-        seed : int
-        **options
-            Any other keyword of `flashsim.run`.
+        The simulation uses the recorded q, k and v if `watch` copied them, else random tensors
+        (`seed`). `options` are keywords of `flashsim.run`.
 
         Raises
         ------
@@ -186,11 +163,7 @@ class AttentionCall:
 
 
 def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Tensor, ...] | None:
-    """Return copies of a call's tensors q, k and v, each as (batch, heads, n, head_dim).
-
-    The function returns None if the tensors have no values, take more than `limit` bytes, or cannot
-    be brought into this shape.
-    """
+    """Return 4-D copies of q, k and v, or None if they have no values or exceed `limit` bytes."""
     s = sizes
     wanted = (
         (s.batch, s.heads, s.n_q, s.head_dim),
@@ -210,23 +183,17 @@ def copies(tensors: tuple[Tensor, ...], sizes: Extents, limit: int) -> tuple[Ten
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """Return a CPU tensor as a NumPy array; bfloat16 is passed on as bits."""
+    """Return a CPU tensor as a NumPy array that shares its memory; bfloat16 keeps its bits."""
     if x.dtype == torch.bfloat16:
         return x.contiguous().view(torch.int16).numpy().view(numpy_dtype("bfloat16"))
     return x.numpy()
 
 
 def only(calls: list[AttentionCall], name: str) -> AttentionCall:
-    """Return the recorded call that has this name; raise if several calls have it.
-
-    Raises
-    ------
-    OptionError
-        If there are several.
-    """
+    """Return the only call of the list `calls`; raise OptionError if the list has several calls."""
     if len(calls) > 1:
         raise OptionError(
-            f"{name!r} made {len(calls)} calls, but this needs a single call; choose one from "
+            f"{name!r} made {len(calls)} calls, but exactly one call is needed; choose one from "
             f"the list seen.named({name!r}), such as seen.named({name!r})[0]"
         )
     return calls[0]

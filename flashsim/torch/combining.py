@@ -1,4 +1,4 @@
-"""Combine the results of several blocks of scores in float32: merge out by LSE, add gradients."""
+"""Combine attention of several blocks of scores in float32: merge outputs by LSE, add gradients."""
 
 from __future__ import annotations
 
@@ -12,19 +12,13 @@ from flashsim.torch.process_group import Parcel
 
 @dataclass(frozen=True)
 class Share:
-    """The gradients of the rows that the slice `rows` selects.
-
-    They come from one block of scores, or are float32 sums over several blocks.
-    """
+    """Gradients, by tensor name, of the tensor rows that the slice `rows` selects."""
 
     parts: Parcel
     rows: slice
 
     def widened(self, **whole: Tensor) -> Share:
-        """Return float32 sums for all rows that hold these gradients, and zeros in all other rows.
-
-        The gradients of other blocks of scores can then be added to the sums.
-        """
+        """Return float32 gradients of all rows, which are zeros outside of this share's rows."""
         parts = {}
         for name, x in whole.items():
             wide = torch.promote_types(x.dtype, torch.float32)
@@ -34,15 +28,12 @@ class Share:
         return Share(parts, slice(0, x.shape[2]))
 
     def add(self, other: Share) -> None:
-        """Add the gradients of another block of scores to these gradients, in place."""
+        """Add another share's gradients to this share's gradients, in place."""
         for name, x in other.parts.items():
             self.parts[name][:, :, other.rows].add_(x)
 
     def plus(self, name: str, like: Tensor, own: list[tuple[slice, Tensor]]) -> Tensor:
-        """Return the sum of these gradients and those of a ring member's own block, rounded once.
-
-        The gradients of the member's own block are passed in parts, each with some of the heads.
-        """
+        """Return this share's gradients plus a rank's own block's gradients, rounded once."""
         total = torch.empty(like.shape, dtype=like.dtype, device=like.device)
         for heads, part in own:
             if name in self.parts:
@@ -58,10 +49,7 @@ NOTHING = Share({}, slice(0, 0))
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merge attention over further keys, `part`, into `out` and the LSE, in place and in float32.
-
-    The merge is one kernel on a GPU, and several torch operators on the CPU. See `flashsim.merge`.
-    """
+    """Merge `part`, the attention over other keys, into `out` and the LSE in place, in float32."""
     if out.is_cuda:
         from flashsim.backends.cupy_gpu.merge import merge_into as fused
 

@@ -1,7 +1,7 @@
-"""Compile each flex_attention call in compiled code, although `watch` runs that code uncompiled.
+"""Keep flex_attention compiled while `watch` runs a program's other compiled code uncompiled.
 
-Without compilation, flex_attention runs plain matrix products and stores all scores. An X-ray would
-then measure kernels that the program does not normally run. Other attention functions call the same
+Uncompiled flex_attention runs plain matrix products and stores all scores, so an X-ray would
+measure kernels that the program does not normally run. Other attention functions call the same
 kernels with and without compilation.
 """
 
@@ -23,7 +23,7 @@ Observer = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 
 class _Around(threading.local):
-    """The compiled functions that are running in this thread, outermost first."""
+    """The options of the compiled functions that are running in this thread, outermost first."""
 
     def __init__(self) -> None:
         self.options: list[dict[str, Any]] = []
@@ -31,10 +31,10 @@ class _Around(threading.local):
 
 @contextmanager
 def compiled_flex(observe: Observer) -> Iterator[None]:
-    """In the ``with`` block, compile flex_attention for each call in compiled code.
+    """In the ``with`` block, compile flex_attention for each call that compiled code makes.
 
-    The call gets the options of the `torch.compile` around it. Only what this block compiles or
-    imports is affected: the block replaces `torch.compile` and `flex_attention` in their modules.
+    Each call gets the options of the `torch.compile` that encloses the call. Code that was compiled
+    or imported before the block is not affected.
     """
     around = _Around()
     made: dict[str, Callable[..., Any]] = {}
@@ -67,7 +67,7 @@ def compiled_flex(observe: Observer) -> Iterator[None]:
 def _noting(
     run: Callable[..., Any], around: _Around, options: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Return a function that calls `run`, and while it runs keeps its options in `around`."""
+    """Return a function that calls `run`, and lists `options` in `around` during the call."""
 
     @wraps(run)
     def running(*args: Any, **kwargs: Any) -> Any:
@@ -81,7 +81,7 @@ def _noting(
 
 
 def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
-    """Add hooks to a compiled module that keep its options in `around` while it runs; return it."""
+    """Add hooks to a compiled module that list `options` in `around` while the module runs."""
 
     def enter(*_: Any) -> None:
         around.options.append(options)
@@ -95,10 +95,7 @@ def _entered(model: Any, around: _Around, options: dict[str, Any]) -> Any:
 
 
 def _on_its_own(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `run` in its compiled form.
-
-    Observers of torch would forbid compiled code, so they are turned off during the call.
-    """
+    """Return a function that calls `run` with torch's modes off, as modes prevent compilation."""
 
     def running(*args: Any, **kwargs: Any) -> Any:
         with (

@@ -35,11 +35,11 @@ def decode(
 ) -> Any:
     """Compute attention of a few queries over the live keys of a KV cache, without a gradient.
 
-    On a GPU, the running kernel itself reads the cache lengths, the starts and the block table. So
-    a call that passes these as GPU tensors never waits for the GPU, works under torch.compile, and
-    can be captured in a CUDA graph that is replayed with other lengths. The kernels support float16
-    and bfloat16, and head dimensions up to 256; for other types and widths, torch's own operators
-    run on the GPU.
+    If cache lengths, starts and block table are GPU tensors, the decode kernel reads them itself.
+    With lengths and block table on the GPU, a call never waits for the GPU, works under
+    torch.compile, and can be captured in a CUDA graph that is replayed with other lengths. The
+    decode kernels support float16 and bfloat16, and head dimensions up to 256. For other types and
+    widths, torch's own operators run on the GPU.
 
     Parameters
     ----------
@@ -91,7 +91,7 @@ def decode(
 
 
 def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
-    """Return a tensor with one integer per sequence, in the form that the decode kernel reads."""
+    """Return one integer per sequence as an int32 tensor on q's device; None stays None."""
     if given is None:
         return None
     if isinstance(given, int) and not isinstance(given, bool):
@@ -101,7 +101,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
     if given.shape != q.shape[:1] or given.is_floating_point() or given.dtype == torch.bool:
         raise ShapeError(
             f"{name} must be {q.shape[0]} integers, one per sequence, got {name_of(given.dtype)} "
-            f"{tuple(given.shape)}"
+            f"of shape {tuple(given.shape)}"
         )
     if given.device != q.device:
         given = given.to(q.device)
@@ -109,7 +109,7 @@ def _integers(name: str, given: Any, q: Tensor) -> Tensor | None:
 
 
 class _Question(NamedTuple):
-    """The options of a decoding call, without its tensors."""
+    """The options of a decoding call; `left` and `right` are the limits of the sliding window."""
 
     causal: bool
     left: int
@@ -172,12 +172,7 @@ def _problem(
     entries: Tensor | None,
     asked: _Question,
 ) -> Problem:
-    """Check shapes and types, and return a `Problem` as if all keys of the cache were in use.
-
-    Raises
-    ------
-    ShapeError, DTypeError, UnsupportedError, OptionError
-    """
+    """Check shapes and types, and return a `Problem` as if all keys of the cache were in use."""
     found = ", ".join(f"{name} {tuple(x.shape)}" for name, x in zip("qkv", (q, k, v), strict=True))
     if not q.ndim == k.ndim == v.ndim == 4 or k.shape[:3] != v.shape[:3]:
         raise ShapeError(
@@ -201,8 +196,8 @@ def _problem(
             )
         if table.dtype != torch.int32 or table.ndim != 2 or table.shape[0] != batch:
             raise ShapeError(
-                f"block_table must be int32 ({batch}, max_pages), got {table.dtype} "
-                f"{tuple(table.shape)}"
+                f"block_table must be int32 of shape ({batch}, max_pages), got {table.dtype} of "
+                f"shape {tuple(table.shape)}"
             )
         if table.device != q.device or (table.stride(1) != 1 and table.shape[1] > 1):
             raise ShapeError(
@@ -242,10 +237,7 @@ def _written_out(
     entries: Tensor | None,
     *asked: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Decode with torch's own operators, in float32 or wider, if no GPU kernel supports the call.
-
-    This function does not wait for the GPU, so a CUDA graph can capture it.
-    """
+    """Decode with torch's own operators in float32 or wider, without waiting for the GPU."""
     causal, left, right, softcap, scale, _ = asked
     batch, heads, n_q, d = q.shape
     if table is not None:

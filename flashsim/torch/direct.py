@@ -1,15 +1,13 @@
-"""Runs repeated calls of `attention` directly on an engine: only the first call is checked.
+"""Repeated calls of `attention` run directly on an engine: only the first call is checked.
 
-A model makes the same attention call again and again. A `Ready` is a checked call, cached under all
-values that the checks read. In eager mode, a `Ready` runs as a plain `torch.autograd.Function`.
-Under torch.compile a `Ready` runs inside the operator ``flashsim::attend``, which has fewer
-arguments than ``flashsim::attention`` and so takes torch's dispatcher less time. Observers and
-transforms of operators (a dispatch mode, torch.func, forward mode, torch.jit.trace) get
-``flashsim::attention`` instead.
+A `Ready` is a checked call; its cache key contains all values that the checks read. In eager mode,
+a `Ready` runs as a plain `torch.autograd.Function`. Under torch.compile, a `Ready` runs inside
+``flashsim::attend``, whose few arguments torch dispatches quickly. If something observes or
+transforms operators (a dispatch mode, torch.func, forward mode, torch.jit.trace),
+``flashsim::attention`` runs instead.
 
-On a GPU, calls with few queries run the decode kernels, whether or not a gradient is needed, so
-that calls with and without a gradient return the same bits. Calls whose KV caches differ only in
-length share one `Ready`.
+On a GPU, calls with few queries run the decode kernels even if a gradient is needed, so that calls
+with and without a gradient return the same bits.
 """
 
 from __future__ import annotations
@@ -40,13 +38,7 @@ NAMES = (
 
 
 class Ready:
-    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`.
-
-    Attributes
-    ----------
-    question : dict
-        The keywords of the operator ``flashsim::attention``.
-    """
+    """A checked call: `forward(q, k, v)` and `backward(q, k, v, out, lse, dout, dlse=None)`."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, question: Question) -> None:
         self.question = dict(zip(NAMES, question, strict=True))
@@ -108,7 +100,7 @@ class _OnCpu:
         self._job, self._run, self._host = asked.job, asked.engine.forward, asked.host
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the forward pass, and return out and the LSE."""
+        """Run the forward pass of attention, and return out and the LSE."""
         job = self._job.given(_numbers(q), _numbers(k), _numbers(v))
         outcome, give = self._run(job), self._host.give
         if unseen := outcome.unseen("out"):
@@ -127,7 +119,7 @@ _FEW, _FEW_ROWS = 16, 128
 
 
 def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return whether a call has so few queries that the decode kernels run it."""
+    """Return True if a CUDA call has so few queries that the decode kernels run it."""
     if not q.is_cuda or q.ndim != 4 or k.ndim != 4 or v.ndim != 4:
         return False
     _, heads, n, d = q.shape
@@ -142,16 +134,13 @@ def _few(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def about(n: int) -> int:
-    """Return `n`, a number of keys, rounded up so that caches of similar length share a `Ready`."""
+    """Return `n`, a number of keys, rounded up so that similar cache lengths share a `Ready`."""
     step = max(128, 1 << max(n.bit_length() - 5, 0))
     return -(-n // step) * step
 
 
 def _decoder(q: Tensor, k: Tensor, v: Tensor, request: Request) -> Any:
-    """Return a function that runs the decode kernel on tensors like these.
-
-    The KV cache of those tensors may have any length.
-    """
+    """Return a function that runs the decode kernel on tensors like these, of any cache length."""
     import flashsim.backends.cupy_gpu.engine as cupy_engine
 
     if q.shape[2] == 1:  # one query sees all keys, since its own is the last
@@ -165,23 +154,14 @@ _MOST = 1024
 
 
 def ready(q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Return the cached `Ready` for tensors like these; if there is none, check the call first.
-
-    Raises
-    ------
-    FlashSimError
-        If a check fails.
-    """
+    """Return the cached `Ready` for tensors like these; check the call first if there is none."""
     key = _key(q, k, v, question)
     found = _READY.get(key)
     return _kept(key, Ready(q, k, v, question)) if found is None else found
 
 
 def _key(q: Tensor, k: Tensor, v: Tensor, asked: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the cache key of a checked call.
-
-    The key contains types as well as values, since True and 1 are equal.
-    """
+    """Return the cache key of a call, which includes the options' types, because True equals 1."""
     of_k, of_v = k.shape, v.shape
     if q.is_cuda and _few(q, k, v):
         n = about(of_k[2])
@@ -200,7 +180,7 @@ def _kept(key: tuple[Any, ...], call: Ready) -> Ready:
 
 
 def unwatched() -> bool:
-    """Return whether nothing observes torch's operators, so that a call may go to an engine."""
+    """Return True if no mode, transform or tracer of torch observes operators."""
     return not (
         _C._len_torch_dispatch_stack()
         or _C._are_functorch_transforms_active()
@@ -211,12 +191,7 @@ def unwatched() -> bool:
 
 
 def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None, tuple[Any, ...]]:
-    """Return two results: the cached `Ready` for a call of `attention`, and its key in the cache.
-
-    The `Ready` is None if no such call is cached.
-
-    The key is empty for a call that must not go straight to an engine.
-    """
+    """Return the cached call (or None) and the cache key (or () if the call must not be cached)."""
     if not type(q) is type(k) is type(v) is Tensor or not unwatched():
         return None, ()
     try:
@@ -229,14 +204,14 @@ def known(q: Any, k: Any, v: Any, asked: tuple[Any, ...]) -> tuple[Ready | None,
 
 
 def first(key: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, question: Question) -> Ready:
-    """Check a call, and cache it under a key that `known` returned."""
+    """Check a call of `attention`, and cache its `Ready` under the key that `known` returned."""
     return _kept(key, Ready(q, k, v, question))
 
 
 def attend(
     call: Ready, q: Tensor, k: Tensor, v: Tensor, *, with_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Run a checked call eagerly, with a gradient if an input requires one."""
+    """Run a checked call eagerly, with a gradient if q, k or v requires one."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attend.apply(q, k, v, call, with_lse)
     got = call.forward(q, k, v)
@@ -292,7 +267,7 @@ _LIBRARY.define(
 
 
 def words(causal: bool, left: int, right: int, algorithm: str, deterministic: Any, by: str) -> str:
-    """Return a call's options, except softcap and scale, as the text that torch operators take."""
+    """Return a call's options, except softcap and scale, as one string for torch operators."""
     return f"{causal} {left} {right} {algorithm} {deterministic} {by}"
 
 
@@ -301,7 +276,7 @@ _WORDS = {"True": True, "False": False, "None": None}
 
 
 def spoken(softcap: float, scale: float | None, text: str) -> Question:
-    """Return a call's options from an operator's arguments: the reverse of what `words` does."""
+    """Return all options of a call, given softcap, scale and the string that `words` returned."""
     heard = _SPOKEN.get(text)
     if heard is None:
         causal, left, right, algorithm, deterministic, by = text.split(" ")
@@ -397,7 +372,7 @@ def _backward_folded(
 
 
 def compiled(q: Tensor, k: Tensor, v: Tensor, question: Question) -> tuple[Tensor, Tensor]:
-    """Call the operator that torch.compile traces, on (batch, heads, n, head_dim) tensors."""
+    """Call the operator ``flashsim::attend``, which torch.compile traces, on 4-D tensors."""
     if _AD._current_level >= 0:
         ops.no_forward_mode()
     causal, left, right, softcap, scale, algorithm, deterministic, by = question

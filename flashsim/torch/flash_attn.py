@@ -1,11 +1,10 @@
 """flash-attention's interface: ``from flashsim.torch.flash_attn import flash_attn_func``.
 
-Code written for the ``flash_attn`` package (FlashAttention-2) runs after you change one import. For
-code written for FlashAttention-3's ``flash_attn_interface``, use
-`flashsim.torch.flash_attn_interface`. The functions have the names, layouts, defaults and results
-of that package. Tensors are (batch, n, heads, head_dim), or (tokens, heads, head_dim) for packed
-sequences; the causal mask and the window are aligned to the end of the keys. The functions raise
-UnsupportedError for dropout. ALiBi is a score function, so no bias matrix is stored.
+Code written for the ``flash_attn`` package (FlashAttention-2) runs after you change one import;
+`flashsim.torch.flash_attn_interface` is for FlashAttention-3's package. Tensors are (batch, n,
+heads, head_dim), or (tokens, heads, head_dim) for packed sequences. The causal mask and the window
+are aligned to the end of the keys. Errors are `FlashSimError`; dropout raises UnsupportedError.
+ALiBi needs no bias matrix, because it is computed as a score function.
 """
 
 from __future__ import annotations
@@ -68,11 +67,7 @@ def flash_attn_func(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-        If `return_attn_probs` is true, also the LSE, (batch, heads, n_q) in float32, and None.
-
-    Raises
-    ------
-    FlashSimError
+        With `return_attn_probs`, also the LSE, (batch, heads, n_q) in float32, and None.
     """
     core.no_dropout(dropout_p)
     out, lse = core.attend(
@@ -147,7 +142,8 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    The sequences' offsets are read on the host. `flash_attn_func` explains the other arguments.
+    The sequences' offsets are read on the host. For arguments not listed here, see
+    `flash_attn_func`.
 
     Parameters
     ----------
@@ -162,7 +158,7 @@ def flash_attn_varlen_func(
     Returns
     -------
     Tensor, (tokens, heads, head_dim_v)
-        If `return_attn_probs` is true, also the LSE, (heads, tokens) in float32, and None.
+        With `return_attn_probs`, also the LSE, (heads, tokens) in float32, and None.
     """
     core.no_dropout(dropout_p)
     out, lse = core.varlen(
@@ -247,10 +243,9 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
-    On a GPU, the kernel reads cache lengths and block tables while it runs. So a call of this
-    function does not wait for the GPU, and a CUDA graph can capture it. With `alibi_slopes`,
-    lengths are read on the host instead, and the live keys are copied. The docstring of
-    `flash_attn_func` explains arguments that are not listed here.
+    On a GPU, the kernel itself reads cache lengths and block tables. A call does not wait for the
+    GPU, and a CUDA graph can capture it. With `alibi_slopes`, lengths are read on the host instead,
+    and the live keys are copied. For arguments not listed here, see `flash_attn_func`.
 
     Parameters
     ----------
@@ -260,8 +255,8 @@ def flash_attn_with_kvcache(
     k, v : Tensor, (batch, n_new, heads_k, head_dim), optional
         Written to the caches, in place, from `cache_seqlens` on.
     rotary_cos, rotary_sin : Tensor, (positions, rotary_dim / 2), optional
-        Rotate k and q by their positions. Without a causal mask or a window, all queries
-        have the position ``cache_seqlens``.
+        Rotate k and q by their positions. Without a causal mask or a window, all queries have the
+        position ``cache_seqlens``.
     cache_seqlens : int or Tensor of int32, (batch,), optional
         The number of keys in the cache before this call.
     cache_batch_idx, cache_leftpad : Tensor of int32, (batch,), optional
@@ -277,7 +272,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-        If `return_softmax_lse` is true, also the LSE, (batch, heads, n_q) in float32.
+        With `return_softmax_lse`, also the LSE, (batch, heads, n_q) in float32.
     """
     out, lse = core.with_cache(
         *(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx),
@@ -299,7 +294,7 @@ def flash_attn_combine(
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Merge the results of attention over splits of the keys, each normalised by its own LSE.
+    """Merge the attention outputs of splits of the keys, weighted by each split's LSE.
 
     Parameters
     ----------

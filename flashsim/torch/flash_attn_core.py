@@ -1,9 +1,4 @@
-"""Code that the three interfaces of flash-attention share: rotation, caches, packing, chunks, FP8.
-
-The public functions in `flash_attn`, `flash_attn_interface` and `flash_attn_cute` only name the
-arguments as the original packages do. The user's tensors are (batch, n, heads, d) or packed
-(tokens, heads, d); `attention` takes (batch, heads, n, d).
-"""
+"""Code that the three interfaces of flash-attention share: rotation, caches, packing, FP8."""
 
 from __future__ import annotations
 
@@ -37,12 +32,7 @@ def varlen(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of packed sequences.
-
-    The results are out, (tokens, heads, d), and the LSE, (heads, tokens).
-
-    `used_q` and `used_k` are the numbers of rows of each sequence that are in use.
-    """
+    """Return out, (tokens, heads, d), and the LSE, (heads, tokens), of packed sequences."""
     of_q, of_k = _offsets("cu_seqlens_q", cu_seqlens_q), _offsets("cu_seqlens_k", cu_seqlens_k)
     if len(of_q) != len(of_k):
         raise ShapeError(
@@ -88,11 +78,10 @@ def with_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate the new rows, append keys and values to the cache, and compute attention over it.
+    """Rotate new rows, append keys and values to the cache, and compute attention over the cache.
 
-    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q).
-
-    Rows are rotated by the positions in `at`, or by `lengths` if `at` is not passed.
+    The results are out, (batch, n_q, heads, d), and the LSE, (batch, heads, n_q). New rows are
+    rotated by the positions in `at`, or by `lengths` if `at` is None.
     """
     if table is not None and entries is not None:
         table, entries = table[entries.long()], None
@@ -179,11 +168,9 @@ def packed_over_cache(
     qv: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Rotate, append and compute attention as `with_cache` does, but for packed queries and keys.
+    """Rotate, append and compute attention like `with_cache`, for packed (tokens, heads, d) arrays.
 
-    Packed arrays are (tokens, heads, d).
-
-    Cache lengths are read on the host. The argument `splits` has no effect.
+    Cache lengths are read on the host, and `splits` has no effect.
     """
     of_q = _offsets("cu_seqlens_q", cu_seqlens_q)
     batch = len(of_q) - 1
@@ -236,10 +223,10 @@ def rotated(
     interleaved: bool,
     moves: bool = True,
 ) -> Tensor:
-    """Return `x`, (batch, n, heads, d), with its first columns rotated by their positions.
+    """Return `x`, (batch, n, heads, d), with its first columns rotated by their rows' positions.
 
-    Row i of sequence b has position ``offsets[b] + i``; if `moves` is false, all its rows have
-    ``offsets[b]``. The rotation is computed in float32 and rounded once.
+    Row i of sequence b has position ``offsets[b] + i``, or ``offsets[b]`` if `moves` is false. The
+    rotation is computed in float32 and rounded once.
     """
     half = cos.shape[-1]
     if cos.shape != sin.shape or 2 * half > x.shape[-1]:
@@ -263,7 +250,7 @@ def rotated(
 def _append(
     cache: Tensor, new: Tensor, lengths: Tensor, entries: Tensor | None, table: Tensor | None
 ) -> None:
-    """Write new rows, (batch, n, heads, d), to a cache in place, behind each sequence's rows."""
+    """Append new rows, (batch, n, heads, d), to each sequence's rows in a cache, in place."""
     batch, n = new.shape[:2]
     rows = lengths.reshape(-1, 1).long() + torch.arange(n, device=new.device)
     if table is not None:
@@ -295,9 +282,9 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, heads, n, d) tensors; return out and LSE.
 
-    `cuts` divides a batch of 1 into packed sequences. If `signed`, a negative number in `window`
-    moves that side of the window across the diagonal, and only None means no limit. Otherwise, a
-    negative number also means no limit.
+    `cuts` divides a batch of 1 into packed sequences. In `window`, None means no limit, and so does
+    a negative number unless `signed`. If `signed` is true, a negative number moves that limit of
+    the window across the diagonal.
     """
     q, k, v = _widened(q, k, v, descales, cuts)
     if qv is not None:
@@ -332,12 +319,10 @@ def attend(
 
 
 def _chunked(cuts: Cuts, chunk: int) -> Cuts:
-    """Cut each sequence into pieces at the positions that are multiples of `chunk`.
+    """Cut each sequence at the positions that are multiples of `chunk`.
 
-    Pieces that have no queries or no keys are kept.
-
-    Query i of a sequence has the same position as key ``i + n_k - n_q``. In every piece, as in an
-    uncut sequence, the last query has the position of the last key, so masks do not change.
+    Query i of a sequence has the same position as key ``i + n_k - n_q``, also in each piece, so
+    masks do not change. Pieces without queries or keys are kept.
     """
     of_q, of_k = [0], [0]
     for (a, b), (c, d) in zip(_pairs(cuts[0]), _pairs(cuts[1]), strict=True):
@@ -422,17 +407,18 @@ def _by_functions(
     cuts: Cuts | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention with ALiBi as a score function, and a signed window as a mask function.
+    """Compute attention with ALiBi as a score function and a signed window as a mask function.
 
-    Both functions measure distances from the diagonal, which starts at key ``n_k - n_q``. Sequences
-    for which this number differs, or that have slopes of their own, are computed one by one.
+    Sequences are computed one by one if they have their own slopes, or if ``n_k - n_q``, the key
+    where the diagonal starts, differs.
     """
     q, k, v = taken(q=q, k=k, v=v)
     batch, heads = q.shape[:2]
     sequences = batch if cuts is None else len(cuts[0]) - 1
     if slopes is not None and slopes.shape not in ((heads,), (sequences, heads)):
         raise ShapeError(
-            f"alibi_slopes must be ({heads},) or ({sequences}, {heads}), got {tuple(slopes.shape)}"
+            f"alibi_slopes must have one slope per head, of shape ({heads},), or one per sequence "
+            f"and head, of shape ({sequences}, {heads}), got {tuple(slopes.shape)}"
         )
     if sinks is not None:
         check_sinks(sinks, q)
@@ -479,15 +465,15 @@ def _functions_of(
 
 
 def _start_array(start: int, q: Tensor) -> Tensor:
-    """Return `start` as an array of one number on q's device, without waiting for the device."""
+    """Return `start` as an int32 tensor (1,) on q's device, without waiting for the device."""
     return torch.full((1,), start, dtype=torch.int32, device=q.device)
 
 
 def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
-    """Return a score function that computes ALiBi with these slopes, (heads,) or (batch, heads).
+    """Return a score function that computes ALiBi with slopes (heads,) or (batch, heads).
 
-    The diagonal's first key is an element of the array `starts`, not a number in the function. So
-    one compilation serves every cache length.
+    The score function reads the diagonal's first key from the array `starts`, so one compilation
+    serves every cache length.
     """
 
     def alibi(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -498,10 +484,7 @@ def _alibi(slopes: Tensor, starts: Tensor) -> Callable[..., Any]:
 
 
 def _falling(slopes: Tensor) -> Callable[..., Any]:
-    """Return a score function that computes ALiBi under a causal mask.
-
-    The diagonal of the mask must start at key 0.
-    """
+    """Return a score function for ALiBi under a causal mask whose diagonal starts at key 0."""
 
     def falling(score: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
         return score - (slopes[h] if slopes.ndim == 1 else slopes[b, h]) * (i - j)
@@ -510,10 +493,7 @@ def _falling(slopes: Tensor) -> Callable[..., Any]:
 
 
 def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
-    """Return a mask function that keeps the scores inside a sliding window.
-
-    A side of the window may be negative; None means that this side has no limit.
-    """
+    """Return a mask function that keeps scores inside a window; a limit may be negative or None."""
     left, right = window
 
     def seen(b: Any, h: Any, i: Any, j: Any) -> Any:
@@ -528,10 +508,7 @@ def _signed_window(window: Window, starts: Tensor) -> Callable[..., Any]:
 def _kept_rows(
     of: tuple[int, ...], used: Sequence[int] | None, x: Tensor
 ) -> tuple[Tensor | None, tuple[int, ...]]:
-    """Return the indices of the rows in use, and the offsets of the sequences among those rows.
-
-    The indices are None if all rows of the packed sequences are in use.
-    """
+    """Return the indices of the rows in use (None: all), and the sequences' offsets among them."""
     if used is None:
         return None, of
     rows = [torch.arange(a, a + n) for a, n in zip(of, used, strict=False)]
@@ -569,7 +546,7 @@ def _offsets(name: str, given: Any) -> tuple[int, ...]:
 
 
 def by_head(name: str, x: Tensor) -> Tensor:
-    """Return (batch, n, heads, d) as (batch, heads, n, d); raise for any other shape."""
+    """Return a (batch, n, heads, d) tensor as (batch, heads, n, d); raise ShapeError otherwise."""
     if not isinstance(x, Tensor) or x.ndim != 4:
         found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise ShapeError(f"{name} must be a tensor (batch, n, heads, head_dim), got {found}")
@@ -589,7 +566,7 @@ def _window(window: Window) -> tuple[int, int] | None:
 
 
 def no_dropout(p: float) -> None:
-    """Raise UnsupportedError for dropout."""
+    """Raise UnsupportedError if the dropout probability `p` is not 0."""
     if p:
         raise UnsupportedError(f"flashsim's attention has no dropout, got dropout_p={p}; pass 0.0")
 

@@ -1,12 +1,13 @@
 """The interface of FlashAttention's CuTe kernels: ``from flashsim.torch import flash_attn_cute``.
 
 Code written for ``flash_attn.cute`` (the package flash-attn-4) runs by changing one import. Tensor
-layouts and masks are those of `flashsim.torch.flash_attn`, but in `window_size` a negative number
-is a position on the other side of the diagonal; only None means no limit. As in that package, a
-causal mask replaces the right limit, and two limits that leave no key are both ignored.
-`num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths `max_seqlen_q` to `min_seqlen_k` only
-tune speed in that package, and have no effect here. Functions in CuTe DSL, and block-sparse and
-gathered keys, raise UnsupportedError.
+layouts and masks are those of `flashsim.torch.flash_attn`, except for `window_size`. In
+`window_size`, a negative number is a position on the other side of the diagonal, and only None
+means no limit. As in flash-attn-4, a causal mask replaces the right limit, and two limits that
+leave no key are both ignored. `num_splits`, `pack_gqa`, `scheduler_metadata` and the lengths
+`max_seqlen_q` to `min_seqlen_k` only tune speed in flash-attn-4, and have no effect here. Errors
+are `FlashSimError`; functions in CuTe DSL, and block-sparse and gathered keys, raise
+UnsupportedError.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def flash_attn_func(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of (batch, n, heads, head_dim) tensors, with a gradient.
 
-    The arguments that are not listed here have no effect, or must be None.
+    Arguments that are not listed here have no effect, or must be None.
 
     Parameters
     ----------
@@ -93,10 +94,6 @@ def flash_attn_func(
         out, (batch, n_q, heads, head_dim_v), and the LSE in float32, (batch, heads, n_q) or, with
         `qv`, (batch, n_q, heads). `return_lse` changes nothing: the LSE is always returned, and
         always has a gradient.
-
-    Raises
-    ------
-    FlashSimError
     """
     _check_absent(
         gather_kv_indices=gather_kv_indices,
@@ -159,7 +156,7 @@ def flash_attn_varlen_func(
 
     Queries and keys are each packed, (tokens, heads, head_dim), with their offsets as
     `cu_seqlens_q` and `cu_seqlens_k`, or padded, (batch, n, heads, head_dim). Offsets and lengths
-    are read on the host. `flash_attn_func` explains the other arguments.
+    are read on the host. For arguments not listed here, see `flash_attn_func`.
 
     Parameters
     ----------
@@ -168,7 +165,7 @@ def flash_attn_varlen_func(
     seqused_q, seqused_k : Tensor of int32, (batch,), optional
         Number of used rows of each sequence; results of the other rows are zeros.
     page_table : Tensor of int32, (batch, max_pages), optional
-        Then k and v are pages, (pages, page_size, heads_k, ...), and have no gradient.
+        With a page table, k and v are pages, (pages, page_size, heads_k, ...), without a gradient.
 
     Returns
     -------
@@ -220,25 +217,21 @@ def flash_attn_combine(
     virtual_batch_idx: Tensor | None = None,
     return_lse: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Merge the results of splits of the keys, as `flashsim.torch.flash_attn.flash_attn_combine`.
+    """Merge the results of splits of the keys with `flashsim.torch.flash_attn.flash_attn_combine`.
 
-    Rows do not depend on each other, so `cu_seqlens`, `seqused` and `virtual_batch_idx` change no
-    row that is in use.
+    `cu_seqlens`, `seqused` and `virtual_batch_idx` have no effect: all rows are merged.
     """
     merged, lse = flash_attn.flash_attn_combine(out_partial, lse_partial, out, out_dtype)
     return merged, lse if return_lse else None
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None, because flashsim needs no plan for a tile scheduler; flash-attn-4 does."""
+    """Return None: flash-attn-4 plans its tile scheduler with this function, flashsim does not."""
     return
 
 
 def _packed(name: str, x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Any]:
-    """Return the rows of all sequences, packed into one array, and the offset of each sequence.
-
-    The sequences may be packed already, or padded to one length.
-    """
+    """Return the rows of all sequences, packed into one array, and each sequence's offset."""
     if cu_seqlens is not None:
         return x, cu_seqlens
     if x.ndim != 4:
@@ -269,7 +262,7 @@ def _resolved(window: Window, causal: bool) -> Window:
 
 
 def _check_absent(**options: Any) -> None:
-    """Raise UnsupportedError for the first option that flashsim lacks."""
+    """Raise UnsupportedError for the first option that is not None, because flashsim lacks it."""
     for name, value in options.items():
         if value is not None:
             raise UnsupportedError(f"flashsim does not support {name}=; {_ABSENT[name]}")

@@ -1,9 +1,9 @@
 """The interface of FlashAttention-3's package: ``import flashsim.torch.flash_attn_interface``.
 
 Code written for ``flash_attn_interface`` runs after you change one import. Tensor layouts and masks
-are those of `flashsim.torch.flash_attn`. FP8 inputs are widened to bfloat16 and multiplied by their
-descales. `num_splits` of a call without a cache, `pack_gqa`, `sm_margin` and `scheduler_metadata`
-only tune speed in that package, and have no effect here.
+are those of `flashsim.torch.flash_attn`. Errors are `FlashSimError`. FP8 inputs are widened to
+bfloat16 and multiplied by their descales. `num_splits` of a call without a cache, `pack_gqa`,
+`sm_margin` and `scheduler_metadata` only tune speed in FlashAttention-3, and have no effect here.
 """
 
 from __future__ import annotations
@@ -68,10 +68,6 @@ def flash_attn_func(
     Returns
     -------
     Tensor, (batch, n_q, heads, head_dim_v)
-
-    Raises
-    ------
-    FlashSimError
     """
     out, lse = core.attend(
         *(core.by_head("q", q), core.by_head("k", k), core.by_head("v", v)),
@@ -150,8 +146,7 @@ def flash_attn_varlen_func(
 ) -> Any:
     """Compute attention of packed sequences, (tokens, heads, head_dim), with a gradient.
 
-    Sequence offsets and lengths are read on the host. `flash_attn_func` explains the other
-    arguments.
+    Sequence offsets and lengths are read on the host. For other arguments, see `flash_attn_func`.
 
     Parameters
     ----------
@@ -163,7 +158,7 @@ def flash_attn_varlen_func(
     Returns
     -------
     Tensor, (tokens, heads, head_dim_v)
-        If `return_attn_probs` is true, also the LSE, (heads, tokens).
+        With `return_attn_probs`, also the LSE, (heads, tokens).
     """
     out, lse = core.varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, None, seqused_q, seqused_k, qv),
@@ -212,9 +207,10 @@ def flash_attn_with_kvcache(
 ) -> Any:
     """Compute attention of a few queries over a KV cache; new keys can be appended in place.
 
-    The docstrings of `flash_attn_func` and of `flashsim.torch.flash_attn.flash_attn_with_kvcache`
-    explain the arguments that are not listed here. With `cu_seqlens_q`, `qv`, `attention_chunk` or
-    FP8, cache lengths are read on the host, and the live keys are copied together.
+    For arguments not listed here, see `flash_attn_func` and
+    `flashsim.torch.flash_attn.flash_attn_with_kvcache`. With `cu_seqlens_q`, `qv`,
+    `attention_chunk` or FP8, cache lengths are read on the host, and the live keys are copied into
+    one packed array.
 
     Parameters
     ----------
@@ -229,7 +225,7 @@ def flash_attn_with_kvcache(
     Returns
     -------
     Tensor, like q with head_dim_v columns
-        If `return_softmax_lse` is true, also the LSE, (batch, heads, n_q) or (heads, tokens).
+        With `return_softmax_lse`, also the LSE, (batch, heads, n_q) or (heads, tokens).
     """
     given = k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx
     options: dict[str, Any] = {
@@ -248,7 +244,7 @@ def flash_attn_with_kvcache(
         out, lse = core.with_cache(q, *given, cache_leftpad, page_table, **options)
     else:
         if cu_seqlens_q is None and cu_seqlens_k_new is not None:
-            raise OptionError("cu_seqlens_k_new needs cu_seqlens_q")
+            raise OptionError("cu_seqlens_k_new= needs cu_seqlens_q= too; pass both")
         out, lse = core.packed_over_cache(
             *(q, cu_seqlens_q, cu_seqlens_k_new, *given, cache_leftpad, page_table),
             **options,
@@ -257,5 +253,5 @@ def flash_attn_with_kvcache(
 
 
 def get_scheduler_metadata(*_: Any, **__: Any) -> None:
-    """Return None, because flashsim needs no plan for a tile scheduler; FlashAttention-3 does."""
+    """Return None: FlashAttention-3 plans its tile scheduler here, and flashsim needs no plan."""
     return

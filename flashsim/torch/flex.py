@@ -35,8 +35,8 @@ def flex_attention(
 ) -> Any:
     """Compute attention with a score function and a mask, like torch's `flex_attention`.
 
-    On the CPU and on a GPU, the function computes gradients of query, key, value, sinks, and each
-    captured tensor of `score_mod` with ``requires_grad``. It works under
+    Gradients are computed of query, key, value, sinks, and each captured tensor of `score_mod` with
+    ``requires_grad``, on the CPU and on a GPU. `flex_attention` works under
     ``torch.compile(fullgraph=True)``.
 
     Parameters
@@ -67,7 +67,10 @@ def flex_attention(
     """
     query, key, value = taken(query=query, key=key, value=value)
     if query.ndim != 4 or key.ndim != 4 or value.ndim != 4:
-        raise ShapeError("query, key and value must all have 4 axes, (batch, heads, n, head_dim)")
+        raise ShapeError(
+            "query, key and value must all have 4 axes, (batch, heads, n, head_dim), got "
+            f"{query.ndim}, {key.ndim} and {value.ndim} axes"
+        )
     if query.shape[1] != key.shape[1] and not enable_gqa:
         raise OptionError(
             f"query has {query.shape[1]} heads, but key has {key.shape[1]} heads; pass "
@@ -98,7 +101,7 @@ def uncompiled(
     sinks: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Compute `flex_attention` of arguments that were checked, and return out and lse."""
+    """Compute `flex_attention` of checked arguments in eager mode, and return out and lse."""
     mask = None if block_mask is None else _mask(block_mask, query, key)
     return with_functions(query, key, value, score_mod, mask, sinks, scale, backend)
 
@@ -115,12 +118,7 @@ def with_functions(
     deterministic: bool | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of checked 4-D tensors with a score and a mask function; return out, lse.
-
-    The dict `more` holds further keywords of `flashsim.run`.
-
-    Each captured tensor of `score_mod` with ``requires_grad`` gets a gradient.
-    """
+    """Compute attention of 4-D tensors with a score and a mask function; return out and lse."""
     score = None if score_mod is None else trace_score(score_mod)
     wanted = []
     if score is not None:
@@ -144,7 +142,7 @@ def _compiled(
     sinks: Tensor | None,
     backend: str | None,
 ) -> tuple[Tensor, Tensor]:
-    """Call `flex_compiled.compiled`: Dynamo traces this function, and what it calls."""
+    """Call `flex_compiled.compiled` from code that Dynamo, torch.compile's tracer, traces."""
 
     def plain(score: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
         return score
@@ -198,7 +196,7 @@ def _mask(block_mask: Any, query: Tensor, key: Tensor) -> MaskFunction:
 
 
 def _is_block_mask(block_mask: Any, query: Tensor, key: Tensor) -> bool:
-    """Return whether a mask is a `BlockMask`; raise unless it is a `BlockMask` or a function."""
+    """Return True for a `BlockMask` and False for a function; raise MaskError for anything else."""
     if not hasattr(block_mask, "kv_num_blocks"):
         if not callable(block_mask):
             raise MaskError(
@@ -230,9 +228,9 @@ def _of_blocks(block_mask: Any) -> Callable[..., Any]:
 
 
 def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
-    """Return two boolean tensors: which blocks a `BlockMask` lists, and which it lists as full.
+    """Return two boolean tensors: the blocks that a `BlockMask` lists, and those it lists as full.
 
-    Both have the shape (batch, heads, block rows, block columns).
+    The boolean tensors have the shape (batch, heads, block rows, block columns).
     """
     listed = _dense(block_mask.kv_num_blocks, block_mask.kv_indices)
     if block_mask.full_kv_num_blocks is None:
@@ -242,12 +240,7 @@ def _blocks(block_mask: Any) -> tuple[Tensor, Tensor]:
 
 
 def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    """Return a boolean for each block that says whether the block is listed.
-
-    In each row of blocks, the first `counts` entries of `indices` are the listed columns.
-
-    The function also works with fake tensors.
-    """
+    """Return a boolean per block of scores, from the list of columns in each row of blocks."""
     columns = indices.shape[-1]
     number = torch.arange(columns, device=indices.device)
     at = torch.where(number < counts[..., None], indices, columns).long()
@@ -258,10 +251,7 @@ def _dense(counts: Tensor, indices: Tensor) -> Tensor:
 def _same_tiles(
     mask: MaskFunction, listed: Tensor, block_mask: Any, query: Tensor, key: Tensor
 ) -> bool:
-    """Return whether a mask function keeps scores in exactly the blocks that are listed.
-
-    If so, as for masks of `create_block_mask`, the function alone describes the whole mask.
-    """
+    """Return True if a mask function keeps scores in exactly the blocks a `BlockMask` lists."""
     problem = Problem(
         *(query.shape[2], key.shape[2]),
         batch=query.shape[0],

@@ -1,11 +1,10 @@
-"""Makes `flex_attention` work in ``torch.compile``: functions as subgraphs, call as operator.
+"""Makes `flex_attention` work in ``torch.compile``, as an operator with functions as subgraphs.
 
 Dynamo, the compiler's tracer, inlines Python functions, so it cannot pass a function as a value.
-torch's own flex attention is an exception: Dynamo traces the score and mask functions separately,
-as subgraphs. It passes the subgraphs and the tensors that they captured to a "higher-order
-operator". `compiled` is such an operator for Dynamo. When `compiled` is called, it converts the
-subgraphs to flashsim's graphs. It passes these graphs as text to ``flashsim::flex_attention``, an
-ordinary operator.
+Dynamo traces functions separately, as subgraphs, only for torch's own flex attention, a
+"higher-order operator". Dynamo treats `compiled` as torch's flex attention. When called, `compiled`
+converts the subgraphs to flashsim's graphs, and passes the graphs as text to
+``flashsim::flex_attention``, an ordinary operator.
 """
 
 from __future__ import annotations
@@ -51,10 +50,7 @@ def forward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """Run `flashsim.run` with score and mask functions that are passed as text.
-
-    The list `wanted` has the indices of the captured arrays that need a gradient.
-    """
+    """Run `flashsim.run` with functions as text; `wanted` captured arrays get gradients later."""
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     return passes.forward(q, k, v, sinks)
 
@@ -85,10 +81,7 @@ def backward(
     scale: float | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:
-    """Run `flashsim.backward`, and return the gradients.
-
-    If the call has no sinks, dsinks is a tensor without elements.
-    """
+    """Run `flashsim.backward`; return the gradients, with an empty dsinks if there are no sinks."""
     passes = _passes(score_arrays, mask_arrays, score, mask, wanted, scale, backend)
     dq, dk, dv, dsinks, captured = passes.backward((dout, dlse), (out, lse), (q, k, v), sinks)
     return dq, dk, dv, q.new_empty(0) if dsinks is None else dsinks, captured
@@ -176,10 +169,7 @@ _NAME = "flashsim_flex_attention"
 
 
 def known() -> bool:
-    """Tell Dynamo to treat `compiled` as torch's flex attention; return whether that succeeded.
-
-    Dynamo runs this function, and does not inline it.
-    """
+    """Make Dynamo treat `compiled` as torch's flex attention; return True if that succeeded."""
     from torch._dynamo.variables import higher_order_ops
 
     classes = getattr(higher_order_ops, "_hop_name_to_variable_class", {})
@@ -192,10 +182,7 @@ known._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as assume_
 
 
 class _Compiled(HigherOrderOperator):
-    """Takes the arguments that Dynamo gives to torch's own flex attention.
-
-    `block_mask` is a pair, the sinks and the mask's subgraph. `options` holds the backend.
-    """
+    """A higher-order operator; `block_mask` holds the sinks and the mask function's subgraph."""
 
     def __init__(self) -> None:
         super().__init__(_NAME)
@@ -237,10 +224,7 @@ compiled = _Compiled()
 
 
 def _function(subgraph: Any, captured: Sequence[Any], of_score: bool) -> Callable[..., Any]:
-    """Return a Python function that computes a subgraph of Dynamo.
-
-    The functions `trace_score` and `trace_mask` can trace the result.
-    """
+    """Return a Python function that computes a subgraph of Dynamo."""
     body = _Body(subgraph)
     numbers = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
     arrays = tuple(numbers.get(type(x), lambda same: same)(x) for x in captured)
@@ -257,12 +241,12 @@ class _Body:
         self._graph = subgraph
 
     def held(self) -> tuple[Tensor, ...]:
-        """The tensors that the subgraph stores as attributes, in the order of its nodes."""
+        """Return the tensors that the subgraph stores as attributes, in the order of its nodes."""
         nodes = self._graph.graph.find_nodes(op="get_attr")
         return tuple(getattr(self._graph, node.target) for node in nodes)
 
     def value(self, given: Sequence[Any], held: Sequence[Any]) -> Any:
-        """Compute the subgraph node by node."""
+        """Compute Dynamo's subgraph node by node, and return its result."""
         found: dict[Any, Any] = {}
         inputs, own = iter(given), iter(held)
         for node in self._graph.graph.nodes:
@@ -279,14 +263,13 @@ class _Body:
                 return args[0][0] if isinstance(args[0], (tuple, list)) else args[0]
             else:
                 found[node] = _called(node.target, args, keywords)
-        raise AssertionError("a graph ends with its output")
+        raise AssertionError(
+            "the graph of flex_attention must end with its output, but it has none"
+        )
 
 
 def _called(target: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Call the function of one node of a subgraph, and return its result.
-
-    If the node is an index such as x[i, j], which Dynamo writes in its own form, x is indexed.
-    """
+    """Call the function of one node of a subgraph, or index an array if the node is an index."""
     indexed = len(args) == 2 and isinstance(args[1], (tuple, list))
     if indexed and isinstance(args[0], (Captured, Symbol)) and "index" in _name(target).lower():
         return args[0][tuple(args[1])]

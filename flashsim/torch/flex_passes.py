@@ -15,8 +15,7 @@ from flashsim.torch import ops
 class FlexPasses(NamedTuple):
     """A score function, a mask and options of `flex_attention`; its methods run the passes.
 
-    `wanted` names the captured arrays whose gradients the backward pass computes. `more` holds
-    further keywords of `flashsim.run`, such as ``causal``, and their values.
+    `wanted` names the captured arrays that get a gradient; `more` holds keywords of `flashsim.run`.
     """
 
     score: Traced | None
@@ -38,7 +37,7 @@ class FlexPasses(NamedTuple):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run the forward pass, and return out and the LSE."""
+        """Run the forward pass of attention, and return out and the LSE."""
         result = execution.run(*map(ops.readable, (q, k, v)), **self._keywords(sinks))
         return result.out, result.lse
 
@@ -49,16 +48,7 @@ class FlexPasses(NamedTuple):
         inputs: tuple[Tensor, Tensor, Tensor],
         sinks: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, list[Tensor]]:
-        """Run the backward pass; return dQ, dK, dV, and gradients of the sinks and `wanted` arrays.
-
-        Parameters
-        ----------
-        gradients : (dO, the LSE's gradient or None)
-        results : (out, LSE)
-        inputs : (q, k, v)
-        sinks : Tensor, optional
-            If there are no sinks, their gradient is None.
-        """
+        """Run the backward pass; return gradients of q, k, v, the sinks and the `wanted` arrays."""
         dout, dlse = gradients
         found = execution.backward(
             *map(ops.readable, (*inputs, *results, dout)),

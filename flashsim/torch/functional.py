@@ -39,7 +39,7 @@ def attention(
 ) -> Any:
     """Compute ``softmax(mask(softcap(scale q k^T) + bias)) v`` as a torch operator with a gradient.
 
-    This operator works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and
+    The operator works under autograd, ``torch.compile(fullgraph=True)``, ``torch.func.grad`` and
     ``vmap`` (the mapped axis becomes part of the batch), and on the meta device. Autocast casts q,
     k, v and bias, as it does for torch's own attention. The backward pass needs only the inputs,
     out and the LSE, which is one number per row.
@@ -64,8 +64,8 @@ def attention(
         "simulator" or "numba" for CPU tensors, "cupy" or "numba_cuda" for CUDA ones. Default:
         "numba" and "cupy".
     return_lse : bool
-        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient too. So results for
-        splits of the keys can be merged, and a loss may use the LSE itself.
+        Return ``(out, lse)``. The LSE, (batch, heads, n_q), has a gradient too. Results for splits
+        of the keys can be merged by their LSE, and a loss may use the LSE.
 
     Returns
     -------
@@ -125,19 +125,7 @@ def attention(
 
 
 def taken(**tensors: Any) -> list[Tensor]:
-    """Check tensors and return them in the form that the operator takes.
-
-    Under autocast the tensors are cast to its type, unless they are float64.
-
-    Raises
-    ------
-    DTypeError
-        If an argument is not a tensor, or is on another device than the first.
-    ShapeError
-        If a tensor does not have 2 to 4 axes.
-    UnsupportedError
-        If a tensor is nested or sparse.
-    """
+    """Check that tensors are dense, 2-D to 4-D and on one device; return them, cast by autocast."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise DTypeError(
@@ -153,8 +141,8 @@ def taken(**tensors: Any) -> list[Tensor]:
             )
         if not 2 <= x.ndim <= 4:
             raise ShapeError(
-                f"{name} must be (batch, heads, {last_axes(name)[1:]}, leading axes optional, got "
-                f"{tuple(x.shape)}"
+                f"{name} must be {'(batch, heads, ' + last_axes(name)[1:]}, leading axes "
+                f"optional, got {tuple(x.shape)}"
             )
     first, *others = tensors.values()
     if any(x.device != first.device for x in others):
@@ -164,15 +152,7 @@ def taken(**tensors: Any) -> list[Tensor]:
 
 
 def check_sinks(sinks: Any, q: Tensor) -> None:
-    """Raise unless the attention sinks, (heads,), are one float per query head, on the device of q.
-
-    Raises
-    ------
-    DTypeError
-        If they are not a tensor, or are on another device.
-    ShapeError
-        If their shape is not (heads,), or their elements are not floats.
-    """
+    """Raise an error unless the sinks are one float per query head, (heads,), on q's device."""
     if not isinstance(sinks, Tensor):
         raise DTypeError(f"sinks must be a torch.Tensor, got {shown(sinks)}")
     if sinks.device != q.device:
@@ -180,13 +160,13 @@ def check_sinks(sinks: Any, q: Tensor) -> None:
     heads = q.shape[-3] if q.ndim > 2 else 1
     if tuple(sinks.shape) != (heads,) or not sinks.is_floating_point():
         raise ShapeError(
-            f"sinks must be one number per query head, ({heads},), got {name_of(sinks.dtype)} "
-            f"{tuple(sinks.shape)}"
+            f"sinks must be one number per query head, of shape ({heads},), got "
+            f"{name_of(sinks.dtype)} of shape {tuple(sinks.shape)}"
         )
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """Return `x`, cast to autocast's type if autocast is on."""
+    """Return `x`, cast to autocast's type if autocast is on and `x` is float32 or narrower."""
     kind = x.device.type
     # Not amp.is_autocast_available: torch 2.11's Dynamo cannot trace it.
     if kind not in ("cpu", "cuda") or not torch.is_autocast_enabled(kind):
@@ -201,10 +181,10 @@ def default_backend(x: Tensor) -> str:
 
 
 def _expand(x: Tensor) -> Tensor:
-    """Return the tensor with axes of length 1 in front, so that it has four axes.
+    """Add leading axes of length 1 to make a tensor 4-D; return a 4-D tensor itself, not a view.
 
-    A tensor that already has four axes is returned itself, not as a view. If one tensor is q, k and
-    v at once, views would change the order in which torch adds that tensor's gradients.
+    If the same tensor is passed as q, k and v, views would change the order in which torch adds the
+    three gradients.
     """
     return x if x.ndim == 4 else x.reshape((1,) * (4 - x.ndim) + tuple(x.shape))
 
@@ -222,9 +202,8 @@ def _offsets(name: str, cu_seqlens: Any) -> Tensor | None:
 class FlashAttention(torch.autograd.Function):
     """FlashAttention-2 as an autograd function: ``FlashAttention.apply(q, k, v, is_causal)``.
 
-    q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass, the function saves q,
-    k, v, the output and L, which is (batch, n_q). This function has the interface that Stanford
-    CS336's assignment 2 asks for.
+    q is (batch, n_q, d); k and v are (batch, n_k, d). For the backward pass, q, k, v, the output
+    and L, (batch, n_q), are saved. Stanford CS336's assignment 2 asks for this interface.
     """
 
     jvp = staticmethod(ops.no_forward_mode)

@@ -1,11 +1,10 @@
 """Adds flashsim to Hugging Face's transformers: an attention function and a mask function.
 
-Once per step, a model in transformers calls the mask function for its layers' mask, and passes the
-result to the attention function. flashsim's mask function returns a `Band` if the mask is full,
-causal or a window, with or without padding. For any other pattern, the mask function returns the
-mask tensor itself. The mask function never returns None. For None, a layer would follow its own
-`is_causal`, and that is wrong or missing in some layers that were written for eager attention
-alone.
+Once per step, a model in transformers calls the mask function, and passes the resulting mask to the
+attention function of each layer. The mask function of flashsim returns a `Band` if the mask is
+full, causal or a window, with or without padding. For any other pattern, the mask function returns
+a mask tensor. The mask function never returns None. If it returned None, a layer would follow its
+own `is_causal`, which some layers set wrongly or lack.
 """
 
 from __future__ import annotations
@@ -38,13 +37,7 @@ FEW = 16
 
 
 def register(name: str) -> None:
-    """Register flashsim's functions with transformers under a name; paged caches have another name.
-
-    Raises
-    ------
-    UnsupportedError
-        If this version of transformers is too old.
-    """
+    """Register flashsim with transformers under a name; raise if transformers is older than 5.4."""
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise UnsupportedError(
             "flashsim's attention needs transformers 5.4 or later, but found "
@@ -84,18 +77,11 @@ class Band:
 
     Attributes
     ----------
-    causal : bool
-    window : (int, int) or None
-        As in `flashsim.Problem`: bottom-right aligned, after padding is removed.
-    keys, queries : Tensor of bool, (batch, n_kv) and (batch, n_q), or None
-        True for tokens that are not padding; None means that no token is padding. Rows of padding
-        get zeros.
-    starts, stops : Tensor of int32, (batch,), or None
-        Where each sequence's keys begin and end, if there are few queries, none of them padding:
-        then `flashsim.torch.decode` takes these instead of `keys`, and packs nothing. For a static
-        cache, `keys` may be None.
-    whole : function without arguments, optional
-        Returns the same mask as a boolean tensor, for a model that reshapes or slices its mask.
+    window : as in `flashsim.Problem`: bottom-right aligned, after padding is removed
+    keys, queries : False for padding, whose rows get zeros, (batch, n); None means no padding
+    starts, stops : where each sequence's keys begin and end, int32 (batch,), for `decode` of few
+        queries without padding; nothing is packed then, and `keys` may be None for a static cache
+    whole : returns the mask as a boolean tensor, for a model that reshapes or slices its mask
     """
 
     causal: bool
@@ -112,7 +98,7 @@ class Band:
 
     @property
     def plain(self) -> bool:
-        """Whether the band has no padding, and no limits that differ between sequences."""
+        """Return True if the band has no padding, and no limits that differ between sequences."""
         return self.keys is self.queries is self.starts is self.stops is None
 
     def contiguous(self) -> Band:
@@ -121,7 +107,7 @@ class Band:
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> NoReturn:
-        """Raise for a model that computes with its mask but did not request it as a tensor."""
+        """Raise for a model that computes with its mask but did not request a mask tensor."""
         raise _NoTensor(
             "this model computes with its attention mask as a tensor, which flashsim's "
             "attention does not build; call model.set_attn_implementation('eager') for this "
@@ -154,8 +140,7 @@ _CHOOSING = frozenset(
 class _Spelled(Tensor):
     """A boolean mask tensor that a model may reshape and select from, but not add to scores.
 
-    A model that was written for eager attention alone expects a float mask, and would add this
-    boolean mask to scores. torch would then add 1 for True.
+    A model written for eager attention would add the mask to scores, and True would count as 1.
     """
 
     @classmethod
@@ -167,7 +152,7 @@ class _Spelled(Tensor):
 
 
 class _NoTensor(UnsupportedError, AttributeError):
-    """An UnsupportedError that also is an AttributeError, so `hasattr` catches it and is False."""
+    """An UnsupportedError that is also an AttributeError, so that `hasattr` returns False."""
 
 
 def mask(
@@ -183,12 +168,9 @@ def mask(
 ) -> Band | Tensor:
     """Return the mask for a call from transformers, as a `Band` if possible and else as a tensor.
 
-    Parameters
-    ----------
-    batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, local_size
-        As in transformers' own `sdpa_mask`. Query i has position ``q_offset + i``, key j has
-        ``kv_offset + j``. `attention_mask`, (batch, positions), is False at padding, or is a result
-        of this function.
+    The arguments are those of transformers' `sdpa_mask`. Query i has position ``q_offset + i``, and
+    key j has ``kv_offset + j``. `attention_mask`, (batch, positions), is False at padding, or is an
+    earlier result of `mask`.
     """
     if isinstance(attention_mask, Band):
         return attention_mask
@@ -229,11 +211,7 @@ def mask(
 
 
 def _wanted_whole(band: Band, rest: dict[str, Any], start: int, n_q: int, n_kv: int) -> bool:
-    """Return whether a model requests the mask as a tensor, to combine that with its own mask.
-
-    transformers itself requests a tensor for one query of a static cache, but the model does not
-    use it.
-    """
+    """Return True if a model requests the mask as a tensor, which the model will read."""
     skip = f"allow_is_{'causal' if band.causal else 'bidirectional'}_skip"
     return not rest.get(skip, True) and not (n_q == 1 and start + 1 <= n_kv)
 
@@ -251,11 +229,9 @@ def _live(
     batch: int,
     device: Any,
 ) -> Band | None:
-    """Return the `Band` for a few queries of a static cache, or None if padding prevents it.
+    """Return the `Band` for a few queries of a static cache, or None if padding prevents a `Band`.
 
-    The returned `Band` has the same attributes for every token, so torch never recompiles the
-    code, even when the cache is full. The result is None if padding lies between tokens or a query
-    is padding.
+    The `Band` has the same attributes for every token, so torch never recompiles the code.
     """
     end, window = start + n_q, band.window
     if n_q > FEW or end > n_kv or not band.causal:
@@ -299,15 +275,12 @@ def _narrowed(band: Band, keys: Tensor | None, start: int, n_q: int, n_kv: int) 
 
 
 def _has_gaps(keys: Tensor) -> bool:
-    """Return whether any sequence has padding between two of its tokens."""
+    """Return True if any sequence has padding between two of its tokens."""
     return bool((keys[:, 1:] & ~keys[:, :-1]).sum(1).add(keys[:, 0]).gt(1).any())
 
 
 def _no_padding(attention_mask: Tensor | None, n_kv: int, kv_offset: int) -> Tensor | None:
-    """Return booleans, (batch, n_kv), that are True for keys that are not padding.
-
-    The result is None if there is no attention mask.
-    """
+    """Return booleans (batch, n_kv): True for keys that are not padding; None without a mask."""
     if attention_mask is None:
         return None
     padded: Any = masking_utils.prepare_padding_mask(attention_mask, n_kv, kv_offset)
@@ -331,7 +304,7 @@ def _band(mask_function: Callable[..., Any], size: int | None) -> Band | None:
 
 
 def _same(f: Any, g: Any) -> bool:
-    """Return whether two functions have the same code and, recursively, equal closure values."""
+    """Return True if two functions have the same code and, recursively, equal closure values."""
     if isinstance(f, FunctionType) and isinstance(g, FunctionType):
         cells = [[cell.cell_contents for cell in x.__closure__ or ()] for x in (f, g)]
         return f.__code__ is g.__code__ and _same(*map(tuple, cells))
@@ -356,15 +329,10 @@ def attend(
     position_bias: Tensor | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of a layer of transformers.
+    """Compute the attention of a transformers layer: (batch, heads, n, d) to (batch, n, heads, d).
 
-    The inputs are (batch, heads, n, d); the output is (batch, n, heads, d).
-
-    Raises
-    ------
-    UnsupportedError
-        For dropout, a paged cache, keys or blocks of keys that an indexer chose, or a request for
-        the probabilities.
+    UnsupportedError is raised for dropout, a paged cache, keys or blocks of keys that an indexer
+    chose, or a request for the probabilities.
     """
     if (
         type(attention_mask) is Band
@@ -434,15 +402,9 @@ def attend_paged(
 ) -> tuple[Tensor, None]:
     """Compute a layer's attention over the paged cache of transformers' continuous batching.
 
-    The queries, new keys and new values have shape (1, heads, tokens, d). The output has shape (1,
-    tokens, heads, d). The other arguments are those of `attend`, and transformers' "read_index" and
-    "write_index". The cache stores the new keys and values, and returns those that each sequence
-    sees, packed. Newer versions of transformers update the cache themselves, and call `attend`.
-
-    Raises
-    ------
-    UnsupportedError
-        If there is no paged cache, or if `attend` does not support the call.
+    Queries, new keys and new values are (1, heads, tokens, d); the output is (1, tokens, heads, d).
+    UnsupportedError is raised if there is no paged cache. Newer versions of transformers update the
+    cache themselves, and call `attend`.
     """
     if cache is None:
         raise UnsupportedError(
@@ -459,10 +421,10 @@ def attend_paged(
 def _added(mask: Tensor, query: Tensor) -> Tensor:
     """Turn a mask into a bias: -inf at masked keys, so that a row without keys gives zeros.
 
-    A float mask may mask a score by a number near the lowest of its type, or by any number so large
-    that the sum keeps no digit of the score (-1e9 in float32). In a row that is masked entirely by
-    such numbers, rounding loses the scores, and also the term log n of the row's LSE. A backward
-    pass would then recompute P = 1 where P is 1 / n.
+    In a float mask, two kinds of numbers mask a score: numbers near the lowest of their type, and
+    numbers whose sum with the score keeps no digit of the score (-1e9 in float32). If -1e9 masked
+    all n keys of a row, rounding would lose the term log n of the row's LSE. A backward pass would
+    then recompute P = 1 instead of P = 1 / n.
     """
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=query.dtype, device=query.device)
@@ -478,7 +440,7 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 
 def _between(band: Band, n_kv: int) -> Tensor:
-    """Return booleans, (batch, n_kv): True for keys between a `Band`'s starts and stops."""
+    """Return a tensor (batch, n_kv) that is True for keys between a `Band`'s starts and stops."""
     assert band.starts is not None
     assert band.stops is not None
     at = torch.arange(n_kv, device=band.starts.device)
@@ -488,7 +450,7 @@ def _between(band: Band, n_kv: int) -> Tensor:
 def _decoded(
     query: Tensor, key: Tensor, value: Tensor, band: Band, options: dict[str, Any]
 ) -> Tensor:
-    """Decode over the keys in use of each sequence, without copying them."""
+    """Decode over the keys in use of each sequence, without copying the keys."""
     batch, device = query.shape[0], query.device
     starts, stops = (
         None if x is None else x.to(device).expand(batch) for x in (band.starts, band.stops)
@@ -522,10 +484,7 @@ def _without_padding(
 
 
 def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
-    """Return three results: the tokens that are not padding, their row indices, and the offsets.
-
-    The tokens of all sequences are packed, (1, heads, tokens, d).
-    """
+    """Return the tokens without padding, (1, heads, tokens, d), their indices, and the offsets."""
     batch, heads, n, d = x.shape
     kept = torch.ones(1, n, dtype=torch.bool, device=x.device) if kept is None else kept
     kept = kept.to(x.device).expand(batch, n)
@@ -557,6 +516,6 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         given = rest.get(name)
         if given is not None and given is not False:
             raise UnsupportedError(
-                f"flashsim's attention does not give a model {what} ({name}); use "
+                f"flashsim's attention does not give a model {what} (argument {name}); use "
                 "model.set_attn_implementation('eager'), which does"
             )

@@ -14,21 +14,12 @@ from flashsim.torch.functional import attention
 def attend(
     query: Tensor, key: Tensor, value: Tensor, offsets: dict[str, Any], options: dict[str, Any]
 ) -> Tensor:
-    """Compute attention of packed sequences.
+    """Compute attention of packed (1, heads, tokens, d) inputs; return (1, tokens, heads, d).
 
-    The inputs are (1, heads, tokens, d); the output is (1, tokens, heads, d).
-
-    A step of continuous batching in which each sequence has one token does not wait for the GPU.
-    All other calls read the sequences' offsets on the host.
-
-    Parameters
-    ----------
-    offsets : dict
-        transformers' arguments: "cu_seq_lens_q", "cu_seq_lens_k" (by kind of layer where a model
-        has several) and, in continuous batching, "max_seqlen_q". Tokens after the last offset are
-        padding, and get zeros.
-    options : dict
-        The keywords of `flashsim.torch.attention`.
+    `offsets` holds transformers' "cu_seq_lens_q", "cu_seq_lens_k" and "max_seqlen_q". If a model
+    has several kinds of layers, "cu_seq_lens_k" is a dict by kind. Tokens after the last offset are
+    padding, and get zeros. Offsets are read on the host, except if each sequence has one token, as
+    in a decoding step.
     """
     of_q, of_k = offsets["cu_seq_lens_q"], offsets["cu_seq_lens_k"]
     if isinstance(of_k, dict):

@@ -16,16 +16,10 @@ READ = 2**26
 
 @dataclass(frozen=True)
 class Pattern:
-    """Which scores a call keeps, described with the parameters of `flashsim.Problem`.
+    """The scores that an attention call keeps, described with the parameters of `flashsim.Problem`.
 
-    Attributes
-    ----------
-    causal, window, bias, mask, sinks
-        As in `Problem`.
-    note : str
-        A text that says what the count does not reproduce exactly, or "" if it reproduces all.
-    known : bool
-        False if the mask's values cannot be read, as on the meta device.
+    `note` says what a count does not reproduce exactly, or is "". `known` is False if the mask's
+    values cannot be read, as on the meta device.
     """
 
     causal: bool = False
@@ -38,7 +32,7 @@ class Pattern:
 
     @property
     def kind(self) -> str:
-        """Return the pattern's name in one or two words, for tables."""
+        """Return the name of the mask's pattern in one or two words, for tables."""
         words = ["causal"] if self.causal else []
         if self.window is not None:
             words.append("window {}:{}".format(*self.window))
@@ -52,28 +46,28 @@ class Pattern:
 
 
 def top_left(q: Any, k: Any) -> Any:
-    """The mask of torch's `is_causal`, whose diagonal starts at the first query and first key."""
+    """Return torch's `is_causal` mask, whose diagonal starts at the first query and first key."""
     return k <= q
 
 
 def diagonal(n_q: int, n_kv: int) -> Pattern:
-    """Return the pattern of torch's ``is_causal=True``."""
+    """Return the mask pattern of torch's ``is_causal=True`` for these sequence lengths."""
     return Pattern(causal=True) if n_q == n_kv else Pattern(mask=top_left)
 
 
 def has_values(x: Tensor) -> bool:
-    """Return whether a tensor's numbers can be read (a meta or fake tensor has none)."""
+    """Return True if a tensor's numbers can be read; meta, fake and vmapped tensors have none."""
     # Tensors inside torch.vmap have other values in each call.
     mapped = torch._C._functorch.is_batchedtensor(x)
     return x.device.type != "meta" and not isinstance(x, FakeTensor) and not mapped
 
 
 def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
-    """Return the pattern of a mask that broadcasts to (batch, heads, n_q, n_kv).
+    """Return the `Pattern` of a mask that broadcasts to (batch, heads, n_q, n_kv).
 
-    Such a mask is boolean (True keeps a score) or additive. An additive mask counts as boolean if
-    it adds only 0, or about the lowest number of its type. An additive mask per head that cannot be
-    read counts as a bias, because boolean masks rarely differ between heads.
+    An additive mask counts as boolean if it adds only 0 and about the lowest number of its type. If
+    its values cannot be read, an additive mask per head counts as a bias, because boolean masks
+    rarely differ between heads.
     """
     bias = added(mask, batch, heads)
     of_heads = mask.dtype != torch.bool and bias[1] > 1
@@ -98,19 +92,13 @@ def read(mask: Tensor, n_q: int, n_kv: int, batch: int, heads: int) -> Pattern:
 
 
 def added(x: Tensor, batch: int, heads: int) -> tuple[int, int]:
-    """Return how many bias matrices there are along the batch and along the heads: two numbers.
-
-    These are the values of `Problem.bias`.
-    """
+    """Return `Problem.bias`: the numbers of bias matrices along the batch and along the heads."""
     lead = (1, 1, *x.shape)[-4:-2]
     return batch if lead[0] > 1 else 1, heads if lead[1] > 1 else 1
 
 
 def _boolean(kept: Tensor, n_q: int, n_kv: int) -> Pattern:
-    """Return the pattern of a boolean mask that is True for kept scores.
-
-    The mask has the shape (any, n_q or 1, n_kv or 1).
-    """
+    """Return the `Pattern` of a mask (any, n_q or 1, n_kv or 1) that is True for kept scores."""
     if bool(kept.all()):
         return Pattern()
     kept = kept.expand(-1, n_q, n_kv)

@@ -1,10 +1,8 @@
 """The torch operators ``flashsim::attention`` and ``flashsim::attention_backward``.
 
-The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. A torch
-operator is a name and a schema, for which functions are registered. The functions `forward` and
-`backward` in this module compute the results of the two operators. The functions `*_shapes` return
-the shapes of the operators' results, for torch.compile, the meta device and fake tensors. Other
-functions here compute the gradient, or run an operator under torch.vmap.
+The operators' tensors are (batch, heads, n, head_dim); `functional` supports other shapes. The
+functions `*_shapes` return the results' shapes, for torch.compile, the meta device and fake
+tensors.
 """
 
 from __future__ import annotations
@@ -76,10 +74,7 @@ def backward(
     deterministic: bool | None,
     **question: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Run `flashsim.backward`, and return dq, dk, dv, dbias and dsinks.
-
-    If the call has no bias or no sinks, dbias or dsinks is an empty tensor.
-    """
+    """Run `flashsim.backward`; return dq, dk, dv, dbias and dsinks (empty if not computed)."""
     asked = _given(bias, cu_seqlens_q, cu_seqlens_k, sinks) | keywords(**question)
     asked |= {"dlse": None if dlse is None else readable(dlse), "deterministic": deterministic}
     gradients = execution.backward(*map(readable, (q, k, v, out, lse, dout)), **asked)
@@ -98,16 +93,12 @@ def _given(bias: Tensor | None, of_q: Any, of_k: Any, sinks: Tensor | None) -> d
 
 
 def keywords(*, window_left: int, window_right: int, **question: Any) -> dict[str, Any]:
-    """Convert an operator's keywords to those of `flashsim.run`; operators cannot take pairs."""
+    """Convert an operator's keywords to `flashsim.run`'s: two window limits become one pair."""
     return {"window": (window_left, window_right), **question}
 
 
 def readable(x: Tensor) -> Tensor:
-    """Return the tensor in a form that every engine can read.
-
-    In this form, the last axis is contiguous, nothing is broadcast, and no negation is pending.
-    Gradients are often broadcast (``out.sum().backward()``).
-    """
+    """Copy a tensor whose last axis is not contiguous, or that is broadcast or lazily negated."""
     x = x.detach().resolve_neg()
     return x.contiguous() if x.stride(-1) != 1 or 0 in x.stride() else x
 
@@ -132,8 +123,8 @@ def forward_shapes(
 ) -> tuple[Tensor, Tensor]:
     """Return empty tensors shaped like the results; raise the errors that a run would raise.
 
-    Offsets and a compiler's symbolic sizes have no values here. The operator checks offsets and
-    symbolic sizes when it runs.
+    Offsets and a compiler's symbolic sizes have no values yet; the operator checks both at run
+    time.
     """
     if all(type(n) is int for x in (q, k, v) for n in x.shape) and cu_seqlens_q is None:
         request = inputs.Request(**keywords(**question))
@@ -142,7 +133,7 @@ def forward_shapes(
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Return uninitialised out and LSE of the forward pass of q with values v."""
+    """Return uninitialised out and LSE tensors for a forward pass with queries q and values v."""
     wide = torch.float64 if q.dtype == torch.float64 else torch.float32
     return q.new_empty((*q.shape[:-1], v.shape[-1])), q.new_empty(q.shape[:-1], dtype=wide)
 
@@ -202,7 +193,7 @@ backward.register_autograd(no_second)
 
 
 def no_forward_mode(*_: Any) -> NoReturn:
-    """Raise UnsupportedError for an autograd function's `jvp`: there is no forward mode."""
+    """Raise UnsupportedError, because flashsim's autograd functions have no forward mode, `jvp`."""
     raise UnsupportedError(
         "flashsim's attention has no forward mode (torch.func.jvp, jacfwd, linearize, "
         "torch.autograd.forward_ad): use reverse mode (backward(), torch.func.grad, vjp or "
@@ -214,14 +205,14 @@ def no_forward_mode(*_: Any) -> NoReturn:
 
 
 def differentiable(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, Tensor]:
-    """Return the results of `forward`, with gradients also under torch.func's transforms."""
+    """Run `forward`; unlike the operator itself, also support gradients by torch.func."""
     if _transformed():
         return _Forward.apply(*tensors, question)
     return forward(*tensors, **question)
 
 
 def _transformed() -> bool:
-    """Return whether a torch.func transform or forward mode is active, unseen by operators."""
+    """Return True inside a torch.func transform or forward mode, which operators do not support."""
     forward_mode = torch.autograd.forward_ad._current_level >= 0
     if torch.compiler.is_compiling():
         return no_forward_mode() if forward_mode else False
@@ -229,7 +220,7 @@ def _transformed() -> bool:
 
 
 def pulled_back(*tensors: Tensor | None, **question: Any) -> tuple[Tensor, ...]:
-    """Return the results of `backward`, in a form that works under torch.func's transforms too."""
+    """Run `backward`; unlike the operator itself, also work inside torch.func's transforms."""
     if _transformed():
         return _Backward.apply(*tensors, question)
     return backward(*tensors, **question)
@@ -293,10 +284,9 @@ def forward_folded(
     sinks: Tensor | None = None,
     **question: Any,
 ) -> Any:
-    """Run `function` (`forward` or `differentiable`) under torch.vmap.
+    """Run `forward` or `differentiable` under torch.vmap, with the mapped axis in the batch.
 
-    The mapped axis becomes part of the batch. With attention sinks, the mapped entries run one
-    after another, because a whole batch shares its sinks.
+    With sinks, `function` runs once per mapped entry, because a whole batch shares its sinks.
     """
     _refuse_packed(cu_seqlens_q, cu_seqlens_k)
     if sinks is not None:
@@ -316,11 +306,7 @@ def backward_folded(
     *tensors: Any,
     **question: Any,
 ) -> Any:
-    """Run `function` (`backward` or `pulled_back`) under torch.vmap.
-
-    As in `forward_folded`, the mapped axis becomes part of the batch. Each mapped entry gets a
-    separate gradient of the bias.
-    """
+    """Run `backward` or `pulled_back` under torch.vmap; return one dbias per mapped entry."""
     _refuse_packed(*tensors[8:10])
     if any(x is not None for x in tensors[10:]):
         return _one_by_one(function, info, dims, *tensors, **question)
@@ -347,19 +333,13 @@ backward.register_vmap(partial(backward_folded, backward))
 
 
 def _fold(x: Tensor, dim: int | None, size: int) -> Tensor:
-    """Reshape a tensor that is mapped over axis `dim` to (size * batch, ...).
-
-    If `dim` is None, all mapped entries share the tensor, and it is repeated.
-    """
+    """Move mapped axis `dim` (None: repeat the tensor) into the batch: (size * batch, ...)."""
     x = x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)
     return x.flatten(0, 1)
 
 
 def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
-    """Reshape a mapped bias like `_fold`, so that each entry of the larger batch has its own bias.
-
-    The bias itself has the shape (1 or batch, ...).
-    """
+    """Move a bias's mapped axis into the batch: (1 or batch, ...) becomes (size * batch, ...)."""
     bias = bias.expand(size, *bias.shape) if dim is None else bias.movedim(dim, 0)
     return bias.expand(size, batch, *bias.shape[2:]).flatten(0, 1)
 
@@ -367,7 +347,7 @@ def _fold_bias(bias: Tensor, dim: int | None, size: int, batch: int) -> Tensor:
 def _one_by_one(
     function: Callable[..., Any], info: Any, dims: Any, *tensors: Any, **question: Any
 ) -> Any:
-    """Run `function` for each mapped entry, and stack its results."""
+    """Run `function` for each entry of the axis that torch.vmap maps, and stack the results."""
 
     def entry(n: int) -> list[Tensor | None]:
         axes = (*dims, *(None,) * len(tensors))  # dims may be of more or fewer arguments

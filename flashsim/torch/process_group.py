@@ -1,10 +1,8 @@
-"""Messages between ranks of a process group: first they agree on arguments, then they send tensors.
+"""Messages between ranks of a process group: ranks agree on arguments, then send tensors.
 
-The module also counts the bytes that are sent.
-
-This module uses only `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on
+The module only uses `batch_isend_irecv` of torch.distributed, with gloo on the CPU and NCCL on
 GPUs. On GPUs, messages run on a separate CUDA stream and overlap the kernels. If a rank fails, dies
-or is called with other arguments, every rank raises an error: at once, or after the group's own
+or is called with other arguments, every rank raises an error: at once, or after the group's
 timeout.
 """
 
@@ -30,7 +28,7 @@ _COUNTERS: list[Counter[str]] = []
 def count_sent() -> Iterator[Counter[str]]:
     """Count the bytes that this rank sends in a ``with`` block, by tensor: "K", "V", "dK", ...
 
-    The function `flashsim.distributed.count` predicts the same numbers.
+    `flashsim.distributed.count` predicts the bytes that a rank sends.
     """
     counter: Counter[str] = Counter()
     _COUNTERS.append(counter)
@@ -45,12 +43,12 @@ Parcel = dict[str, Tensor]
 
 
 def parcel(**tensors: Tensor) -> Parcel:
-    """Return tensors as a parcel, which is one message; non-contiguous tensors are copied."""
+    """Return a parcel of tensors, which is sent as one message; tensors become contiguous."""
     return {name: x.contiguous() for name, x in tensors.items()}
 
 
 def room(like: Parcel) -> Parcel:
-    """Return newly allocated tensors that can receive a parcel like this one."""
+    """Return a parcel of new, uninitialised tensors that can receive a parcel like this one."""
     return {name: torch.empty_like(x) for name, x in like.items()}
 
 
@@ -62,12 +60,9 @@ class Pending:
         self._going = going  # tensors stay alive until they are sent
 
     def wait(self) -> None:
-        """Wait for all sends and receives; on a GPU, only the current stream waits.
+        """Wait for all sends and receives (on a GPU, only the current stream waits).
 
-        Raises
-        ------
-        RankError
-            If another rank is gone, or the group's timeout has passed.
+        RankError is raised if another rank is gone, or the group's timeout has passed.
         """
         with _explaining(self._what):
             for work in self._works:
@@ -93,15 +88,7 @@ class Member:
             )
 
     def ask(self, mine: Mapping[str, int], error: Exception | None = None) -> Inquiry:
-        """Start to compare this rank's arguments with those of all other ranks.
-
-        Parameters
-        ----------
-        mine : mapping of str to int
-            Values that must be equal on all ranks.
-        error : Exception, optional
-            The error in this rank's own call; the other ranks learn that this rank has an error.
-        """
+        """Start to send all ranks this rank's arguments, `mine`, and whether it has an `error`."""
         return Inquiry(self, mine, error)
 
     def exchange(
@@ -133,7 +120,7 @@ HEAD_START = 20_000
 
 
 class Inquiry:
-    """A comparison of all ranks' arguments that is in progress."""
+    """A running comparison of the arguments of all ranks."""
 
     #: The arguments on which all ranks of a group agreed before.
     _known: ClassVar[set[tuple[Any, ...]]] = set()
@@ -151,19 +138,11 @@ class Inquiry:
 
     @property
     def familiar(self) -> bool:
-        """Whether the ranks agreed on these arguments before, so that `settle` may come later."""
+        """Return True if the ranks agreed on these arguments in an earlier call."""
         return self._error is None and self._key in self._known
 
     def settle(self) -> None:
-        """Raise an error on every rank if arguments differ between ranks, or any rank has an error.
-
-        Raises
-        ------
-        Exception
-            The rank's own error.
-        RankError
-            Otherwise: which ranks differ, and in which value.
-        """
+        """Raise this rank's own error, or RankError if another rank failed or arguments differ."""
         with _explaining(self._what):
             self._work.wait()
         if self._error is not None:
@@ -191,7 +170,7 @@ class Inquiry:
 
 @contextmanager
 def _explaining(what: str) -> Iterator[None]:
-    """Turn errors of torch.distributed inside the block into a RankError that names the step."""
+    """Turn torch.distributed's errors in the ``with`` block into RankError for the step `what`."""
     try:
         yield
     except RuntimeError as error:
@@ -204,10 +183,7 @@ def _explaining(what: str) -> Iterator[None]:
 
 @lru_cache(maxsize=64)
 def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return a group of these ranks for CPU tensors: `group` itself, or a new gloo group.
-
-    The new group has the timeout of `group` if that can be read, else gloo's default.
-    """
+    """Return a group for CPU tensors: `group` itself, or a gloo group with `group`'s timeout."""
     try:
         group._get_backend(torch.device("cpu"))
     except RuntimeError:
@@ -238,6 +214,6 @@ DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def _named(name: str, value: int) -> str:
-    """Return the text of a number that ranks compared, for an error message."""
+    """Return the text, for an error message, of an argument that ranks compared as a number."""
     names = {"dtype": DTYPES, "scheme": SCHEMES, "causal": ("no", "yes")}.get(name)
     return str(value) if names is None else str(names[value]).removeprefix("torch.")

@@ -11,11 +11,7 @@ from unittest import mock
 
 
 def run(script: Path, arguments: Sequence[str] = ()) -> int:
-    """Run a program to its end, and return its exit code.
-
-    An error of the program is printed as Python prints it; the exit code is then 1, or 130 after
-    Ctrl-C.
-    """
+    """Run a Python program to its end, print its error if any, and return its exit code."""
     path = [str(script.resolve().parent), *sys.path[1:]]
     words = [str(script), *arguments]
     with mock.patch.object(sys, "argv", words), mock.patch.object(sys, "path", path):

@@ -1,8 +1,7 @@
-"""`ring_attention`: attention over a process group, each of whose GPUs has some of the rows.
+"""`ring_attention`: attention over a process group, in which each rank has some of the rows.
 
-The class `flashsim.distributed.Group` decides which rank has which rows, which block of scores each
-rank computes at each step, and which tensors each rank sends to which other rank. The simulation in
-`flashsim.distributed` uses the same class.
+`flashsim.distributed.Group` decides which rank computes which blocks of scores at each step, and
+which tensors each rank sends to which other rank.
 """
 
 from __future__ import annotations
@@ -47,11 +46,11 @@ def ring_attention(
 ) -> Tensor:
     """Compute attention, with a gradient, over a sequence divided among the ranks of a group.
 
-    Every rank calls this function with its own rows (`shard`). Ranks pass on K and V while the
-    kernels of `attention` compute; in some schemes, ranks exchange heads instead or in addition.
-    The results of blocks are merged by their LSE in float32. The backward pass also sends dK and
-    dV, in float32, after K and V. Autocast casts q, k and v; ``torch.compile`` breaks its graph at
-    the call.
+    Every rank calls this function with its own rows (`shard`). Ranks send K and V to the next rank
+    while the kernels of `attention` compute; in some schemes, ranks exchange heads instead or in
+    addition. The outputs of blocks of scores are merged by their LSE in float32. The backward pass
+    also sends dK and dV, in float32, after K and V. Autocast casts q, k and v; ``torch.compile``
+    breaks its graph at the call.
 
     Parameters
     ----------
@@ -204,7 +203,7 @@ _AGREED = (
 
 
 def _asked(plan: Group, q: Tensor) -> dict[str, int]:
-    """Return a dict of the values that must be equal on all ranks, each as an integer."""
+    """Return the values that must be equal on all ranks, each as an integer."""
     p = plan.problem
     values = (
         *(p.batch, p.heads, p.kv_heads, q.shape[2], p.head_dim, p.head_dim_v),
@@ -245,7 +244,7 @@ class _RingAttention(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Part:
-    """Computes one rank's part of the forward and backward pass."""
+    """Computes one rank's part of the forward and backward pass of ring attention."""
 
     plan: Group
     link: Member
@@ -253,7 +252,7 @@ class _Part:
     deterministic: bool | None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the forward pass, and return out and LSE for the rows (and heads) of this rank."""
+        """Run the forward pass, and return out and the LSE of this rank's rows (and heads)."""
         plan, ring = self.plan, self.plan.ring
         keys = parcel(K=k, V=v)
         out = lse = None
@@ -289,10 +288,10 @@ class _Part:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Run the backward pass, and return the gradients of this rank's rows.
 
-        dK and dV of other members' keys are sent after these keys' K and V until they reach the
-        rank that owns the keys. At first dK and dV are one block's gradients, in the type in which
-        that block was computed. From the second block on, dK and dV are float32 sums. The rank that
-        owns the keys adds the gradients of its own block, and rounds the sum once.
+        dK and dV of other ranks' keys follow the K and V of these keys around the ring, to the rank
+        that owns the keys. At first dK and dV are one block's gradients, in the type in which that
+        block was computed; from the second block on they are float32 sums. The owner adds the
+        gradients of its own block of scores, and rounds the sum once.
         """
         plan, ring = self.plan, self.plan.ring
         rows, (own_k, own_v) = (dout, out, lse, q), (k, v)
@@ -331,7 +330,7 @@ class _Part:
         )
 
     def arriving(self, step: int, k: Tensor, v: Tensor) -> Share:
-        """Allocate the dK and dV that a step receives: at first one block's, later float32 sums."""
+        """Allocate the dK and dV that a step receives, if any: one block's, or float32 sums."""
         everything = slice(0, k.shape[2])
         block = self.plan.block(self.plan.predecessor(self.link.rank), 1)
         if step < 2 or (step == 2 and block is None):
@@ -359,20 +358,16 @@ class _Part:
         return made.dq, made.dk, made.dv
 
     def sums_wide(self, q: Tensor) -> bool:
-        """Return whether sums of gradients over several blocks of scores are kept in float32.
+        """Return True if gradients of more than two blocks of scores are summed in float32.
 
-        With only two blocks, no float32 sum is stored, because the two are added and rounded in one
-        step.
+        The gradients of two blocks are added and rounded at once, without a stored sum.
         """
         return self.plan.ring > 2 and q.dtype not in (torch.float32, torch.float64)
 
     # -- the link -------------------------------------------------------------------------------
 
     def pass_on(self, step: int, *parcels: tuple[Parcel, Parcel]) -> Pending:
-        """Start to send to the next member of the ring and to receive from the previous one.
-
-        The argument `parcels` has a pair of parcels (sent, received) per message.
-        """
+        """Start to send parcels to the ring's next rank, and to receive from the previous one."""
         plan, rank = self.plan, self.link.rank
         after, before = plan.successor(rank), plan.predecessor(rank)
         names = " ".join(name for going, coming in parcels for name in going | coming)
@@ -383,24 +378,15 @@ class _Part:
         )
 
     def to_heads(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange tensors in this rank's team: each rank gets all rows of some of the heads.
-
-        Before the exchange, each rank has some of the rows of all heads.
-        """
+        """Exchange some rows of all heads for all rows of some heads, in this rank's team."""
         return self._all_to_all(tensors, split=1, join=2)
 
     def to_rows(self, **tensors: Tensor) -> list[Tensor]:
-        """Exchange tensors in this rank's team: each rank gets some of the rows of all heads.
-
-        Before the exchange, each rank has all rows of some of the heads.
-        """
+        """Exchange all rows of some heads for some rows of all heads, in this rank's team."""
         return self._all_to_all(tensors, split=2, join=1)
 
     def _all_to_all(self, tensors: dict[str, Tensor], split: int, join: int) -> list[Tensor]:
-        """Cut a tensor along `split`, and send the n-th piece to the team's n-th rank.
-
-        The pieces that this rank receives are joined along `join`.
-        """
+        """Cut tensors along `split`, send piece n to the team's rank n; join received pieces."""
         team, rank = self.plan.team(self.link.rank), self.link.rank
         if len(team) == 1:
             return [ops.readable(x) for x in tensors.values()]

@@ -1,11 +1,11 @@
 """Lets flashsim replace torch's own attention, and that of Hugging Face's transformers.
 
-torch keeps a registry of flash-attention implementations, and `install` adds "flashsim" to it.
-After ``torch.nn.attention.activate_flash_attention_impl("flashsim")``,
+`install` and ``torch.nn.attention.activate_flash_attention_impl("flashsim")`` switch flashsim on,
+and ``restore_flash_attention_impl()`` switches it off. While flashsim is on,
 ``scaled_dot_product_attention`` runs flashsim wherever torch chooses its flash attention, on the
-CPU and on CUDA, until ``restore_flash_attention_impl()``. torch's flash attention on CUDA takes no
-`attn_mask`, so flashsim also replaces the other fused kernels there, for calls with a mask.
-Dropout raises an error, because the kernels do not support it.
+CPU and on CUDA. On CUDA, torch's flash attention takes no `attn_mask`. For calls with a mask,
+flashsim therefore also replaces torch's other fused kernels. Dropout raises an error, because the
+kernels do not support it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def install() -> tuple[str, ...]:
 
 
 class _Activated:
-    """Replaces functions in torch's dispatcher until `remove`, or while this object exists."""
+    """Replaces functions in torch's dispatcher until `remove` runs or this object is deleted."""
 
     def __init__(self) -> None:
         self.libraries = [_replace("CPU", _CPU), _replace("CUDA", _CUDA)]
@@ -114,10 +114,7 @@ def _masked_question(
     *,
     narrow: bool = True,
 ) -> dict[str, Any]:
-    """Translate the arguments of a torch call into keywords of `flashsim.run`.
-
-    torch's causal mask is aligned at the top left, even if the numbers of queries and keys differ.
-    """
+    """Convert torch's arguments, with their top-left causal mask, to `flashsim.run`'s keywords."""
     _refuse_dropout(dropout)
     square = q.shape[2] == k.shape[2]
     return {
@@ -130,11 +127,7 @@ def _masked_question(
 
 
 def _as_bias(mask: Tensor, q: Tensor, k: Tensor, *, narrow: bool) -> Tensor:
-    """Turn a mask that broadcasts to the scores into a bias: False becomes minus infinity.
-
-    If `narrow` is true, a mask that was broadcast over the batch or the heads becomes one bias that
-    all of them share.
-    """
+    """Turn a mask into a bias, -infinity for False; with `narrow`, broadcast axes get length 1."""
     if mask.dtype == torch.bool:
         zero = torch.zeros((), dtype=q.dtype, device=q.device)
         mask = zero.masked_fill(~mask, float("-inf"))
@@ -154,7 +147,7 @@ def _masked_forward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Replace ``_scaled_dot_product_flash_attention_for_cpu``, in the same memory layouts."""
+    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu``; keep memory layouts."""
     q, k, v = _dense(query, key, value)
     question = _masked_question(q, k, dropout_p, is_causal, attn_mask, scale)
     result = execution.run(q, k, v, **question)
@@ -175,7 +168,7 @@ def _masked_backward(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
+    """Replace torch's ``_scaled_dot_product_flash_attention_for_cpu_backward``."""
     gradients = _masked_gradients(
         (query, key, value, out, logsumexp, grad_out),
         *(dropout_p, is_causal, attn_mask, scale),
@@ -211,7 +204,7 @@ def _dense(*tensors: Tensor) -> list[Tensor]:
 
 
 def _by_token(x: Tensor) -> Tensor:
-    """Return the tensor with the memory order (batch, n, heads, d), like torch's gradients."""
+    """Return `x` with the memory order (batch, n, heads, d), like torch's gradients."""
     return x.transpose(1, 2).contiguous().transpose(1, 2)
 
 
@@ -240,7 +233,7 @@ def _flash_forward(
     window_size_right: int | None = None,
     **rest: Any,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d) packed."""
+    """Replace torch's ``_flash_attention_forward``: (batch, n, heads, d), or (tokens, heads, d)."""
     _refuse_dropout(dropout_p)
     asked = sorted(name for name, value in rest.items() if value is not None)
     if return_debug_mask or asked:
@@ -279,7 +272,7 @@ def _flash_backward(
     window_size_left: int | None = None,
     window_size_right: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_flash_attention_backward``."""
+    """Replace torch's ``_flash_attention_backward``."""
     _refuse_dropout(dropout_p)
     question = _question(
         query, cum_seq_q, cum_seq_k, is_causal, scale, window_size_left, window_size_right
@@ -304,7 +297,7 @@ def _sdpa_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Replace ``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
+    """Replace torch's ``_scaled_dot_product_flash_attention``: (batch, heads, n, d)."""
     n_q, n_k = query.shape[2], key.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     out, lse, *rest = _flash_forward(
@@ -332,7 +325,7 @@ def _sdpa_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_flash_attention_backward``."""
+    """Replace torch's ``_scaled_dot_product_flash_attention_backward``."""
     dout, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
     options = (max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset)
     gradients = _flash_backward(dout, q, k, v, out, logsumexp, None, None, *options, scale=scale)
@@ -373,7 +366,7 @@ def _by_row(x: Tensor, packed: Tensor | None) -> Tensor:
 
 
 def _no_dropout(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return flash attention's dropout outputs: the generator's state and an empty mask."""
+    """Return torch's dropout outputs for a call without dropout: a generator state and a mask."""
     state = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return state, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
@@ -406,7 +399,7 @@ def _efficient_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_efficient_attention``; its LSE is padded to 32 rows."""
+    """Replace torch's ``_scaled_dot_product_efficient_attention``; pad LSE to a multiple of 32."""
     out, lse = _masked_forward(
         *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
     )
@@ -433,7 +426,7 @@ def _efficient_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """Replace ``_scaled_dot_product_efficient_attention_backward``; the mask may get a gradient."""
+    """Replace torch's ``_scaled_dot_product_efficient_attention_backward``."""
     lse = logsumexp[..., : query.shape[2]].contiguous()
     found = _masked_gradients(
         (query, key, value, out, lse, grad_out_),
@@ -456,7 +449,7 @@ def _cudnn_forward(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Replace ``_scaled_dot_product_cudnn_attention``."""
+    """Replace torch's ``_scaled_dot_product_cudnn_attention``."""
     out, lse = _masked_forward(
         *(query, key, value, dropout_p, is_causal), attn_mask=attn_bias, scale=scale
     )
@@ -485,7 +478,7 @@ def _cudnn_backward(
     *,
     scale: float | None = None,
 ) -> tuple[Tensor, ...]:
-    """Replace ``_scaled_dot_product_cudnn_attention_backward``."""
+    """Replace torch's ``_scaled_dot_product_cudnn_attention_backward``."""
     found = _masked_gradients(
         (query, key, value, out, logsumexp[..., 0], grad_out),
         *(dropout_p, is_causal, attn_bias, scale),
@@ -505,10 +498,7 @@ _MASKED_ON_CUDA = {
 
 
 def _masked_on_cuda() -> dict[str, Any]:
-    """Return the functions that replace torch's operators on CUDA, by name.
-
-    If a call has no mask, they run torch's own kernel.
-    """
+    """Return, by name, the functions that replace torch's CUDA operators for calls with a mask."""
     kernel = torch.library.get_kernel
     return {
         name: _if_masked(function, at, kernel(f"aten::{name}", "CUDA"))
@@ -517,7 +507,7 @@ def _masked_on_cuda() -> dict[str, Any]:
 
 
 def _if_masked(function: Callable[..., Any], at: int, own: Any) -> Callable[..., Any]:
-    """Return `function`, except that it runs `own` if argument number `at`, the mask, is None."""
+    """Return a function that calls `function` if argument `at`, the mask, is given, else `own`."""
 
     @wraps(function)
     def chosen(keyset: Any, *args: Any, **options: Any) -> Any:

@@ -1,7 +1,4 @@
-"""`Seen`: a model's recorded attention calls, and their memory traffic with two algorithms.
-
-The two algorithms are standard attention and FlashAttention-2.
-"""
+"""`Seen`: a model's attention calls, and their bytes with standard and flash attention."""
 
 from __future__ import annotations
 
@@ -49,11 +46,10 @@ _SUMMED = ("requested B", "compulsory B", "FLOPs", "saved B", "DRAM B", "ms", "m
 
 
 class Seen:
-    """A list of attention calls, in the order in which they were made.
+    """The attention calls of a model, in the order in which they were made.
 
     A `Seen` supports ``len``, iteration, ``seen[0]``, and look-up by module:
-    ``seen["layers.3.self_attn"]``. The last part of a module's name is enough if no other name ends
-    in the same way.
+    ``seen["layers.3.self_attn"]``. The end of a module's name is enough if it is unique.
 
     Attributes
     ----------
@@ -83,12 +79,10 @@ class Seen:
         return self.calls[which]
 
     def named(self, name: str) -> list[AttentionCall]:
-        """Return the calls that a module made.
+        """Return the recorded attention calls that a module made.
 
-        Raises
-        ------
-        OptionError
-            If no module of that name made a call, or several modules have names that end so.
+        OptionError is raised if no module of that name made a call, or if the names of several
+        modules end in `name`.
         """
         names = list(dict.fromkeys(call.name for call in self.calls))
         ends = [known for known in names if known == name or known.endswith(f".{name}")]
@@ -100,7 +94,7 @@ class Seen:
                 f"{', '.join(ends[:4])}"
             )
         if not ends:
-            where = choices(name, names) if names else NOTHING
+            where = f"choose from {choices(name, names)}" if names else NOTHING
             raise OptionError(f"no attention call was seen in {name!r}; {where}")
         return [call for call in self.calls if call.name == ends[0]]
 
@@ -122,21 +116,21 @@ class Seen:
         """Return a table with one row per distinct call, with its count, and rows for the total.
 
         Each row has the figures of a single call. The rows called "total" sum all calls; a cell is
-        empty if the figure of any call is unknown. There is a row for a backward pass if one ran.
+        empty if the figure of any call is unknown. A backward pass that did not run has no row.
 
         - requested B: bytes of tiles moved between L2 and the SMs. DRAM B: bytes that miss L2, by a
           model of the cache. compulsory B: each input and output counted once.
         - matmul FLOP/B, bound: matrix FLOPs per DRAM byte, and what bounds the time. If DRAM bytes
-          are not computed, each tensor of a kernel counts once instead.
+          are not computed, the divisor is the size of each kernel's tensors, counted once.
         - ms, by: the time and its source; "predict" is `flashsim.predict`, for FlashAttention-2's
           kernels. The source "roofline" is a lower bound from the device's bandwidth and
           arithmetic.
         - measured ms, on: with ``watch(..., measure=True)``, the mean time of the model's own
-          kernels on this machine, the same for all algorithms. On a CPU this is the time of the
-          operators, which no prediction describes.
+          kernels on this machine, the same for all algorithms. On a CPU, this is the time of
+          torch's operators, which flashsim does not predict.
         - saved B: bytes kept for the backward pass, inputs included; the total sums all layers.
-        - scores B: the bytes of all score matrices that standard attention keeps in HBM at the
-          same time; in the row "total", the largest of these values.
+        - scores B: the bytes of all score matrices that standard attention keeps in HBM at the same
+          time; in the row "total", the largest of these values.
 
         Parameters
         ----------
@@ -165,7 +159,7 @@ class Seen:
         return f"; measured ms: what was run here ({', '.join(places)})" if places else ""
 
     def distinct(self) -> list[list[AttentionCall]]:
-        """Return the calls in groups, each of calls with the same function, sizes and options."""
+        """Return groups of calls; a group's calls have the same function, sizes and options."""
         groups: dict[Any, list[AttentionCall]] = {}
         for call in self.calls:
             same = (call.api, call.sizes, call.dtype, call.device, call.pattern, call.note)
@@ -176,10 +170,7 @@ class Seen:
     def kernels(self) -> report.Table:
         """Return the kernels (on a CPU the operators) of each distinct call, slowest first.
 
-        Raises
-        ------
-        OptionError
-            If nothing was measured.
+        OptionError is raised if nothing was measured.
         """
         table = report.Table(
             f"kernels of {self._counted()} of {self.model}, as measured",
@@ -217,28 +208,14 @@ class Seen:
         return self.full_table(**options).json()
 
     def to_pandas(self, **options: Any) -> Any:
-        """Return `full_table` as a pandas DataFrame.
-
-        Raises
-        ------
-        BackendUnavailable
-            If pandas is not installed.
-        """
+        """Return `full_table` as a pandas DataFrame; raise BackendUnavailable without pandas."""
         return report.dataframe(self.rows(**options), [*_COLUMNS])
 
     def plot(self, *, device: str | Device = "H100", **options: Any) -> Any:
         """Plot each distinct call's requested forward bytes: standard beside FlashAttention-2.
 
-        Parameters
-        ----------
-        device : str or Device
-        **options
-            Options of `flashsim.viz.traffic`.
-
-        Raises
-        ------
-        OptionError
-            If no call can be counted.
+        `options` are those of `flashsim.viz.traffic`. OptionError is raised if no call can be
+        counted.
         """
         from flashsim import viz
 
@@ -271,7 +248,7 @@ class Seen:
 
 
 def together(names: list[str]) -> str:
-    """Join the names of modules into one, such as layers.0-79.self_attn."""
+    """Return one name for several modules, such as "layers.0-79.self_attn"."""
     names = list(dict.fromkeys(names))
     if len(names) == 1:
         return names[0] or "(no module)"
@@ -316,7 +293,7 @@ def _rows(calls: list[AttentionCall], device: Device, l2: bool | None) -> list[d
 
 
 def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
-    """Return the measured calls' mean time, and whether kernels or operators were timed."""
+    """Return the mean measured time of calls in ms, and whether kernels or operators were timed."""
     times = [sum(call.measured[direction].values()) for call in calls if direction in call.measured]
     if not times:
         return {"measured ms": None}
@@ -324,7 +301,7 @@ def _measured(calls: list[AttentionCall], direction: str) -> dict[str, Any]:
 
 
 def _place(call: AttentionCall) -> str:
-    """Return the label of a measured time: the name of the device, and "kernels" or "operators"."""
+    """Return the label of a measured time, such as "cuda, kernels" or "cpu, operators"."""
     return f"{call.place}, {'kernels' if call.place == 'cuda' else 'operators'}"
 
 
@@ -332,7 +309,7 @@ def _place(call: AttentionCall) -> str:
 def _figures(
     problem: Problem, algorithm: str, direction: str, device: Device, l2: bool | None
 ) -> dict[str, Any]:
-    """Compute the table's figures for one pass of one call."""
+    """Return the figures of one attention call's forward or backward pass, by column name."""
     about = {"pass": direction, "algorithm": algorithm}
     try:
         counted = count(problem, algorithm=algorithm, direction=direction, device=device)
@@ -364,7 +341,7 @@ def _tiles(counted: Traffic) -> int:
 
 
 def _time(counted: Traffic, point: Point) -> tuple[str, float | None, str]:
-    """Return three results: what limits a pass, its time in ms, and where that time comes from."""
+    """Return what limits a pass, the time of the pass in ms, and the source of that time."""
     try:
         attainable, bound = point.attainable, point.bound
     except FlashSimError:  # the device has no number for this type
@@ -388,10 +365,7 @@ def _scores(problem: Problem, algorithm: str, direction: str) -> int:
 
 
 def _totals(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a row of totals for each pass and algorithm.
-
-    A total is left empty if the figure of any call is unknown.
-    """
+    """Return a row of totals per pass and algorithm; unknown figures make a total empty."""
     totals = []
     for direction, algorithm in dict.fromkeys(
         (r["pass"], r["algorithm"]) for r in records if "requested B" in r

@@ -1,9 +1,4 @@
-"""The functions that count as attention calls, and how to read each one's arguments.
-
-The function `reader` looks up an attention function by its name in torch's dispatcher. It returns a
-reader, which takes the call's arguments, named as in the function's schema, and returns an
-`AttentionCall`.
-"""
+"""The functions that count as attention calls, and how to read each function's arguments."""
 
 from __future__ import annotations
 
@@ -32,17 +27,14 @@ FLEX = flex.flex_attention
 
 
 def reader(func: Any) -> tuple[Reader, str] | None:
-    """Return the reader of an attention function's calls, and the function's name.
-
-    The result is None if `func` is not an attention function.
-    """
+    """Return (reader of its arguments, name) for an attention function; None for any other."""
     if func is _MULTI_HEAD:
         return _multi_head, "multi_head_attention_forward"
     if func is FLEX:
         return _flex, "flex_attention"
     if isinstance(func, type):
         name = f"{func.__module__}.{func.__name__}"
-        return (_flash, name) if name in _AUTOGRAD else None
+        return (_flash_4, name) if name in _AUTOGRAD else None
     name = _name(func)
     return (_READERS[name], name) if name in _READERS else None
 
@@ -102,7 +94,7 @@ def device_of(x: Tensor) -> str:
 
 
 def mapped(tensors: Iterable[Tensor]) -> int:
-    """Return how many calls one call under torch.vmap stands for: the product of mapped lengths."""
+    """Return how many calls a call under torch.vmap stands for: the mapped lengths' product."""
     functorch: Any = torch._C._functorch
     axes: dict[int, int] = {}
     for x in tensors:
@@ -115,10 +107,7 @@ def mapped(tensors: Iterable[Tensor]) -> int:
 
 
 def _masked(mask: Tensor | None, causal: bool, sizes: Extents) -> Pattern:
-    """Return the mask pattern that torch's arguments describe.
-
-    The arguments are a mask, or the flag `is_causal`, whose mask is aligned at the top left.
-    """
+    """Return the pattern of a mask or, if it is None, of the `causal` flag's top-left mask."""
     if mask is not None:
         return read(mask, sizes.n_q, sizes.n_kv, sizes.batch, sizes.heads)
     if not causal:
@@ -140,10 +129,7 @@ def _lengths(x: Tensor, axis: int) -> tuple[int, ...]:
 
 
 def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
-    """Return the values of a call's offsets, or None if they cannot be read.
-
-    In that case a note is added.
-    """
+    """Return a call's offsets as integers; if they cannot be read, return None and add a note."""
     if x is None:
         return None
     if not has_values(x):
@@ -157,7 +143,7 @@ def _offsets(x: Tensor | None, notes: list[str]) -> tuple[int, ...] | None:
 
 
 def _sdpa(a: Arguments) -> AttentionCall:
-    """Read torch's scaled_dot_product_attention and its operators: (..., heads, n, d)."""
+    """Read the arguments of scaled_dot_product_attention or its operators: (..., heads, n, d)."""
     q, k, v = a["query"], a["key"], a["value"]
     notes: list[str] = []
     if q.is_nested:
@@ -192,10 +178,9 @@ _NOT_COUNTED = (
 
 
 def _flash(a: Arguments) -> AttentionCall:
-    """Read FlashAttention's own functions, and torch's versions of them.
+    """Read arguments of FlashAttention's or torch's functions: (batch, n, heads, d) or packed 3-D.
 
-    The tensors of these functions are (batch, n, heads, d), or packed (n, heads, d). Their causal
-    mask and window are bottom-right aligned.
+    The functions' causal mask and window are bottom-right aligned.
     """
     q, v = (a[short if short in a else long] for short, long in (("q", "query"), ("v", "value")))
     notes: list[str] = []
@@ -224,12 +209,20 @@ def _flash(a: Arguments) -> AttentionCall:
     )
 
 
+def _flash_4(a: Arguments) -> AttentionCall:
+    """Read a call of FlashAttention-4's functions, in which a window's limits may be negative."""
+    call = _flash(a)
+    if any(side is not None and side < 0 for side in a.get("window_size") or ()):
+        call.notes.append("a negative side of the window: counted as if that side had no limit")
+    return call
+
+
 #: The names of calls of flashsim's own functions.
 OURS = "flashsim.torch.attention"
 
 
 def _ours(a: Arguments) -> AttentionCall:
-    """Read a call of `flashsim.torch.attention`: (batch, heads, n, d)."""
+    """Read the arguments of `flashsim.torch.attention`: (batch, heads, n, d)."""
     q, v, bias = a["q"], a["v"], a.get("bias")
     notes: list[str] = []
     cu_q, cu_k = (_offsets(a.get(f"cu_seqlens_{side}"), notes) for side in "qk")
@@ -251,7 +244,7 @@ def _ours(a: Arguments) -> AttentionCall:
 
 
 def _ours_compiled(a: Arguments) -> AttentionCall:
-    """Read the operators that compiled code calls for `flashsim.torch.attention`."""
+    """Read the arguments of the operators that `flashsim.torch.attention` is compiled to."""
     from flashsim.torch import direct
 
     question = direct.spoken(a["softcap"], a["scale"], a["question"])
@@ -263,7 +256,7 @@ _FLEX = ("query", "key", "value", "score_mod", "block_mask", "scale", "kernel_op
 
 
 def _flex(a: Arguments) -> AttentionCall:
-    """Read torch's flex_attention: (batch, heads, n, d), and a mask as a function of indices."""
+    """Read the arguments of flex_attention: (batch, heads, n, d), and the mask as a function."""
     q, k, v = a["query"], a["key"], a["value"]
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = q.shape, v.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
@@ -297,7 +290,7 @@ def _of_block_mask(block_mask: tuple[Any, ...], sizes: Extents) -> Pattern:
 
 
 def _multi_head(a: Arguments) -> AttentionCall:
-    """Read F.multi_head_attention_forward: (n, batch, width) or (n, width), before projections."""
+    """Read the arguments of F.multi_head_attention_forward: (n, batch, width) or (n, width)."""
     q, k = (x if x.ndim == 3 else x.unsqueeze(1) for x in (a["query"], a["key"]))
     (n_q, batch, width), n_kv, heads = q.shape, k.shape[0], a["num_heads"]
     if a["static_k"] is not None:
@@ -327,7 +320,7 @@ def _multi_head(a: Arguments) -> AttentionCall:
 
 
 def _fused_layer(a: Arguments) -> AttentionCall:
-    """Read the fast paths of MultiheadAttention and TransformerEncoderLayer: (batch, n, width)."""
+    """Read the arguments of nn's fused attention and encoder layers: (batch, n, width)."""
     q, k = (a["src"], a["src"]) if "src" in a else (a["query"], a["key"])
     heads = a["num_heads"] if "src" in a else a["num_head"]
     d = a["embed_dim"] // heads
@@ -399,7 +392,7 @@ def layer(
     softcap: float | None = None,
     **rest: Any,
 ) -> AttentionCall:
-    """Read an attention function of transformers: (batch, heads, n, d), and its layer."""
+    """Read a transformers attention function's arguments, (batch, heads, n, d), and its layer."""
     (batch, heads, n_q, d), (_, kv_heads, n_kv, d_v) = query.shape, value.shape
     sizes = Extents.of(batch, heads, kv_heads, n_q, n_kv, d, d_v)
     pattern = Pattern()

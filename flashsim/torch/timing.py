@@ -1,9 +1,8 @@
 """Profiler ranges around attention calls that `watch` sees; torch's profiler times the kernels.
 
-Each attention call runs in a profiler range with a unique name. Each autograd node that the call
-creates also runs in such a range; nodes are recognised by the sequence numbers handed out during
-the call. `Timer` opens ranges of torch's profiler and reads the times of the kernels in each range.
-`Ranges` opens NVTX ranges, by which Nsight Compute labels kernels.
+Each attention call, and each autograd node that the call creates, runs in a profiler range with a
+unique name. `Timer` opens ranges of torch's profiler, and `Ranges` NVTX ranges, by which Nsight
+Compute labels kernels.
 """
 
 from __future__ import annotations
@@ -26,13 +25,7 @@ _LOOKING_ON = "PythonDispatchMode"  # watch's own
 
 
 class Ranges:
-    """Opens a profiler range around each call, and around each part of its backward pass.
-
-    Attributes
-    ----------
-    calls : dict of str to (AttentionCall, str)
-        The call and the direction of each range, by the range's name.
-    """
+    """Opens a profiler range around each call, and around each part of its backward pass."""
 
     def __init__(self, open_range: Callable[[str], AbstractContextManager[Any]]) -> None:
         self.open_range = open_range
@@ -41,14 +34,14 @@ class Ranges:
 
     @contextmanager
     def forward(self) -> Iterator[tuple[str, int]]:
-        """Open a profiler range; yield its name and its first autograd node's sequence number."""
+        """Open a profiler range; yield its name and the next autograd node's sequence number."""
         self.made += 1
         mark = f"{RANGE} {self.made}", torch.autograd._get_sequence_nr()
         with self.open_range(mark[0]):
             yield mark
 
     def follow(self, mark: tuple[str, int], call: AttentionCall, out: Any) -> None:
-        """Assign a range to `call`; put its backward pass (the graph of `out`) in ranges too."""
+        """Assign a profiler range to `call`, and put the call's backward pass in ranges too."""
         name, first = mark
         self.calls[name] = call, "forward"
         self.calls[f"{name} backward"] = call, "backward"
@@ -66,7 +59,7 @@ class Ranges:
 
 
 class Timer(Ranges):
-    """Measures the kernel times of calls that are made while its profiler runs."""
+    """Measures the kernel times of attention calls that are made while its profiler runs."""
 
     def __init__(self, stack: ExitStack) -> None:
         super().__init__(record_function)
@@ -113,10 +106,7 @@ def _in_range(
 
 
 def _times(event: Any, on_gpu: bool) -> Iterator[tuple[str, float]]:
-    """Yield the name and the time of each kernel that was launched during a profiler event.
-
-    Times are in microseconds. On a CPU, operators are yielded instead of kernels.
-    """
+    """Yield the name and the µs of each kernel (on a CPU, each operator) of a profiler event."""
     for inner in event.cpu_children:
         if on_gpu:
             yield from (

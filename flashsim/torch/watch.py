@@ -1,14 +1,15 @@
 """`watch`: record every attention call of a model as it is made.
 
-Three observers work together to see every call. A torch function mode sees the functions that are
-called from Python. A dispatch mode sees operators that are called from elsewhere (TorchScript,
-C++). Attention functions of transformers are wrapped when a model looks them up, because the
-"eager" function consists of plain matrix products, which the two modes cannot recognise. Each call
-is recorded once, by the outermost observer that sees it. A function of transformers is recorded
-only if no call inside it was recorded.
+Three observers work together to see every call. A torch function mode sees functions that are
+called from Python. A dispatch mode sees operators that TorchScript or C++ calls. Attention
+functions of transformers are wrapped when a model looks them up, because the "eager" function
+consists of plain matrix products, which neither mode recognises. The outermost observer that sees a
+call records it, once. A function of transformers is recorded only if no call inside it was
+recorded.
 
 Hooks on all modules maintain the stack of running modules, which gives each call its module's name.
-Hooks on single modules would turn off the fast path of nn.TransformerEncoderLayer.
+Global hooks are used, because a module's own hooks would turn off nn.TransformerEncoderLayer's fast
+path.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ def watch(
     The calls seen are `scaled_dot_product_attention` and the operators under it, `flex_attention`,
     `nn.MultiheadAttention` and `nn.TransformerEncoderLayer`, the forward operators of flash_attn
     2.7 and newer, the functions of flash_attn 4, `flashsim.torch.attention`, and attention of
-    transformers 5. Not seen are products and a softmax written out by hand, and extensions that
-    torch does not know, such as `flash_attn_with_kvcache`.
+    transformers 5. `watch` does not see attention written as matrix products and a softmax, or
+    extensions that torch does not know, such as `flash_attn_with_kvcache`.
 
     Parameters
     ----------
@@ -93,14 +94,10 @@ def watch(
 
 @contextmanager
 def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Iterator[Ranges]:
-    """Record calls like `watch`, each in a profiler range; `Ranges.calls` has each range's call.
+    """Record calls, each in its profiler range; `Ranges.calls` maps a range's name to its call.
 
-    Unlike with `watch`, flex_attention that compiled code calls runs compiled (`compiled_calls`).
-
-    Parameters
-    ----------
-    open_range : callable
-        Returns a context manager for a range of the name it gets, like `torch.cuda.nvtx.range`.
+    `open_range` returns a context manager for a named range, like `torch.cuda.nvtx.range`. Unlike
+    with `watch`, compiled code runs flex_attention in compiled form.
     """
     recorder = _Recorder(Seen("a program"), _Names(None), 0)
     recorder.timer = Ranges(open_range)
@@ -110,7 +107,7 @@ def in_ranges(open_range: Callable[[str], AbstractContextManager[Any]]) -> Itera
 
 @contextmanager
 def _recording(recorder: _Recorder) -> Iterator[None]:
-    """In the ``with`` block, make all observers report to `recorder`."""
+    """In the ``with`` block, make all observers report attention calls to `recorder`."""
     with ExitStack() as stack:
         stack.enter_context(_everywhere)
         for hook in (
@@ -124,7 +121,7 @@ def _recording(recorder: _Recorder) -> Iterator[None]:
 
 
 class _Everywhere:
-    """The patched functions of torch and transformers, while at least one thread watches."""
+    """Patches functions of torch and transformers while at least one thread watches."""
 
     def __init__(self) -> None:
         self.lock, self.watching, self.replaced = threading.Lock(), 0, ExitStack()
@@ -170,7 +167,7 @@ _everywhere = _Everywhere()
 
 
 def _wrapping(look_up: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap transformers' look-up of attention functions, for this thread's recorders."""
+    """Wrap transformers' look-up of attention functions, so that recorders see their calls."""
 
     def get_interface(self: Any, implementation: str, default: Any) -> Any:
         attend = look_up(self, implementation, default)
@@ -185,11 +182,7 @@ _apply = torch.autograd.Function.apply.__func__
 
 
 def _applied(cls: type, /, *args: Any, **kwargs: Any) -> Any:
-    """Call an autograd function and report it to this thread's recorders.
-
-    FlashAttention-4 is such a function. It calls no operator of torch, so torch's modes do not see
-    it. Torch accepts keywords if the function defines `setup_context`.
-    """
+    """Run and report an autograd function; torch's modes cannot see those of FlashAttention-4."""
     run = partial(_apply, cls)
     for recorder in reversed(_here()):
         run = partial(_watching, recorder, cls, run)
@@ -203,7 +196,7 @@ def _watching(
 
 
 class _Names:
-    """The stack of modules that are running, and their names."""
+    """The stack of modules that are running, and the modules' names."""
 
     def __init__(self, model: nn.Module | None) -> None:
         self.stack: list[nn.Module] = []
@@ -238,7 +231,7 @@ class _Names:
 
 
 class _Recorder:
-    """Records the attention calls of one watch; all its observers share one recorder."""
+    """Records the attention calls of one watch, for all observers."""
 
     def __init__(self, seen: Seen, names: _Names, keep: int) -> None:
         self.seen, self.names, self.keep, self.left = seen, names, keep, KEPT
@@ -248,16 +241,13 @@ class _Recorder:
         self.timer: Ranges | None = None
 
     def enter(self, module: nn.Module, _: Any) -> None:
-        """Put a module that starts on the stack of running modules.
-
-        Global hooks run in every thread, so the function checks the thread first.
-        """
+        """Push a starting module onto the stack, if the module runs in the watched thread."""
         if self in _here():
             _everywhere.look_for_transformers()
             self.names.enter(module)
 
     def leave(self, module: nn.Module, *_: Any) -> None:
-        """Take a module that ends off the stack of running modules."""
+        """Remove an ending module from the stack of running modules."""
         if self in _here():
             self.names.leave(module)
 
@@ -268,10 +258,7 @@ class _Recorder:
         kwargs: dict[str, Any] | None,
         run: Callable[..., Any] | None = None,
     ) -> Any:
-        """Call the function `func`, and record the call if it is attention.
-
-        If `run` is passed, the method calls `run` instead of `func`.
-        """
+        """Call `run` (default: `func`), and record the call if `func` is an attention function."""
         kwargs, run = kwargs or {}, run or func
         if func is torch.ops.flashsim.attention_backward.default:
             self._went_back(args[1])
@@ -290,7 +277,7 @@ class _Recorder:
     def compiled(
         self, run: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a compiled flex_attention, and record the call if it is made in this thread."""
+        """Call a compiled flex_attention, and record the call if the thread is watched."""
         if self not in _here():
             return run(*args, **kwargs)
         return self.watched(signatures.FLEX, args, kwargs, run)
@@ -315,11 +302,7 @@ class _Recorder:
         return call
 
     def _went_back(self, out: Tensor) -> None:
-        """Note that the call with this output has a backward pass.
-
-        The note is needed if an autograd.Function ran the backward operator: then no recorded
-        output has a hook.
-        """
+        """Note that the call with this output ran backward, since not every output has a hook."""
         call = self.ours.get(_memory(out))
         if call is not None:
             call.backward = True
@@ -335,7 +318,7 @@ class _Recorder:
 
     @contextmanager
     def quietly(self) -> Iterator[None]:
-        """In the ``with`` block, record no calls."""
+        """In the ``with`` block, record no attention calls."""
         self.within += 1
         try:
             yield
@@ -343,10 +326,7 @@ class _Recorder:
             self.within -= 1
 
     def add(self, read: Callable[[], AttentionCall], result: Any, mark: Any) -> None:
-        """Record a call, and note whether its output takes part in a backward pass.
-
-        A call whose arguments cannot be read is listed in `Seen.missed`, and no error is raised.
-        """
+        """Record a call, or list it in `Seen.missed` if its arguments cannot be read."""
         name = self.names.current()
         try:
             call = read()
@@ -389,15 +369,12 @@ class _Recorder:
 
 
 def _memory(x: Tensor) -> int:
-    """Return a number that identifies the storage that a tensor is a view of.
-
-    The number is not a memory address, because meta tensors have none.
-    """
+    """Return a number that identifies a tensor's storage; meta tensors have no address."""
     return x.untyped_storage()._cdata
 
 
 class _Functions(TorchFunctionMode):
-    """Observes functions that are called from Python."""
+    """Observes torch functions that are called from Python."""
 
     def __init__(self, recorder: _Recorder) -> None:
         self.recorder = recorder
@@ -407,13 +384,13 @@ class _Functions(TorchFunctionMode):
 
 
 def _here() -> list[_Recorder]:
-    """This thread's recorders, outermost first; a backward pass hands them to its own threads."""
+    """Return this thread's recorders, outermost first; autograd's threads inherit them."""
     modes = torch.overrides._get_current_function_mode_stack()
     return [mode.recorder for mode in modes if isinstance(mode, _Functions)]
 
 
 class _Operators(TorchDispatchMode):
-    """Observes operators that are called from C++."""
+    """Observes torch operators that are called from C++."""
 
     supports_higher_order_operators = True
 

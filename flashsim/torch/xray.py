@@ -2,8 +2,7 @@
 
     python -m flashsim.torch.xray CALLS.json PROGRAM [arguments]
 
-After the run, the file CALLS.json says which call and which pass each range belongs to
-(`flashsim.studies.xray.record`).
+CALLS.json then says which call and which pass each range belongs to.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ from flashsim.torch.watch import in_ranges
 
 
 def described(call: AttentionCall) -> dict[str, Any]:
-    """Return a call as a dict for JSON.
-
-    If the call cannot be counted, "problem" is None and "note" gives the reason.
-    """
+    """Return a call as a dict for JSON; "problem" is None if the call cannot be counted."""
     about: dict[str, Any] = {"name": call.name, "api": call.api, "note": call.note}
     try:
         values = {field.name: getattr(call.problem, field.name) for field in fields(Problem)}

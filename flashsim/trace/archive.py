@@ -1,11 +1,9 @@
 """Reads an ``.npz`` file safely, although the file may come from an untrusted source.
 
-NumPy parses the headers of arrays.
-
-NumPy's own reader allocates as much memory as an array's header declares. It verifies the checksum
-of an archive's member only if it happens to read to the member's end. So before this module reads
-an array, the zip directory and the array's own header must both state the size that the caller
-expects. The module then reads the member to its end, where `zipfile` compares the checksum.
+NumPy's own reader allocates as much memory as an array's header declares, and does not always
+verify the checksum of an archive's member. So before this module reads an array, the zip directory
+and the array's own header must both state the size that the caller expects. The module then reads
+the member to its end, where `zipfile` compares the checksum.
 """
 
 from __future__ import annotations
@@ -22,12 +20,7 @@ _PART_BYTES = 1 << 25
 
 
 class Archive:
-    """The members of an ``.npz`` file that is open for reading.
-
-    Raises
-    ------
-    ValueError, or any error that zipfile, zlib and NumPy raise for a damaged file
-    """
+    """The members of an open ``.npz`` file; a damaged file raises any error of zipfile or NumPy."""
 
     def __init__(self, file: Any) -> None:
         self._zip = zipfile.ZipFile(file)
@@ -52,20 +45,23 @@ class Archive:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):  # the version that NumPy writes for our types
                 raise ValueError(
-                    f"{name} must use version (1, 0) of NumPy's file format, got {version}"
+                    f"the array {name} in the file must use version (1, 0) of NumPy's file "
+                    f"format, got {version}"
                 )
             shape, fortran, stored_type = np.lib.format.read_array_header_1_0(member)
             if stored_type != dtype or fortran:
                 raise ValueError(
-                    f"{name} must have dtype {dtype} in C order, got {stored_type} in "
-                    f"{'Fortran' if fortran else 'C'} order"
+                    f"the array {name} in the file must have dtype {dtype} in C order, got "
+                    f"{stored_type} in {('Fortran' if fortran else 'C')} order"
                 )
             if len(shape) != ndim or min(shape) < 0:
-                raise ValueError(f"{name} must have {ndim} axes, got the shape {shape}")
+                raise ValueError(
+                    f"the array {name} in the file must have {ndim} axes, got the shape {shape}"
+                )
             size = member.tell() + math.prod(shape) * stored_type.itemsize
         if self._infos[name].file_size != size:
             raise ValueError(
-                f"{name} must have {size} B, as its shape implies, got "
+                f"the array {name} in the file must have {size} B, as its shape implies, got "
                 f"{self._infos[name].file_size} B"
             )
         return shape
@@ -77,15 +73,16 @@ class Archive:
         shape: tuple[int, ...],
         check: Callable[[np.ndarray], None] | None = None,
     ) -> np.ndarray:
-        """Return an array, after checking that it has this type and this shape.
+        """Return an array, after checking that its type and shape are `dtype` and `shape`.
 
-        The function `check` receives each chunk of the array as it is read, and may raise or change
-        the chunk. So if `check` raises at the first chunk of a large array, the rest of the array
-        is not read.
+        The function `check` receives each chunk of the array as it is read, and may change the
+        chunk, or raise an error before the rest of a large array is read.
         """
         stored_shape = self.shape(name, dtype, len(shape))
         if stored_shape != tuple(shape):
-            raise ValueError(f"{name} must have shape {tuple(shape)}, got {stored_shape}")
+            raise ValueError(
+                f"the array {name} in the file must have shape {tuple(shape)}, got {stored_shape}"
+            )
         array = np.empty(shape, dtype)  # a page uses memory only once it is written
         raw = memoryview(array.reshape(-1).view(np.uint8).data)
         rows = max(1, _PART_BYTES // (array[:1].nbytes or 1))
@@ -99,10 +96,14 @@ class Archive:
                 while at < stop:
                     got = member.readinto(raw[at:stop])
                     if not got:
-                        raise ValueError(f"{name} has fewer bytes than its shape implies")
+                        raise ValueError(
+                            f"the array {name} in the file has fewer bytes than its shape implies"
+                        )
                     at += got
                 if check is not None:
                     check(part)
             if member.read(1):  # zipfile compares the checksum when it reaches the end
-                raise ValueError(f"{name} has more bytes than its shape implies")
+                raise ValueError(
+                    f"the array {name} in the file has more bytes than its shape implies"
+                )
         return array

@@ -1,9 +1,8 @@
-"""Builds the events of one stage from sizes that an engine's kernels reported.
+"""Builds the events of one stage from the numbers of bytes that an engine's kernels reported.
 
-The dataflow table says which transfers and allocations a step and a visit of the stage make, and in
-which order. The engine's kernels report which visits they executed, and the bytes of every
-transfer. So if a kernel skips a tile or cuts it short, the tile is missing or short in the trace
-too.
+The dataflow table lists the transfers and allocations, in order. The kernels report which visits
+they executed, and the bytes of every transfer. So if a kernel skips a tile or moves only a part of
+the tile, the trace shows that.
 """
 
 from __future__ import annotations
@@ -26,17 +25,10 @@ def assemble(
 ) -> StageTrace:
     """Return the events of a stage that visits score tiles.
 
-    A move is one entry of the dataflow table: a transfer or an allocation.
-
-    Parameters
-    ----------
-    steps : int64 (T, moves)
-        Bytes of each move before and after the visits, for each outer tile.
-    visits : int64 (members, n, moves)
-        Bytes of each move of a visit, for each query head of a group and each visit of the
-        schedule.
-    executed : bool (members, n)
-        True for visits that were executed.
+    A move is one transfer or allocation of the dataflow table. `steps`, int64 (T, moves), has the
+    bytes of each move before and after the visits, per outer tile. `visits`, int64 (members, n,
+    moves), has the bytes of each move at a visit, per query head of a group and per visit.
+    `executed`, bool (members, n), is True for visits that were executed.
     """
     by_row = stage.outer == "queries"
     ptr, inner, _ = schedule.row_csr if by_row else schedule.col_csr
@@ -76,7 +68,7 @@ def assemble(
 def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: int) -> StageTrace:
     """Return the events of a stage that works on whole rows of scores, `strip` rows at a time.
 
-    `heights`, int64 (T,), are the numbers of rows of the row tiles. Each row of scores spans the
+    `heights`, int64 (T,), has the number of rows of each row tile. Each row of scores spans the
     keys of the row's sequence. Each row of a bias gradient spans all keys, because the whole matrix
     is cleared and rounded.
     """
@@ -95,18 +87,21 @@ def assemble_rows(stage: Stage, schedule: Schedule, heights: np.ndarray, strip: 
 
 
 def tile_bytes(moves, rows, cols, reported=None) -> np.ndarray:
-    """Return how many bytes each move takes for tiles of `rows` x `cols`.
+    """Return the bytes of each move for tiles of `rows` x `cols`; the last axis is the moves.
 
-    A move is a transfer or an allocation. The last axis of the result runs over moves.
-
-    If an engine `reported` bytes, (.., slots), these replace the computed bytes of all moves
-    between HBM and SRAM. The slots are in the order of these moves, one slot per move.
+    The array `reported`, (.., slots), has the bytes that a kernel reported, with one slot per move
+    between HBM and SRAM. These bytes replace the computed bytes. Moves of captured arrays and sinks
+    have no slot: they keep their computed bytes, or 0 where all reported bytes are 0.
     """
     shape = np.shape(rows + cols) if reported is None else reported.shape[:-1]
     sizes, slot = np.zeros((*shape, len(moves)), np.int64), 0
     for k, move in enumerate(moves):
         sizes[..., k] = move.tile.nbytes(rows, cols)
-        if reported is not None and move.transfers:
+        if reported is None or not move.transfers:
+            continue
+        if move.of_functions:
+            sizes[..., k] *= reported.any(-1)
+        else:
             sizes[..., k] = reported[..., slot]
             slot += 1
     return sizes

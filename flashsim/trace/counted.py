@@ -1,11 +1,4 @@
-"""`counted`: builds the trace that a run would record, without running it.
-
-To build such a trace, a schedule and the dataflow table suffice.
-
-The dataflow table lists the transfers of each step and each visit, in order. The schedule lists the
-steps and the visits. Neither of these depends on the values in the tensors. The test
-`tests/schedule/test_dataflow.py` compares these events with those that the simulator records.
-"""
+"""`counted`: builds a trace without a run, from the dataflow table and a schedule."""
 
 from __future__ import annotations
 

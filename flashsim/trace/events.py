@@ -1,7 +1,4 @@
-"""The events of traces: their binary layout, their vocabulary, and the events of one stage.
-
-One event takes 28 bytes: operation, tensor, level, stage, head, i, j, visit, bytes.
-"""
+"""The events of traces: their binary layout (28 bytes), their vocabulary, and `StageTrace`."""
 
 from __future__ import annotations
 
@@ -43,11 +40,11 @@ ROLES = ("block", "producer", "consumer 0", "consumer 1", "consumer 2")
 class StageTrace:
     """The events of a stage's loops over one head, and the number of repetitions of the loops.
 
-    The stage runs its loops `repeat` times, and each run starts `stride` query heads after the one
-    before. In `events`, the field ``head`` counts from the first query head of the run. The array
-    `costs` has the work of a user's own algorithm, one row per "compute" event, int64 (computes,
-    kinds of FLOP + 2): FLOPs by kind, then bytes read from and written to SRAM. For built-in
-    algorithms, `costs` is None, because `counts.work` computes their work.
+    The stage runs its loops `repeat` times. Each run starts `stride` query heads after the previous
+    run. In `events`, the field ``head`` counts from the first query head of the run. `costs`, int64
+    (computes, kinds of FLOP + 2), exists only for a user's own algorithm. Each "compute" event has
+    a row: the FLOPs by kind, then the bytes read from and written to SRAM. For built-in algorithms,
+    `counts.work` computes FLOPs and SRAM bytes.
     """
 
     stage: plans.Stage
@@ -87,9 +84,9 @@ class StageTrace:
     def sides(self, i: np.ndarray, j: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return two arrays: how many rows and how many columns the tile of each visit has.
 
-        The events may also be outer steps, for which `i` or `j` is -1. A step of a Q-outer loop
-        spans its sequence's keys (standard attention's softmax works on whole rows). A step of a
-        KV-outer loop is counted as 0 rows.
+        An outer step has -1 as its `i` or `j`. An outer step of a Q-outer loop counts as a tile
+        with all keys of its sequence. An outer step of a KV-outer loop counts as a tile with 0
+        rows.
         """
         schedule = self.schedule
         rows = np.where(i < 0, 0, schedule.rows[i, 1] - schedule.rows[i, 0]).astype(np.int64)
@@ -123,8 +120,7 @@ def gain(events: np.ndarray) -> np.ndarray:
 def step_ends(events: np.ndarray) -> np.ndarray:
     """Return the index of the last event of each outer step.
 
-    A step ends at the first event, after the "compute" event of the step, that leaves no buffer on
-    chip.
+    An outer step ends at the first event, after its "compute" event, that leaves no buffer on chip.
     """
     seen = np.cumsum((events["op"] == COMPUTE) & (events["visit"] < 0))
     closed = np.flatnonzero((np.cumsum(gain(events)) == 0) & (seen > 0))
@@ -132,10 +128,9 @@ def step_ends(events: np.ndarray) -> np.ndarray:
 
 
 def buffer_of(codes: np.ndarray) -> np.ndarray:
-    """Return the codes of the on-chip buffers into which the tensors with these codes are loaded.
+    """Return, for each tensor code, the code of the on-chip buffer that holds the tensor's tiles.
 
-    The name of the buffer is the tensor's name without `_acc`. In a user's own algorithm, the
-    buffer has exactly the tensor's name.
+    Except in a user's own algorithm, the buffer's name is the tensor's name without `_acc`.
     """
     table = np.arange(256)
     table[: len(TENSORS)] = [CODES[name.removesuffix("_acc")] for name in TENSORS]

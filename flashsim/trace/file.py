@@ -1,18 +1,16 @@
 """Saves and loads traces as versioned ``.npz`` files without pickle.
 
-Each archive contains a header and arrays. The member ``header`` (JSON, as UTF-8 bytes) has the
-format, version, problem, device, stages and provenance, and the shape of each array by name. The
-arrays are:
+The member ``header`` (JSON, as UTF-8 bytes) has the format, version, problem, device, stages and
+provenance, and the shape of each array by name. The arrays are:
 
-- ``events_0``, ``events_1``, ... (dtype `events.EVENT`), one per stage;
+- ``events_0`` and so on, of dtype `events.EVENT`, one per stage;
 - ``block_mask``, if there is one;
 - ``mask_0_ptr``, ``mask_0_col``, ``mask_0_kind``, the tiles that a mask function kept under the
   trace's first tiling (see `SavedMask`), and so on for its other tilings;
-- ``costs_0`` ..., the field `StageTrace.costs` of each stage of a user's own algorithm.
-
-If the trace has a timeline, each field of the timeline is a separate array, such as ``timeline_sm``
-(`events.TIMELINE`). In a timeline, each start is stored as its difference from the start before it,
-and each end as a duration, which makes the file a third as large.
+- ``costs_0`` and so on, the field `StageTrace.costs` of each stage of a user's own algorithm;
+- ``timeline_sm`` and so on, the fields of a timeline (`events.TIMELINE`). Starts are stored as
+  differences from the previous start, and ends as durations, which reduces the file to a third of
+  its size.
 
 The header also names the operations, tensors, phases and roles behind the numeric codes, so that a
 later flashsim may renumber them.
@@ -98,13 +96,7 @@ def save(trace: Recording, path: str | os.PathLike) -> None:
 
 
 def load(path: str | os.PathLike) -> Recording:
-    """Read a trace that `save` wrote.
-
-    Raises
-    ------
-    TraceError
-        If the file does not exist, is damaged, is not a trace, or comes from a newer flashsim.
-    """
+    """Read a trace that `save` wrote; a missing, damaged or newer file raises a `TraceError`."""
     path = _path(path)
     try:
         with path.open("rb") as file:
@@ -141,8 +133,8 @@ def _read(file: Any, path: str) -> Recording:
         if "header" not in archive.names:
             names = ", ".join(archive.names[:5])
             raise TraceError(
-                f"{path!r} is an archive, but not a flashsim trace: it has no member 'header', "
-                f"only {names}"
+                f"{path!r} is an archive, but not a flashsim trace, because it has the members "
+                f"{names} and no 'header'; name a file that Trace.save wrote"
             )
         header = _header(archive)
         if not isinstance(header, dict) or header.get("format") != FORMAT:
@@ -153,9 +145,9 @@ def _read(file: Any, path: str) -> Recording:
         validate.typed("the header", header, {"version": int})
         if header["version"] > VERSION:
             raise TraceError(
-                f"{path!r} has trace format {header['version']}, written by flashsim "
-                f"{header.get('flashsim', '?')}; flashsim {__version__} reads formats up to "
-                f"{VERSION}: install a newer flashsim"
+                f"{path!r} has trace format {header['version']} and was written by flashsim "
+                f"{header.get('flashsim', '?')}, but flashsim {__version__} reads only formats up "
+                f"to {VERSION}; install a newer flashsim"
             )
         return _unpack(header, archive)
     except TraceError:
@@ -225,12 +217,9 @@ def _pack(trace: Recording) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _functions(problem: Problem) -> Iterator[tuple[str, Graph, tuple[np.ndarray, ...]]]:
-    """Yield three values for each score or mask function of a problem: name, graph and arrays.
+    """Yield the name, graph and captured arrays of each score or mask function of a problem.
 
-    The arrays are the captured arrays of a mask function.
-
-    The captured arrays of a score function are left out, because the schedule does not depend on
-    them.
+    A score function's captured arrays are left out, because the schedule does not depend on them.
     """
     if problem.mask_mod is not None:
         yield "mask_mod", problem.mask_mod.graph, problem.mask_mod.arrays
@@ -368,10 +357,7 @@ def _events(
     *,
     own: bool,
 ) -> np.ndarray:
-    """Return the events of stage `n` of a file as a read-only array.
-
-    Numeric codes are converted to those of the current version.
-    """
+    """Return the events of stage `n` of a file, read-only, with codes of the current version."""
     (length,) = shapes[f"events_{n}"]
     validate.length_of_events(length, walk, problem, tiling, own=own)
 
@@ -386,10 +372,7 @@ def _events(
 
 
 def _members(header: dict[str, Any], archive: Archive) -> dict[str, tuple[np.dtype, int]]:
-    """Return a dict of the arrays that a file must have by its header: type and number of axes.
-
-    The function raises a ValueError unless the file has exactly these arrays.
-    """
+    """Return the type and axes of each array that the header requires; check that all exist."""
     kinds: dict[str, tuple[np.dtype, int]] = {
         f"events_{n}": (EVENT, 1) for n in range(len(header["stages"]))
     }
@@ -442,8 +425,8 @@ def _unpack_timeline(
     for name in TIMELINE.names or ():
         if shapes[f"timeline_{name}"] != spans.shape:
             raise ValueError(
-                f"timeline_{name} must have the shape of timeline_sm, {spans.shape}, got "
-                f"{shapes[f'timeline_{name}']}"
+                f"the array timeline_{name} must have the same shape as timeline_sm, which is "
+                f"{spans.shape}, got {shapes[f'timeline_{name}']}"
             )
         spans[name] = read(f"timeline_{name}")
     spans["start_ns"] = np.cumsum(spans["start_ns"])

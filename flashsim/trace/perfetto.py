@@ -1,16 +1,15 @@
 """Exports traces as Chrome trace events, for https://ui.perfetto.dev or chrome://tracing.
 
-If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's times. For such a
-trace, slices and counters leave out stages that the kernel did not time. A simulated trace has no
-times, so the export computes times from the device's peaks. In this computation, each SM gets 1 /
-sm_count of the HBM bandwidth and of the FLOP/s. In these computed times, a step first moves its
-tiles and then computes, without overlap. Computed times show order and proportion; they do not
-predict a kernel's time.
+If a GPU recorded a timeline (``trace="timeline"``), the export keeps the GPU's times, and leaves
+out stages that the kernel did not time. A simulated trace has no times, so the export computes
+times from the device's peaks: each SM gets 1 / sm_count of the HBM bandwidth and of the FLOP/s, and
+a step first moves its tiles and then computes, without overlap. Computed times show order and
+proportion; they do not predict a kernel's time.
 
-One thread id stands for one SM and pipe (simulated), or for one SM, warp role and layer of
-overlapping visits (recorded). The slices of one thread id are nested or disjoint. All times are
-whole nanoseconds, as in Perfetto. If times were fractions, Perfetto would round starts and
-durations separately, and drop a slice that then ends after the slice that contains it.
+In a simulated trace, a thread id stands for one SM and pipe. In a recorded trace, a thread id
+stands for one SM, warp role and layer of overlapping visits. The slices of one thread id are nested
+or disjoint. All times are whole nanoseconds, because Perfetto rounds fractional starts and
+durations separately, and drops a slice that then ends after the slice that contains it.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ Slice = dict[str, Any]
 
 
 def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
-    """Write a trace as Chrome trace events (JSON).
+    """Write a trace as Chrome trace events (JSON), and return the path.
 
     Parameters
     ----------
@@ -55,10 +54,6 @@ def write(trace: Recording, path: str | Path, *, heads: int = 1) -> Path:
     heads : int
         For a simulated trace: how many heads (or head groups) of each stage to show. If a stage has
         fewer, all are shown.
-
-    Returns
-    -------
-    Path
 
     Raises
     ------
@@ -124,10 +119,9 @@ def _real_counters(
 ) -> Iterator[Slice]:
     """Yield the counters of a recorded timeline: requested HBM bytes, and SRAM in use per SM.
 
-    The times of the counters come from the timeline, the bytes of the counters from the events. The
-    bytes of a visit are added at the visit's end, and those of an outer step when its row or column
-    tile is stored. A thread block uses its stage's peak SRAM while its last role works (of a
-    warp-specialised kernel, the last consumer).
+    The bytes of a visit are added at the visit's end, and the bytes of an outer step when the step
+    stores its row or column tile. A thread block counts as using its stage's peak SRAM while its
+    last warp role works. In a warp-specialised kernel, this role is the last consumer.
     """
     yield from _process(_COUNTERS, "totals")
     moved: list[tuple[int, int]] = []
@@ -156,7 +150,8 @@ def _real_counters(
 def _part_bytes(stage: StageTrace, parts: np.ndarray) -> np.ndarray:
     """Return how many bytes each visit or outer step in `parts` requests, int64 (n_parts,).
 
-    If several blocks store parts of one row, the bytes of the row are divided among them.
+    If several blocks store parts of one row tile, the bytes of its outer step are divided equally
+    among these blocks.
     """
     events = stage.events[np.isin(stage.events["op"], TRANSFERS)]
     side = "j" if stage.stage.outer == "keys" else "i"
@@ -207,10 +202,7 @@ def _simulated(trace: Recording, heads: int) -> Iterator[Slice]:
 
 
 def _outer_steps(stage: StageTrace) -> list[np.ndarray]:
-    """Return a list of arrays, each with the events of one outer step, in order.
-
-    In the export, each outer step is one thread block.
-    """
+    """Return one array of events per outer step (one thread block of the export), in order."""
     last = step_ends(stage.events)
     return np.split(stage.events, last + 1)[: len(last)]
 
@@ -231,12 +223,7 @@ class _Clock:
     def block(
         self, stage: StageTrace, events: np.ndarray, start: int, sm: int, walk: int
     ) -> tuple[list[Slice], int, list[tuple[int, int]]]:
-        """Return three results for one outer step: its slices, its end time, and its transfers.
-
-        A transfer is a pair (time, bytes).
-
-        The step begins at `start` ns.
-        """
+        """Return a step's slices, its end in ns, and its transfers as pairs (time, bytes)."""
         self.used.add(sm)
         trace = self.trace
         work = StageWork()
@@ -318,10 +305,7 @@ def _counter(name: str, pid: int, when: int, value: int) -> Slice:
 
 
 def _process(pid: int, name: str) -> Iterator[Slice]:
-    """Yield the events that set the name of a process, and its position in the viewer.
-
-    The process of totals comes first, then those of SM 0, SM 1 ...
-    """
+    """Yield events that set a process's name and position: totals first, then SM 0, SM 1 ..."""
     yield _about("process_name", pid, 0, name)
     order = 0 if pid == _COUNTERS else 1 + pid
     yield {"ph": "M", "name": "process_sort_index", "pid": pid, "args": {"sort_index": order}}

@@ -1,8 +1,4 @@
-"""`Recording`: the data of a trace, without methods that query the data.
-
-Trace files, timelines and the Perfetto export need only this class. The class `Trace` adds these
-methods.
-"""
+"""`Recording`: the data of a trace, without the query methods that `Trace` adds."""
 
 from __future__ import annotations
 
@@ -23,10 +19,10 @@ from flashsim.trace.events import StageTrace
 class Own(NamedTuple):
     """The description of a user's own algorithm, which has no dataflow table and no closed form.
 
-    The field `tensors` maps the name of each tensor that is not in `TENSORS` to the axis along
-    which the tensor is divided into tiles (see `schedule.tensors`). In events, the codes of these
-    tensors follow those of `TENSORS`, in this order. The field `compulsory` is the number of bytes
-    that any algorithm with the same results must move. The field `workspace` is the number of bytes
+    `tensors` maps the name of each tensor that is not in `TENSORS` to the axis along which it is
+    divided into tiles (see `schedule.tensors`). In events, the codes of the additional tensors
+    follow the codes of `TENSORS`, in the order of the mapping `tensors`. `compulsory` is the number
+    of bytes that any algorithm with the same results must move. `workspace` is the number of bytes
     that the algorithm keeps in HBM besides inputs and results.
     """
 
@@ -40,18 +36,10 @@ class Own(NamedTuple):
 class Recording:
     """The recorded data of a run; the class `Trace` adds methods that query the data.
 
-    Attributes
-    ----------
-    problem, device, algorithm, direction, backend
-        The problem that ran, and how it ran.
-    stages : tuple of StageTrace
-        The stages' traces, in order of execution.
-    provenance : dict
-        The versions of flashsim and its libraries, and how the trace was recorded.
-    timeline : ndarray of dtype `TIMELINE`, or None
-        The SM and the time of each phase of each visit on a GPU, from ``trace="timeline"``.
-    own : Own or None
-        The description of a user's own algorithm, if `flashsim.simulate` ran one.
+    `stages` are in order of execution. `provenance` has the versions of flashsim and its libraries,
+    and how the trace was recorded. `timeline`, of dtype `TIMELINE`, has the SM and the time of each
+    phase of each visit on a GPU, from ``trace="timeline"``. `own` describes a user's own algorithm,
+    if `flashsim.simulate` ran one.
     """
 
     problem: Problem

@@ -1,8 +1,7 @@
 """`Steps`: the steps of one head in a trace, with the state of memory after each step.
 
 A step ends at each "compute" event: at each visit of a score tile, and at the end of each outer
-step (where FlashAttention-2 divides by l and stores O). Animations and HTML players show each of
-these steps. The method `Trace.frame` returns the state after one visit, as a `Frame`.
+step (where FlashAttention-2 divides by l and stores O).
 """
 
 from __future__ import annotations
@@ -23,10 +22,7 @@ _Trace = TypeVar("_Trace", bound=Recording)
 
 
 class Frame(NamedTuple):
-    """The state of the loops over one head right after visit `step`, for drawing.
-
-    An array with one entry per score tile has shape (T_r, T_c).
-    """
+    """The state of the loops over one head right after visit `step`, for drawing."""
 
     step: int
     stage: str
@@ -49,16 +45,9 @@ class Frame(NamedTuple):
 class Steps(Generic[_Trace]):
     """The steps of one head (or head group) in each stage of a trace, in order.
 
-    Attributes
-    ----------
-    trace : Trace
-    events : ndarray of dtype `EVENT`, (n_events,)
-        The events of one head in each stage; ``stage`` says which stage.
-    ends : ndarray of int64, (n_steps,)
-        The event that ends each step (its "compute").
-    stage, i, j, visit : ndarray of int, (n_steps,)
-        The stage, tile and visit of each step; -1 where a step has no such number, such as j at
-        the end of a row in a Q-outer loop.
+    `events`, of dtype `EVENT`, has the events of one head in each stage. `ends`, int64 (n_steps,),
+    has the index of the "compute" event that ends each step. `stage`, `i`, `j` and `visit`,
+    (n_steps,), are -1 where a step has no such number.
     """
 
     def __init__(self, trace: _Trace) -> None:
@@ -132,10 +121,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def notes(self) -> list[str]:
-        """One text per step: which part of the keys it reads, or how many parts it merges.
-
-        A text is, for example, "part 2 of 4". If the keys are not split, every text is "".
-        """
+        """One text per step, such as "part 2 of 4", or "" if the keys are not split."""
         notes = [""] * len(self)
         for number, stage in enumerate(self.trace.stages):
             slots, parts = stage.schedule.slots, stage.schedule.part_counts
@@ -159,10 +145,7 @@ class Steps(Generic[_Trace]):
 
     @cached_property
     def on_chip(self) -> np.ndarray:
-        """The bytes in each on-chip buffer when each step uses the most SRAM in total.
-
-        The type and shape are int64 (n_steps, n_buffers).
-        """
+        """The bytes in each buffer when a step uses the most SRAM, int64 (n_steps, n_buffers)."""
         change, owner = gain(self.events), buffer_of(self.events["tensor"])
         total = np.where(self.events["op"] == FREE, -1, np.cumsum(change))
         fullest = np.maximum.reduceat(total, self.starts)
@@ -179,11 +162,7 @@ class Steps(Generic[_Trace]):
 
     @property
     def sram_scale(self) -> int:
-        """The bytes at which players draw the SRAM bar as full: the device's capacity per block.
-
-        A GPU kernel may keep more bytes on chip than this capacity, because it also uses registers.
-        For the trace of such a kernel, the bar is full at the trace's own peak.
-        """
+        """The bytes of a full SRAM bar: the capacity per block or, if greater, the trace's peak."""
         return max(int(self.on_chip.sum(axis=1).max(initial=1)), self.trace.device.sram_bytes)
 
     @cached_property
@@ -200,10 +179,7 @@ class Steps(Generic[_Trace]):
         return np.flatnonzero(self.visit >= 0)
 
     def frame(self, visit: int, head: int) -> Frame:
-        """Return the state of one head's loops after a visit, as a `Frame` for drawing.
-
-        The argument `head` is the first query head of these loops.
-        """
+        """Return the state after a visit, for the run of the loops whose first head is `head`."""
         at = self.visits[visit]
         stage = self.trace.stages[self.stage[at]]
         order = np.full((stage.schedule.t_r, stage.schedule.t_c), np.nan)

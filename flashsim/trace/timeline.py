@@ -1,8 +1,8 @@
 """Finds the thread block of each span in a GPU timeline, and the row on which a span is drawn.
 
 Several thread blocks may share an SM. Within a block, visits overlap if a kernel starts the next
-tile's scores during the softmax of the current tile. Two spans on the same row do not overlap in
-part: they are nested or disjoint.
+tile's scores during the softmax of the current tile. Two spans on the same row are nested or
+disjoint.
 """
 
 from __future__ import annotations
@@ -20,19 +20,11 @@ from flashsim.trace.recording import Recording
 class Rows:
     """The thread block and the drawing row of each span of a timeline.
 
-    Every SM has the same rows.
-
-    Attributes
-    ----------
-    block : ndarray of int, (n,)
-        Number of each span's thread block, in the order of their starts.
-    slot : ndarray of int, (n,)
-        The block's slot on its SM. Blocks that are on the SM at the same time have different slots.
-    row : ndarray of int, (n,)
-        The span's row on its SM. Spans of one visit by one role share a row.
-    names : tuple of str
-        The name of each row of an SM: its block and its role, and "next" for visits that begin
-        before those of the row above have ended.
+    `block`, (n,), numbers the spans' thread blocks in the order of their starts. `slot`, (n,),
+    differs for blocks that are on the same SM at the same time. `row`, (n,), is the span's row on
+    its SM; spans of one visit by one role share a row. `names` has the name of each row, which is
+    the same on every SM. A name consists of the row's block and role. The word "next" is added for
+    visits that begin before the visits of the row above end.
     """
 
     block: np.ndarray
@@ -42,14 +34,7 @@ class Rows:
 
 
 def rows(trace: Recording, spans: np.ndarray) -> Rows:
-    """Assign a drawing row to each span.
-
-    Parameters
-    ----------
-    trace : Trace, or its `Recording`
-        The trace whose stages the spans belong to.
-    spans : ndarray of dtype `TIMELINE`, (n,)
-        All spans of a timeline, or a subset.
+    """Return a drawing row for each span: `spans` is the timeline of `trace`, or a subset.
 
     Raises
     ------

@@ -1,7 +1,7 @@
 """`Trace`: the recorded transfers and computations of a run, event by event, with query methods.
 
-All heads run the same loops. So for each stage, a trace stores the events of one head and the
-number of repetitions. The property `Trace.events` returns the events of all heads.
+All heads run the same loops, so a trace stores, for each stage, the events of one head and the
+number of repetitions.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 @own_errors
 class Trace(Recording, questions.Answers):
-    """The recorded events of a run; has the query methods of `Traffic`, the closed-form count."""
+    """The recorded events of a run, with the same query methods as the closed-form `Traffic`."""
 
     # -- events ---------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Trace(Recording, questions.Answers):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of the stage with the most visits, which plots show."""
+        """The schedule of the stage with the most visits; plots show this schedule."""
         return self.main_stage.schedule
 
     @property
@@ -78,7 +78,10 @@ class Trace(Recording, questions.Answers):
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise OptionError(f"no stage {shown(name)}; {choices(name, [s.name for s in self.stages])}")
+        raise OptionError(
+            f"there is no stage {shown(name)}; choose from "
+            f"{choices(name, [s.name for s in self.stages])}"
+        )
 
     # -- totals ---------------------------------------------------------------------------------
 
@@ -128,8 +131,7 @@ class Trace(Recording, questions.Answers):
     def by_head(self) -> np.ndarray:
         """Return the requested bytes of each query head, int64 (batch * heads,).
 
-        If a transfer serves a whole group of query heads, its bytes are added to the group's first
-        head.
+        If a transfer serves a group of query heads, its bytes count for the group's first head.
         """
         totals = np.zeros(self.problem.batch * self.problem.heads, np.int64)
         for stage in self.stages:
@@ -230,18 +232,13 @@ class Trace(Recording, questions.Answers):
 
     @property
     def n_visits(self) -> int:
-        """The number of visits (tile pairs) of one head, or head group, summed over all stages.
-
-        The argument `step` of `frame` counts these visits.
-        """
+        """The number of visits (tile pairs) of one head, or head group, summed over all stages."""
         return sum(
             int(((s.events["op"] == COMPUTE) & (s.events["visit"] >= 0)).sum()) for s in self.stages
         )
 
     def frame(self, step: int = -1, head: int = 0) -> Frame:
-        """Return the state of memory right after visit `step` of one head.
-
-        With a `step` of -1, it is the state after the last visit.
+        """Return the state of memory right after visit `step` of one head; -1 is the last visit.
 
         Raises
         ------
@@ -283,8 +280,8 @@ class Trace(Recording, questions.Answers):
     def dram(self, device: str | Device | None = None, l2: L2Model | None = None) -> Dram:
         """Return the DRAM bytes that a model of the L2 cache of `device` predicts.
 
-        Without `device`, the method uses the device of the trace. The model replays the schedule's
-        requests tile by tile; see `flashsim.l2`.
+        By default, `device` is the trace's device. The model (`flashsim.l2`) replays the schedule's
+        requests tile by tile.
 
         Raises
         ------
@@ -300,12 +297,9 @@ class Trace(Recording, questions.Answers):
         return dram(requested, l2)
 
     def diff(self, other: Trace | Traffic) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Compare the bytes of each transfer with those of another trace or count.
+        """Return the transfers whose bytes differ from those of another trace or count.
 
-        The result is a dict of the transfers that differ: ``{(stage, op, tensor): (ours,
-        theirs)}``.
-
-        The dict is empty if the bytes of both results agree.
+        The result ``{(stage, op, tensor): (ours, theirs)}`` is empty if all bytes agree.
 
         Raises
         ------
@@ -356,10 +350,7 @@ class Trace(Recording, questions.Answers):
         return Trace(**vars(load(checks.path("path", path))))
 
     def to_perfetto(self, path, *, heads: int = 1):
-        """Write the trace as Chrome trace events for https://ui.perfetto.dev.
-
-        The function `perfetto.write` describes the parameters.
-        """
+        """Write Chrome trace events for https://ui.perfetto.dev (see `perfetto.write`)."""
         from flashsim.trace.perfetto import write
 
         return write(self, path, heads=heads)

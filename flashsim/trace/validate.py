@@ -1,9 +1,8 @@
 """Checks the content of a trace file: types, ranges, and lengths of tables.
 
-A trace file may come from an untrusted source. Before a table of the file is read, the table's
-length must be at most what the file's problem can need, so that a small file cannot fill the
-memory. After a table is read, every index in it must be in range, so that queries of the trace need
-no checks of their own.
+Before a table is read, its length must be at most what the file's problem can need, so that a small
+file cannot fill the memory. After a table is read, every index in it must be in range, so that
+queries of the trace need no checks of their own.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _STAGE = {
 
 
 def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `entry` if it is a JSON object with these keys and value types; otherwise raise."""
+    """Return `entry` if it is a JSON object with these keys and types; otherwise raise an error."""
     if not isinstance(entry, dict):
         raise ValueError(f"{what} must be a JSON object, got {shown(entry)}")
     for key, kind in kinds.items():
@@ -53,12 +52,12 @@ def typed(what: str, entry: Any, kinds: Mapping[str, Any]) -> dict[str, Any]:
         value = entry[key]
         of_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if not of_kind:
-            raise ValueError(f"{what}: {key!r} must be {_JSON[kind]}, got {shown(value)}")
+            raise ValueError(f"in {what}, {key!r} must be {_JSON[kind]}, got {shown(value)}")
     return entry
 
 
 def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
-    """Return `entry` if it is a list of n integers from `low` to the largest index, or raise."""
+    """Return `entry`, or raise an error unless it is a list of n indices of at least `low`."""
     if not isinstance(entry, list) or len(entry) != n:
         raise ValueError(f"{what} must be a list of {n} integers, got {shown(entry)}")
     for value in entry:
@@ -70,10 +69,7 @@ def integers(what: str, entry: Any, n: int, low: int = 0) -> list[int]:
 
 
 def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
-    """Check the top-level fields of a trace file's header.
-
-    The fields inside the problem, the device and the stages are checked by their constructors.
-    """
+    """Raise an error unless the top-level fields of a trace file's header are valid."""
     kinds = {
         **{"names": dict, "problem": dict, "device": dict, "stages": list, "provenance": dict},
         **{"algorithm": str, "direction": str, "backend": str},
@@ -82,14 +78,20 @@ def header(fields: dict[str, Any], tensors: Sequence[str] = TENSORS) -> None:
     _strings(fields)
     for name, value in fields["provenance"].items():
         if not isinstance(value, str):
-            raise ValueError(f"provenance: {name!r} must be a string, got {shown(value)}")
+            raise ValueError(
+                f"in the header's entry 'provenance', {name!r} must be a string, got {shown(value)}"
+            )
     for field, ours in (("op", OPS), ("tensor", tensors), ("phase", PHASES), ("role", ROLES)):
         names = fields["names"].get(field, [] if field in ("phase", "role") else None)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError(f"names: {field!r} must be a list of strings, got {shown(names)}")
+            raise ValueError(
+                f"in the header's entry 'names', {field!r} must be a list of strings, got "
+                f"{shown(names)}"
+            )
         if unknown := set(names) - set(ours):
             raise ValueError(
-                f"names: {field!r} has unknown names: {', '.join(map(repr, sorted(unknown)))}"
+                f"in the header's entry 'names', {field!r} has unknown names: "
+                f"{', '.join(map(repr, sorted(unknown)))}"
             )
     if not fields["stages"]:
         raise ValueError("the header lists no stages; a trace has at least one")
@@ -126,23 +128,26 @@ def own(value: Any) -> Own | None:
     for pair in entry["tensors"]:
         if not isinstance(pair, list) or len(pair) != 2 or not own_name(pair[0]):
             raise ValueError(
-                "own: each tensor must be a list [name, axis], whose name is an identifier of at "
-                f"most 24 characters, got {shown(pair)}"
+                "in the header's entry 'own', each tensor must be a list [name, axis], whose "
+                f"name is an identifier of at most 24 characters, got {shown(pair)}"
             )
         name, axis = pair
         if name in TENSORS or name in tensors or type(axis) is not int or axis not in SIDES:
             raise ValueError(
-                "own: each tensor must have a name that no other tensor has, and one of the axes "
-                f"{SIDES}, got {shown(pair)}"
+                "in the header's entry 'own', each tensor must have a name that no other tensor "
+                f"has, and one of the axes {SIDES}, got {shown(pair)}"
             )
         tensors[name] = axis
     if len(tensors) > MOST_NAMES:
-        raise ValueError(f"own: there must be at most {MOST_NAMES} tensors, got {len(tensors)}")
+        raise ValueError(
+            f"in the header's entry 'own', there must be at most {MOST_NAMES} tensors, got "
+            f"{len(tensors)}"
+        )
     sizes = entry["compulsory"], entry["workspace"]
     if not all(0 <= nbytes < 1 << 62 for nbytes in sizes):
         raise ValueError(
-            "own: 'compulsory' and 'workspace', the numbers of bytes of the algorithm's "
-            f"tensors, must be from 0 to 2**62 - 1, got {sizes[0]} and {sizes[1]}"
+            "in the header's entry 'own', the numbers of bytes 'compulsory' and 'workspace' must "
+            f"be from 0 to 2**62 - 1, got {sizes[0]} and {sizes[1]}"
         )
     return Own(tensors, *sizes)
 
@@ -171,25 +176,22 @@ def problem(fields: dict[str, Any], **masks: Any) -> Problem:
     """Return the problem in the header, after checking that int32 tables can index its lengths."""
     if own_masks := {"mask", "block_mask", "mask_mod", "score_mod"} & fields.keys():
         raise ValueError(
-            f"problem: {', '.join(sorted(own_masks))} must be in the header itself, not in its "
-            "entry 'problem'"
+            "the header itself, and not its entry 'problem', must contain "
+            f"{', '.join(sorted(own_masks))}"
         )
     checked = Problem(**fields, **masks)
     sizes = {n: getattr(checked, n) for n in ("n_q", "n_kv", "batch", "kv_heads", "shared_prefix")}
     for name, size in {**sizes, "batch * heads": checked.batch * checked.heads}.items():
         if size and size >= INDEX:
             raise ValueError(
-                f"problem: {name} must be less than 2**31, because tables store indices as int32, "
-                f"got {size}"
+                f"in the header's entry 'problem', {name} must be less than 2**31, because tables "
+                f"store indices as int32, got {size}"
             )
     return checked
 
 
 def split(entry: Mapping[str, Any]) -> Split:
-    """Return the `Split` of a stage in the file.
-
-    Files of older versions have no entry for a split, because those versions never split keys.
-    """
+    """Return the `Split` of a stage in the file; stages of older versions do not split keys."""
     value = entry.get("split", [1, False])
     if not isinstance(value, list) or len(value) not in (2, 3):
         raise ValueError(
@@ -201,7 +203,7 @@ def split(entry: Mapping[str, Any]) -> Split:
 
 
 def split_entry(split: Split) -> list[Any]:
-    """Return a split as the JSON list that `split` reads."""
+    """Return a split as the JSON list that the function `split` reads."""
     entry = [split.splits, split.pack_gqa]
     return entry if split.part_tiles is None else [*entry, split.part_tiles]
 
@@ -209,11 +211,7 @@ def split_entry(split: Split) -> list[Any]:
 def stage(
     value: Any, of: Problem, algorithm: str, direction: str, *, own: bool = False
 ) -> tuple[plans.Stage, Tiling, int, int]:
-    """Return a stage, its tiling, and the `repeat` and `stride` of its `StageTrace`.
-
-    If the file has a user's `own` algorithm, the file describes the stage; otherwise the
-    algorithm's plan does.
-    """
+    """Return a stage of the file, its tiling, and the `repeat` and `stride` of its `StageTrace`."""
     entry = typed("a stage", value, _STAGE)
     name = entry["name"]
     if own:
@@ -236,7 +234,7 @@ def stage(
         for key in ("outer", "dense", "per"):
             if entry[key] != getattr(plan, key):
                 raise ValueError(
-                    f"stage {name!r}: {key!r} must be {getattr(plan, key)!r}, got "
+                    f"in stage {name!r}, {key!r} must be {getattr(plan, key)!r}, got "
                     f"{shown(entry[key])}"
                 )
         _check_buffers(entry["buffers"])
@@ -244,18 +242,14 @@ def stage(
     if (entry["repeat"], entry["stride"]) != heads:
         got = entry["repeat"], entry["stride"]
         raise ValueError(
-            f"stage {name!r}: repeat and stride must be {heads}, as the problem's heads require, "
-            f"got {got}"
+            f"in stage {name!r}, repeat and stride must be {heads}, as the problem's heads "
+            f"require, got {got}"
         )
     return plan, Tiling(*integers("a stage's tiling", entry["tiling"], 2, 1)), *heads
 
 
 def _check_buffers(buffers: list[Any]) -> None:
-    """Raise an error unless the file's buffers are well-formed; their content is not used.
-
-    The loaded stage takes its buffers from the current dataflow table instead, because the table
-    may have changed since the file was written.
-    """
+    """Raise an error unless the file's buffers, whose content is not used, are well-formed."""
     if len(buffers) > len(TENSORS):
         raise ValueError(f"a stage must have at most {len(TENSORS)} buffers, got {len(buffers)}")
     for entry in buffers:
@@ -281,10 +275,7 @@ def members(walk: plans.Stage, of: Problem) -> int:
 
 
 def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]:
-    """Return three numbers: the row tiles, column tiles and score tiles of a problem.
-
-    A score tile pairs a row tile with a column tile of the same sequence.
-    """
+    """Return the numbers of row tiles, column tiles, and pairs of both within one sequence."""
     t_r = t_c = pairs = 0
     for s in of.sequences:
         rows = -(-(s.q_stop - s.q_start) * members // tiling.block_q)
@@ -296,11 +287,7 @@ def tiles(of: Problem, tiling: Tiling, members: int = 1) -> tuple[int, int, int]
 def length_of_events(
     length: int, walk: plans.Stage, of: Problem, tiling: Tiling, *, own: bool = False
 ) -> None:
-    """Raise an error for a table of events that is too long or too short for the stage.
-
-    For a user's `own` algorithm, the problem implies no limit on that length, so a fixed limit
-    applies.
-    """
+    """Raise an error for a stage's table of events that is too long or too short."""
     if own:
         if not 0 < length <= MOST_EVENTS:
             raise ValueError(
@@ -379,9 +366,7 @@ def events(
     *,
     own: bool = False,
 ) -> None:
-    """Raise an error unless these consecutive events of a stage are valid.
-
-    The heads and tiles must exist, and the byte counts must be possible.
+    """Raise an error unless consecutive events of a stage have valid heads, tiles and byte counts.
 
     The argument `length` is the number of all events of the stage.
     """
@@ -442,10 +427,7 @@ def moved(stages: Sequence[StageTrace]) -> None:
 
 
 def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
-    """Raise an error unless the spans of a timeline are valid.
-
-    Stages, heads and tiles must exist, and no span may end before it begins.
-    """
+    """Raise an error unless spans have known stages, heads and tiles, and end after they begin."""
     within("timeline: stage", spans["stage"], 0, len(stages))
     within("timeline: sm", spans["sm"], 0, 1 << 15)
     within("timeline: head", spans["head"], 0, of.batch * of.heads)
@@ -457,14 +439,11 @@ def timeline(spans: np.ndarray, stages: Sequence[Any], of: Problem) -> None:
         within("timeline: visit", own["visit"], -1, pairs)
     within("timeline: start", spans["start_ns"], 0, 1 << 62)
     if (spans["end_ns"] < spans["start_ns"]).any():
-        raise ValueError("timeline: a span's end_ns is less than its start_ns")
+        raise ValueError("in the timeline, a span's end_ns is less than its start_ns")
 
 
 def mask_table(table: Csr, of: Problem, tiling: Tiling, rows_each: int) -> None:
-    """Raise an error unless the table of tiles that a mask function kept is valid.
-
-    Each row tile must list key tiles of its own sequence, in the order of keys.
-    """
+    """Raise an error unless each row tile lists key tiles of its own sequence, in key order."""
     ptr, col, kind = table
     within("kinds of a mask's tiles", kind, 0, 2)
     if ptr[0] != 0 or ptr[-1] != len(col) or (np.diff(ptr) < 0).any():

@@ -1,7 +1,7 @@
 """Convert a kernel's arguments: each array gets its own range of simulated addresses.
 
-So a pointer identifies its tensor, even if the pointer points outside of the tensor. An array that
-is passed twice gets two ranges of addresses, and so keeps two names.
+A pointer identifies its tensor, even if it points outside of the tensor. An array that is passed
+twice gets two ranges, and so keeps two names.
 """
 
 from __future__ import annotations
@@ -48,17 +48,11 @@ class ArrayLayout:
 
     Attributes
     ----------
-    shape, strides : tuple of int
-    dtype : str
-        The element type, as `Problem` names types.
-    itemsize : int
-        Bytes per element.
-    memory, size : int
-        The allocation's real address, and its size in bytes.
-    start : int
-        Bytes from the allocation's start to the first element.
-    array : object
-        The user's array, or a copy of it if it cannot be written to.
+    dtype : the element type, as `Problem` names types
+    itemsize : bytes per element
+    memory, size : the allocation's real address, and its size in bytes
+    start : bytes from the allocation's start to the first element
+    array : the user's array, or a copy of it if it cannot be written to
     """
 
     shape: tuple[int, ...]
@@ -77,12 +71,9 @@ class Pointer(ArrayLayout):
 
     Attributes
     ----------
-    code : int
-        The tensor's code in the record.
-    element : object
-        Triton's element type.
-    address : int
-        The simulated address that the kernel gets.
+    code : the tensor's code in the record
+    element : Triton's element type
+    address : the simulated address that the kernel gets
     """
 
     code: int
@@ -91,7 +82,7 @@ class Pointer(ArrayLayout):
 
 
 class Arguments:
-    """Converts the arguments of all kernel launches, and keeps their arrays alive."""
+    """Converts the arguments of all kernel launches, and keeps the arrays alive."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -101,10 +92,7 @@ class Arguments:
     def take(
         self, name: str, given: Any, taken: dict[str, int], visible: Callable[[str], bool]
     ) -> Any:
-        """Return a kernel's argument with each array in it replaced by a `Pointer`.
-
-        The method adds the tensor codes of these arrays to `taken`, by parameter.
-        """
+        """Convert an argument's arrays to `Pointer`s; add the arrays' tensor codes to `taken`."""
         if isinstance(given, np.generic):
             return given.item()
         if given is None or isinstance(given, (bool, int, float, str)) or not visible(name):

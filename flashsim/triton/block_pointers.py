@@ -1,6 +1,6 @@
 """Block pointers (`tl.make_block_ptr` and `tl.advance`) for Triton 3.9, which removed them.
 
-Many homework files use block pointers. Up to version 3.8, Triton's own interpreter supports them.
+Many homework files use block pointers, which Triton's own interpreter supports up to version 3.8.
 """
 
 from __future__ import annotations
@@ -17,10 +17,7 @@ from flashsim.triton.narrow_floats import handle
 
 @dataclass(frozen=True)
 class BlockPointer:
-    """A block of a tensor: base, shape and strides of the tensor, offsets and shape of the block.
-
-    All numbers in a block pointer count elements.
-    """
+    """A block of a tensor: base, shape, strides, offsets and block shape, counted in elements."""
 
     base: Any
     shape: tuple[int, ...]
@@ -30,22 +27,19 @@ class BlockPointer:
 
     @property
     def element(self) -> Any:
-        """Triton's element type."""
+        """Return Triton's element type of the tensor."""
         return self.base.dtype.element_ty
 
     @property
     def dtype(self) -> Any:
-        """The type of the pointer `base`, so that `p.dtype.element_ty` works in kernels."""
+        """Return the type of the pointer `base`, so that `p.dtype.element_ty` works in kernels."""
         return self.base.dtype
 
     #: Kernels also write `p.type.element_ty`.
     type = dtype
 
     def lanes(self, boundary_check: Iterable[int]) -> tuple[Any, Any]:
-        """Return two handles: the pointers of the block's elements, and the block's mask.
-
-        The mask is False for elements out of bounds, along the axes whose bounds are checked.
-        """
+        """Return the pointers of the block's elements, and a mask that is False out of bounds."""
         size = max(1, self.element.primitive_bitwidth // 8)
         pointers = np.broadcast_to(self.base.handle.data.astype(np.int64), self.block_shape)
         mask = np.ones(self.block_shape, bool)
@@ -60,7 +54,7 @@ class BlockPointer:
         return handle(pointers.astype(np.uint64), self.base.dtype), handle(mask, tl.int1)
 
     def advance(self, offsets: Any, **_: Any) -> BlockPointer:
-        """Return this block pointer moved by some offsets, as `tl.advance` did up to Triton 3.8."""
+        """Return this block pointer moved by `offsets`, as `tl.advance` did up to Triton 3.8."""
         moved = tuple(a + b for a, b in zip(self.offsets, numbers(offsets), strict=True))
         return replace(self, offsets=moved)
 
@@ -77,7 +71,7 @@ def number(value: Any) -> int:
 
 
 def numbers(given: Any) -> tuple[int, ...]:
-    """Return several integer values of a kernel as Python ints."""
+    """Return several of a kernel's integers as Python ints."""
     return tuple(number(one) for one in given)
 
 
@@ -90,7 +84,7 @@ def make_block_ptr(
 
 
 def advance(base: BlockPointer, offsets: Any, **_: Any) -> BlockPointer:
-    """Return a block pointer moved by some offsets, as `tl.advance` did up to Triton 3.8."""
+    """Return a block pointer moved by `offsets`, as `tl.advance` did up to Triton 3.8."""
     return base.advance(offsets)
 
 
@@ -137,5 +131,5 @@ def storing(plain: Callable[..., Any], builder: Any) -> Callable[..., Any]:
 
 
 def _without(options: dict[str, Any]) -> dict[str, Any]:
-    """Remove options of block pointers, which up to Triton 3.8 plain pointers also accepted."""
+    """Drop options for block pointers: up to Triton 3.8, plain pointers accepted them too."""
     return {k: v for k, v in options.items() if k not in ("boundary_check", "padding_option")}

@@ -1,8 +1,7 @@
-"""Replace Triton's GPU driver while kernels are traced, so that files for a GPU run without one.
+"""Replace Triton's GPU driver while kernels are traced, so that GPU programs run without a GPU.
 
-The real `triton.runtime.driver.active` needs a GPU. User files also measure times with `do_bench`,
-and put tensors on "cuda". While kernels are traced, tensors stay on the CPU, and every measured
-time is NaN.
+User files measure times with `do_bench`, and put tensors on "cuda". While kernels are traced,
+tensors stay on the CPU, and every measured time is NaN.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from flashsim.triton.installed import installed
 
 
 class Driver:
-    """Stands in for Triton's GPU driver on a machine without a GPU."""
+    """Stands in for Triton's GPU driver, `triton.runtime.driver.active`, which needs a GPU."""
 
     def get_active_torch_device(self) -> Any:
         """Return torch's CPU device, or "cpu" if torch is not imported."""
@@ -48,10 +47,7 @@ class Driver:
 
 
 def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **__: Any) -> Any:
-    """Return NaN as the time of `fn`.
-
-    The function does not call `fn`, so that the launches in `fn` are not counted.
-    """
+    """Return NaN as the time of `fn`, which is not called, so that its launches do not count."""
     nothing = float("nan")
     if quantiles is not None:
         return [nothing] * len(quantiles)
@@ -60,11 +56,12 @@ def _no_time(fn: Any, *_: Any, quantiles: Any = None, return_mode: str = "", **_
 
 @contextmanager
 def standing_in(*, available: bool = False) -> Iterator[Callable[[], None]]:
-    """Replace Triton's driver by a `Driver` inside the ``with`` block, and restore it at the end.
+    """Replace Triton's driver by a `Driver` in the ``with`` block.
 
-    If `available` is true, `torch.cuda.is_available` returns True, because users' tests are skipped
-    if there is no GPU. The ``with`` statement yields a function, which replaces functions of torch
-    and ``triton.testing`` too. Call it after any import that may have loaded these modules.
+    With `available`, `torch.cuda.is_available` returns True, because many tests skip themselves
+    without a GPU. The ``with`` statement yields a function that also replaces functions of torch
+    and ``triton.testing``. Call the yielded function after any import that may have loaded torch or
+    ``triton.testing``.
     """
     at = installed()
     driver = at.triton.runtime.driver
@@ -126,7 +123,7 @@ def _torch_on_cpu(stack: ExitStack, available: bool) -> None:
 
 
 def _device_facts() -> dict[str, Any]:
-    """Return what functions of `torch.cuda` say about an A100, which `Driver` names as well."""
+    """Return the results of `torch.cuda`'s functions for an A100, by function name."""
     a100 = Device.get("A100")
     major, minor = a100.compute_capability
     properties = SimpleNamespace(
@@ -159,7 +156,7 @@ def _said(torch: Any, name: str, value: Any) -> Callable[..., Any]:
 
 
 def _torch_asks(torch: Any) -> bool:
-    """Return whether torch itself called the replaced function and so needs the true value."""
+    """Return True if torch itself called the replaced function and so needs the true value."""
     return sys._getframe(2).f_code.co_filename.startswith(str(Path(torch.__file__).parent))
 
 

@@ -1,8 +1,8 @@
 """Replacements for operations of the Triton interpreter's builder, used while kernels are traced.
 
-Each function takes the `machine.Interpreter`, the original operation and its arguments. The
-replaced loads, stores and atomic operations record their accesses. Replaced arithmetic of bfloat16
-and FP8 is computed in float32 and rounded once.
+Each function takes the `machine.Interpreter`, the original operation and its arguments. Loads,
+stores and atomic operations record their accesses. Arithmetic of bfloat16 and FP8 is computed in
+float32 and rounded once.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _junk(element: Any, kind: np.dtype) -> Any:
 
 def _rmw(m: Interpreter, plain: Any, op: Any, ptr: Any, val: Any, mask: Any, *rest: Any) -> Any:
     if floats.is_narrow(val.dtype):
-        raise floats.refuse("an atomic operation")
+        raise floats.refuse(what="an atomic operation")
     reached = m.reach(ATOMIC, ptr, mask)
     at = m.at.interpreter
     shape = reached.addresses.shape
@@ -182,13 +182,13 @@ def _refused(what: str) -> Callable[..., Any]:
 
 
 def checking(plain: Any) -> Any:
-    """Return the check of a reduction's operands, which now also refuses bfloat16 and FP8."""
+    """Extend `plain`, the check of a reduction's operands, to refuse bfloat16 and FP8."""
 
     def check(ops: Any, given: Any) -> None:
         plain(ops, given)
         for one in given:
             if floats.is_narrow(one.dtype):
-                raise floats.refuse("a reduction or a scan")
+                raise floats.refuse(what="a reduction or a scan")
 
     return check
 

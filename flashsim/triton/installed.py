@@ -26,13 +26,7 @@ class Installed(NamedTuple):
 
 @lru_cache(maxsize=1)
 def installed() -> Installed:
-    """Return Triton's modules.
-
-    Raises
-    ------
-    BackendUnavailable
-        If Triton is missing, or is too old.
-    """
+    """Return Triton's modules; raise BackendUnavailable if Triton is missing or too old."""
     try:
         import triton
         import triton.language as tl

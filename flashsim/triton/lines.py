@@ -25,7 +25,7 @@ def reader_frame(folder: str) -> FrameType | None:
 
 
 def in_library(folder: str) -> bool:
-    """Return whether a function of Triton's own library is running, such as `tl.sigmoid`."""
+    """Return True if a function of Triton's own library is running, such as `tl.sigmoid`."""
     library = str(Path(folder) / "language" / "standard.py")
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith((folder, *_OTHERS)):
@@ -54,11 +54,7 @@ def deepest(error: BaseException, folder: str) -> tuple[str, int, str] | None:
 
 
 def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
-    """Return the local variables of a kernel and its helper functions that are tensors, by name.
-
-    The search through stack frames ends at the frame that runs `stop`. A variable of an inner
-    function hides an outer variable of the same name.
-    """
+    """Return a kernel's and its helpers' local variables that are tensors, by name."""
     found: dict[str, Any] = {}
     while frame is not None and frame.f_code is not stop:
         if not frame.f_code.co_filename.startswith((folder, *_OTHERS)):
@@ -71,7 +67,7 @@ def tiles(frame: FrameType | None, folder: str, stop: Any) -> dict[str, Any]:
 
 
 def failure(kernel: str, place: tuple[int, ...], error: Exception, folder: str) -> FlashSimError:
-    """Return an error to raise instead of another; it names the user's line and the program."""
+    """Turn a kernel's error into flashsim's, which names the user's line and the program."""
     found = deepest(error, folder)
     root: BaseException = error
     while type(root).__name__ == "InterpreterError" and root.__cause__ is not None:

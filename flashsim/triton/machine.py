@@ -35,17 +35,11 @@ class Ran:
 
     Attributes
     ----------
-    number : int
-        The launch's number in the record.
-    function : callable
-        The kernel as the interpreter runs it.
-    arguments : dict
-        The arguments by parameter, converted for the interpreter.
-    pointers : list of Pointer
-        The array arguments.
-    before : dict of int to ndarray
-        The bytes of each allocation before the launch, by the allocation's address.
-    grid : tuple of int
+    number : the launch's number in the record
+    function : the kernel as the interpreter runs it
+    arguments : the arguments by parameter, converted for the interpreter
+    pointers : the array arguments
+    before : the bytes of each allocation before the launch, by the allocation's address
     """
 
     number: int
@@ -57,17 +51,14 @@ class Ran:
 
 
 class Interpreter:
-    """Triton's interpreter, which also records accesses: `entered` hooks it, `recorder` collects.
+    """Triton's interpreter; in a ``with`` block of `entered`, its `recorder` records accesses.
 
     Parameters
     ----------
-    config : int or mapping, optional
-        The configuration of autotuned kernels to run: its index, or keyword arguments that it must
-        have. Default: the first one that remains after the kernel's `prune_configs_by`.
-    programs : sequence of tuple, optional
-        Run only the programs with these grid coordinates.
-    keep : bool
-        Copy memory before each launch, so that `again` can run its programs again.
+    config : the configuration of autotuned kernels to run: its index, or keyword arguments that it
+        must have; default: the first one that remains after the kernel's `prune_configs_by`
+    programs : run only the programs with these grid coordinates
+    keep : copy memory before each launch, so that `again` can run its programs again
     """
 
     def __init__(
@@ -137,7 +128,7 @@ class Interpreter:
         return [*found, tl.core.tensor_descriptor_base]
 
     def _put(self, obj: Any, name: str, value: Any) -> None:
-        """Replace an attribute until `entered` ends."""
+        """Replace an attribute of an object in Triton's language until `entered` ends."""
         self._hooks.enter_context(mock.patch.object(obj, name, value, create=True))
 
     def _interpreted(self, kernel: Any) -> Any:
@@ -145,7 +136,7 @@ class Interpreter:
         return self.at.interpreter.InterpretedFunction(kernel.fn)
 
     def _rewriting(self, rewrite: Callable[..., Any]) -> Callable[..., Any]:
-        """Remember the globals of the user's file before the interpreter adds its own to them."""
+        """Remember the globals of the user's file before the interpreter adds its own names."""
 
         def remembering(function: Any) -> Any:
             scope = function.fn.__globals__
@@ -155,10 +146,10 @@ class Interpreter:
         return remembering
 
     def _patching(self, patch: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a `patch` of Triton's language that also makes the changes that flashsim needs.
+        """Extend `patch`, the interpreter's change of Triton's language, with flashsim's changes.
 
-        For Triton 3.9 this adds block pointers. For Triton 3.6 it changes how tensors are converted
-        to integers, which NumPy 2.4 refuses.
+        For Triton 3.9, flashsim adds block pointers. For Triton 3.6, flashsim replaces the
+        conversion of tensors to integers, which NumPy 2.4 refuses.
         """
         tl, builder = self.at.tl, self.at.interpreter.interpreter_builder
         has_blocks = hasattr(builder, "create_tensor_pointer_load")
@@ -194,7 +185,7 @@ class Interpreter:
         tl.store = block_pointers.storing(tl.store, builder)
 
     def _tuning(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """Run one configuration of an autotuned kernel, without timing any of them."""
+        """Run one configuration of an autotuned kernel, without timing any configuration."""
 
         def tuned(tuner: Any, *args: Any, **kwargs: Any) -> Any:
             tuner.nargs = dict(zip(tuner.arg_names, args, strict=False))
@@ -295,7 +286,7 @@ class Interpreter:
         }
 
     def loaded(self, found: Any) -> Any:
-        """Remember the handle that a load returned, and return it."""
+        """Remember the handle that a load returned, and return the handle."""
         self._loaded[id(found)] = found
         return found
 
@@ -311,7 +302,7 @@ class Interpreter:
             self.recorder.work(kind, size, line=self.line())
 
     def exponent(self, arg: Any) -> None:
-        """Note an exponential of positive numbers in attention's forward pass."""
+        """Add a note if attention's forward pass takes exponentials of positive numbers."""
         if self.memory.silent or floats.is_narrow(arg.dtype):
             return
         most = float(np.max(arg.data, initial=-np.inf, where=np.isfinite(arg.data)))
@@ -397,10 +388,7 @@ class Interpreter:
             raise failure(ran.function.__name__, place, error, self.at.folder) from error
 
     def again(self, ran: Ran, place: tuple[int, ...], look: Callable[..., None]) -> None:
-        """Run one program again, on memory as it was before its launch; `look` gets each access.
-
-        This second run is not recorded, and the current memory is restored at the end.
-        """
+        """Rerun a program on memory as it was before the launch; call `look` at each access."""
         at, builder = self.at, self.at.interpreter.interpreter_builder
         now = {p.memory: allocation(p).copy() for p in ran.pointers}
         for p in ran.pointers:
@@ -451,7 +439,7 @@ class Interpreter:
             yield place
 
     def _convert(self, value: Any) -> Any:
-        """Return an argument in the form that interpreted kernels accept."""
+        """Return an argument as an object that interpreted kernels accept."""
         at = self.at
         if isinstance(value, Pointer):
             kind = at.tl.pointer_type(value.element)
@@ -480,11 +468,7 @@ class Interpreter:
         return made
 
     def outputs(self, codes: Sequence[int]) -> dict[int, Any]:
-        """Return the arrays of these tensors, by code.
-
-        For a JAX array, this is the copy that the kernel writes to; otherwise it is the user's
-        array.
-        """
+        """Return a dict from tensor code to array; for a JAX array, the copy that was written."""
         return {p.code: p.array for p in self.arguments.pointers if p.code in codes}
 
     def numbers(self, code: int) -> np.ndarray:
@@ -495,7 +479,7 @@ class Interpreter:
 
 
 def fit_int(place: Sequence[Any]) -> bool:
-    """Return whether all these values are integers."""
+    """Return True if all these values are integers."""
     return all(isinstance(n, (int, np.integer)) for n in place)
 
 

@@ -23,12 +23,9 @@ class Reached:
 
     Attributes
     ----------
-    addresses : uint64 ndarray
-        Real addresses, in the shape of the pointers; undefined for lanes that are not `real`.
-    real : bool ndarray
-        Lanes whose memory may be accessed.
-    lost : bool ndarray
-        Active lanes whose address is outside of the tensor's allocation.
+    addresses : real addresses, uint64, in the pointers' shape; undefined where `real` is False
+    real : True for lanes whose memory may be accessed
+    lost : True for active lanes whose address is outside of the tensor's allocation
     """
 
     addresses: np.ndarray
@@ -56,10 +53,7 @@ class Memory:
     ) -> Reached:
         """Record an access, and return the real memory that its lanes (elements) refer to.
 
-        Raises
-        ------
-        MemoryModelError
-            If an active lane's address belongs to no argument of the kernel.
+        MemoryModelError is raised if an active lane's address belongs to no argument of the kernel.
         """
         shape = np.broadcast_shapes(pointers.shape, mask.shape)
         addresses = np.broadcast_to(pointers, shape).astype(np.int64)
@@ -93,10 +87,7 @@ class Memory:
         return Reached(where, real, lost)
 
     def _foreign(self, addresses: np.ndarray, active: np.ndarray) -> np.ndarray:
-        """Translate real addresses, which a tensor of pointers can hold, to simulated addresses.
-
-        The method raises an error for an address that belongs to no argument.
-        """
+        """Translate real addresses, as in a tensor of pointers, to simulated addresses."""
         first, most = START, START + len(self._recorder.tensors) * REGION
         if int(addresses.min()) >= first and int(addresses.max()) < most:
             return addresses
@@ -113,8 +104,8 @@ class Memory:
             names = ", ".join(t.name for t in self._recorder.tensors)
             raise MemoryModelError(
                 f"{int(strange.sum())} of {strange.size} pointers point to no tensor that was "
-                f"passed ({names}). A pointer must be computed from an argument of the kernel. "
-                "Check whether a load or store lacks its mask, or uses a number as a pointer",
+                f"passed ({names}); compute each pointer from an argument of the kernel, and "
+                "check whether a load or store lacks its mask, or uses a number as a pointer",
                 "outside",
             )
         return addresses
@@ -157,10 +148,7 @@ class Memory:
     def _others(
         self, its: Pointer, moved: np.ndarray, itemsize: int
     ) -> tuple[dict[int, np.ndarray], int]:
-        """Find the tensors that contain those accessed elements that lie outside of this tensor.
-
-        Only tensors in the same allocation are searched.
-        """
+        """Find which elements outside of `its` tensor belong to other tensors in its allocation."""
         found: dict[int, np.ndarray] = {}
         left = its.start + moved
         for other in self._launch:
@@ -189,5 +177,5 @@ class Memory:
 
 
 def dtype_of(handle: Any) -> int:
-    """Return the bytes per element that a pointer handle points to."""
+    """Return the number of bytes of an element that a pointer handle points to."""
     return max(1, handle.get_element_ty().primitive_bitwidth // 8)

@@ -4,7 +4,7 @@ The interpreter stores bfloat16 and FP8 numbers as unsigned integers. The interp
 products, comparisons and `tl.dot` on these integers: the results are wrong, and no error is raised.
 The interpreter's conversions also round differently from a GPU's. This module widens operands to
 float32, which is exact, and rounds the result once, to nearest even. For sums, products and
-quotients of two such numbers, a GPU gives the same result.
+quotients of two bfloat16 or FP8 numbers, a GPU gives the same result.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def exact_dtype(name: str) -> np.dtype:
 
 
 def is_narrow(dtype: Any) -> bool:
-    """Return whether the interpreter stores a Triton type as an unsigned integer."""
+    """Return True if the interpreter stores a Triton type as an unsigned integer."""
     scalar = dtype.scalar
     if scalar.name == "fp8e4b15":
         raise UnsupportedError(
@@ -49,10 +49,7 @@ def is_narrow(dtype: Any) -> bool:
 
 
 def widen(handle: Any) -> np.ndarray:
-    """Return the numbers that a handle holds.
-
-    Floats of 16 and 8 bits are widened to float32; other numbers are returned unchanged.
-    """
+    """Return the numbers that a handle holds, with 16-bit and 8-bit floats widened to float32."""
     if not is_narrow(handle.dtype):
         half = handle.data.dtype == np.float16
         return handle.data.astype(np.float32) if half else handle.data
@@ -75,12 +72,12 @@ def narrow(data: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def handle(data: np.ndarray, dtype: Any) -> Any:
-    """Return a `TensorHandle` of the interpreter for data of a type."""
+    """Return a `TensorHandle` of Triton's interpreter for data of a type."""
     return installed().interpreter.TensorHandle(data, dtype)
 
 
 def cast(source: Any, to: Any) -> Any:
-    """Return a handle converted to a type; at least one of both types must be narrow."""
+    """Return a handle converted to another type; at least one of both types must be narrow."""
     data = widen(source)
     scalar = to.scalar
     if is_narrow(scalar):

@@ -29,14 +29,11 @@ class Watch:
 
     @property
     def launches(self) -> int:
-        """The number of kernel launches recorded so far."""
+        """Return the number of kernel launches recorded so far."""
         return len(self._machine.recorder.launches)
 
     def result(self, *, unchecked: bool = False) -> KernelTrace:
-        """Return the trace of all kernel launches so far.
-
-        With `unchecked`, the results are not compared with a reference; `KernelTrace.check` can do
-        that later.
+        """Return the trace of all kernel launches so far; `unchecked` skips the check of results.
 
         Raises
         ------
@@ -78,7 +75,7 @@ class Watch:
         return [self._machine.numbers(one.code).copy() for one in recorder.tensors]
 
     def codes_of(self, array: Any) -> list[int]:
-        """Return the codes of all tensors that start at an array's first element, also of views."""
+        """Return the codes of all tensors, also views, that start at an array's first element."""
         begins = begin_of(array)
         pointers = self._machine.arguments.pointers
         return [one.code for one in pointers if one.memory + one.start == begins]
@@ -115,8 +112,8 @@ def watch(
     programs : sequence of tuple of int, optional
         Run only the programs with these grid coordinates.
     check : bool or function
-        Compare the stored tensors with attention in float64, or with a reference function. This
-        takes the loaded arrays by label, and returns the arrays that should be stored. See
+        Compare the stored tensors with attention in float64, or with a reference function: it takes
+        the loaded arrays by label, and returns the arrays that should be stored. See
         `KernelTrace.check`.
     """
     machine = Interpreter(config, programs, keep=bool(check))

@@ -78,7 +78,11 @@ def test_a_cache_is_laid_out_for_those_that_know_none():
 @pytest.mark.parametrize(
     ("arguments", "kind", "text"),
     [
-        ({"algorithms": []}, ValueError, r"non-empty list of names, got \[\]; possible: standard"),
+        (
+            {"algorithms": []},
+            ValueError,
+            r"non-empty list of names, got \[\]; choose from standard",
+        ),
         ({"algorithms": "flash2"}, ValueError, "non-empty list of names, got 'flash2'"),
         ({"algorithms": ["flash3"]}, ValueError, "unknown algorithm 'flash3'"),
         (

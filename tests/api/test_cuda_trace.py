@@ -119,7 +119,7 @@ def test_blocks_that_store_one_element(facts):
         (
             "names",
             r"^OptionError: names= contains 'x', which is not a parameter of the kernel; "
-            r"possible: out",
+            r"choose from out",
         ),
         (
             "no grid",

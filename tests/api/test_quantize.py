@@ -191,15 +191,15 @@ def test_numbers_are_scales_of_whole_tensors():
 def test_fp8_says_what_its_elements_stand_for(algorithm):
     """Without their scales, arrays of `quantize` would be taken for other numbers, silently."""
     x = flashsim.quantize(*inputs())
-    text = r"q, k and v are float8_e4m3fn, .*run\(x.q, .*x.options\)\), or scales='unscaled'"
+    text = r"q, k and v are float8_e4m3fn, .*run\(x.q, .*x.options\), or scales='unscaled'"
     with pytest.raises(OptionError, match=text):
         flashsim.run(x.q, x.k, x.v, algorithm=algorithm)
-    with pytest.raises(OptionError, match="FP8 elements need scales"):
+    with pytest.raises(OptionError, match="FP8 inputs need scales"):
         flashsim.run(x.q, x.k, x.v, algorithm=algorithm, scales=None)
-    with pytest.raises(OptionError, match="FP8 elements need scales"):
+    with pytest.raises(OptionError, match="FP8 inputs need scales"):
         flashsim.compare(x.q, x.k, x.v, algorithms=[algorithm])
     r = flashsim.run(x.q, x.k, x.v, scales="unscaled")
-    with pytest.raises(OptionError, match="FP8 elements need scales"):
+    with pytest.raises(OptionError, match="FP8 inputs need scales"):
         flashsim.backward(x.q, x.k, x.v, r.out, r.lse, np.zeros_like(r.out))
     g = flashsim.backward(x.q, x.k, x.v, r.out, r.lse, r.out, scales="unscaled")
     np.testing.assert_array_equal(g.dv, r.backward(r.out).dv)
@@ -251,7 +251,7 @@ def test_scales_that_fit_no_inputs():
     q, k, v = inputs()
     x = flashsim.quantize(q, k, v)
     run = lambda **options: flashsim.run(x.q, x.k, x.v, **options)  # noqa: E731
-    with pytest.raises(OptionError, match="scales= needs FP8 inputs"):
+    with pytest.raises(OptionError, match="scales= works only with FP8 inputs"):
         flashsim.run(q, k, v, scales=x.scales)
     with pytest.raises(
         OptionError, match="'unscaled' is for FP8 inputs only, but q, k and v are float32"

@@ -26,7 +26,7 @@ def test_layers_differ():
 
 @pytest.mark.promise("refuses bad input")
 def test_an_unknown_sample_says_which_there_are():
-    with pytest.raises(FlashSimError, match=r"unknown sample 'layer1'; possible: layer0, layer5"):
+    with pytest.raises(FlashSimError, match=r"unknown sample 'layer1'; choose from layer0, layer5"):
         flashsim.load_sample("layer1")
 
 
@@ -51,7 +51,7 @@ def test_a_bundled_trace_is_a_gpus_and_its_counts_are_the_prediction(name):
 
 @pytest.mark.promise("refuses bad input")
 def test_an_unknown_trace_says_which_there_are():
-    with pytest.raises(FlashSimError, match=r"unknown trace 'h200'; .*possible: h200-forward"):
+    with pytest.raises(FlashSimError, match=r"unknown trace 'h200'; .*choose from h200-forward"):
         flashsim.load_sample_trace("h200")
 
 

@@ -129,7 +129,7 @@ def test_a_point_that_does_not_fit_gets_its_error_and_stops_nothing():
     assert [row["sram_bytes"] for row in result] == [100_000, 100_000, 166_912, 166_912]
     statuses = [row["status"] for row in result]
     assert statuses[0] == statuses[2] == "ok"
-    assert statuses[1].startswith("SramOverflow: flash2 forward, stage 'forward': a 512 x 512 tile")
+    assert statuses[1].startswith("SramOverflow: in stage 'forward' of flash2 forward, a 512 x 512")
     assert "100,000 B" in statuses[1]
     assert "166,912 B" in statuses[3]
     assert not any("\n" in status for status in statuses)
@@ -174,7 +174,7 @@ def test_a_pair_is_one_window_and_a_list_of_pairs_several():
         ({"n": 64.5}, r"n_q must be an integer or a list of integers, got 64.5 \(float\)"),
         ({"n": None}, r"n= is another name of n_q="),
         ({"algorithm": "flsh2"}, "unknown algorithm 'flsh2'.*did you mean 'flash2'"),
-        ({"direction": ["forward", "back"]}, "unknown direction 'back'; possible: forward"),
+        ({"direction": ["forward", "back"]}, "unknown direction 'back'; choose from forward"),
         ({"dtype": "float8"}, "float8"),
         ({"device": "H1000"}, "unknown device 'H1000'.*did you mean 'H100'"),
         ({"tiling": "fa2-foward"}, "got 'fa2-foward'.*did you mean 'fa2-forward'"),
@@ -182,7 +182,7 @@ def test_a_pair_is_one_window_and_a_list_of_pairs_several():
         ({"key_order": "random"}, "unknown key_order 'random'"),
         ({"causal": "yes"}, "causal must be True or False"),
         ({"window": (1, 2, 3)}, "window"),
-        ({"method": "guess"}, "unknown method 'guess'; possible: count, run"),
+        ({"method": "guess"}, "unknown method 'guess'; choose from count, run"),
         ({"tilings": Tiling(8, 8)}, r"sweep\(\) has no argument 'tilings'.*did you mean 'tiling'"),
         ({"executor": 4}, r"executor must be a concurrent.futures.Executor, got int.*get_executor"),
     ],
@@ -362,7 +362,7 @@ def test_a_line_that_is_no_row_is_named(tmp_path, bad):
     content = f"{header}\n{row}\n{line}\n{row}\n"
     path.write_text(content)
 
-    with pytest.raises(FlashSimError, match=r"rows.csv, line 3: not a row of a sweep"):
+    with pytest.raises(FlashSimError, match=r"rows.csv, line 3, is not a row of a sweep"):
         flashsim.sweep(64, path=path)
 
     assert path.read_text() == content
@@ -494,15 +494,15 @@ def test_a_file_that_was_saved_again_is_read_and_goes_on_as_it_is(tmp_path, bom,
     ("change", "text"),
     [
         (lambda row: row | {"status": "x" * 200_000}, "field larger than field limit"),
-        (lambda row: row | {"load_bytes": ""}, "its status is ok, but it has no load_bytes"),
-        (lambda row: row | {"intensity": "", "flops": ""}, "has no flops, intensity"),
+        (lambda row: row | {"load_bytes": ""}, "is ok, but it lacks values of load_bytes"),
+        (lambda row: row | {"intensity": "", "flops": ""}, "lacks values of flops, intensity"),
         (
             lambda row: row | {"status": "fine"},
-            "its status must be 'ok' or an error's name and text, got 'fine'",
+            "the row's status must be 'ok' or an error's name and text, got 'fine'",
         ),
         (lambda row: row | {"status": ""}, "must be 'ok' or"),
         (lambda row: row | {"status": "ValueError: x"}, "must be 'ok' or"),
-        (lambda row: row | {"algorithm": ""}, "it has no algorithm"),
+        (lambda row: row | {"algorithm": ""}, "lacks the columns algorithm"),
         (lambda row: row | {"n_q": "64.0"}, "invalid literal"),
         (lambda row: row | {"n_q": "9" * 5000}, "integer string"),
         (lambda row: row | {"softcap": "\0"}, "could not convert|line contains NUL"),
@@ -518,7 +518,9 @@ def test_a_row_that_no_sweep_writes_is_refused_and_left_alone(tmp_path, change, 
         writer.writerows([rows[0], change(rows[1])])
     content = path.read_bytes()
 
-    with pytest.raises(FlashSimError, match=rf"rows.csv, line 3: not a row of a sweep \(.*{text}"):
+    with pytest.raises(
+        FlashSimError, match=rf"rows.csv, line 3, is not a row of a sweep \(.*{text}"
+    ):
         flashsim.sweep([64, 128], path=path)
 
     assert path.read_bytes() == content

@@ -179,9 +179,7 @@ def test_what_was_wrong_what_was_given_what_would_do():
         DTypeError, match=r"^softmax\(\): logits must be Sequence\[float\], got None"
     ):
         flashsim.walkthrough.softmax(logits=None)
-    with pytest.raises(
-        DTypeError, match=r"expected the result of flashsim\.blocks.sizes, got None"
-    ):
+    with pytest.raises(DTypeError, match=r"must be the result of flashsim\.blocks.sizes, got None"):
         flashsim.viz.block_sizes(None)
 
 

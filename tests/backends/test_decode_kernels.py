@@ -194,7 +194,7 @@ def test_splits_cover_every_tile_once(lengths, splits, window, n_q):
 def test_what_is_not_decoded_is_refused():
     with pytest.raises(UnsupportedError, match="float16 and bfloat16, not float32"):
         decode_plan.plan(Problem(1, 64, 64), (64,), H200)
-    with pytest.raises(UnsupportedError, match="head_dim up to 256, got 512"):
+    with pytest.raises(UnsupportedError, match="head_dim of at most 256, got 512"):
         decode_plan.plan(Problem(1, 64, 512, dtype="float16"), (64,), H200)
     with pytest.raises(UnsupportedError, match="does not support bias"):
         decode_plan.plan(Problem(1, 64, 64, dtype="float16", bias=(1, 1)), (64,), H200)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+import flashsim
 from flashsim import Problem, Tiling
 from flashsim.backends.launch.device_tables import lower
 from flashsim.backends.launch.functions import band_of, functions_of, ramp_of, tile_of
@@ -23,7 +24,7 @@ import emulator
 import test_emulated
 import test_emulated_decode
 from compiled import compiled, errors, some, thorough
-from cupy_checks import budget, check_lse, hardware_tanh, make
+from cupy_checks import ROOMY, budget, check_lse, hardware_tanh, make
 from decode_cases import Case
 from gpus import H200
 
@@ -193,6 +194,35 @@ OFTEN = (
 def test_hopper_kernels(name, algorithm):
     p, score = HOPPER_CASES[name]
     compare(p, score, HOPPER, algorithm)
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [(PORTABLE, "late 64"), thorough(HOPPER, "relative 128"), thorough(HOPPER, "documents 192")],
+)
+def test_traces_hold_what_functions_read(family, name):
+    """Forward, three passes and fused: the visits and bytes that kernels report, and the others."""
+    p, score = HOPPER_CASES[name]
+    x = make(p) | {"captured": tuple(CAPTURED.get(score, {}).values()), "sinks": None}
+    quiet, machine = replace(p, score_grads=()), test_emulated.HOPPER
+    passes = family.forward_passes(quiet, None, GPU, "ascending", "counts")
+    arrays, stages = emulator.run_forward(machine, passes, quiet, x)
+    how = {"mask_mod": p.mask_mod, "score_mod": score, "device": ROOMY, "trace": True}
+    inputs = [x[name] for name in "qkv"]
+    simulated = flashsim.run(*inputs, tiling=passes[0].tables.schedule.tiling, **how)
+    np.testing.assert_array_equal(stages[0].events, simulated.trace.stages[0].events)
+    arrays = arrays | emulator.read_by_functions(p, x)
+    for algorithm in ("flash2", "flash2-fused"):
+        passes = family.backward_passes(p, None, GPU, "ascending", "counts", algorithm)
+        fused = algorithm == "flash2-fused"
+        _, stages = emulator.run_backward(machine, passes, p, arrays, x, fused=fused)
+        tiling = passes[1].tables.schedule.tiling
+        again = flashsim.run(*inputs, algorithm=algorithm, tiling=tiling, **how)
+        given = {"captured": p.score_grads, "tiling": tiling}
+        for one, expected in zip(
+            stages, again.backward(x["dout"], **given).trace.stages, strict=True
+        ):
+            np.testing.assert_array_equal(one.events, expected.events, one.name)
 
 
 FAULTS = {

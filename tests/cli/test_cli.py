@@ -174,7 +174,7 @@ def test_old_names_leave_what_programs_read_alone():
 
 
 def test_an_unknown_command_is_told_what_there_is():
-    assert "no command 'coun'; possible: run, " in invoke("coun").stderr
+    assert "no command 'coun'; choose from run, " in invoke("coun").stderr
     assert "did you mean 'ladder'" in invoke("study lader").stderr
 
 
@@ -193,7 +193,7 @@ def test_a_pass_that_there_is_none_of_is_refused(command):
     more = ("-o", "x.png") if command.startswith("plot") else ()
     refused = invoke(command, "--direction", "sideways", *more)
     assert refused.exit_code == 2
-    assert "unknown --direction 'sideways'; possible: forward, backward" in refused.stderr
+    assert "unknown --direction 'sideways'; choose from forward, backward" in refused.stderr
 
 
 def test_run_executes_what_it_is_told(tmp_path):
@@ -462,7 +462,7 @@ def test_a_file_that_does_not_serve_is_refused(kind, tmp_path):
     result = invoke("run", "--input", file)
 
     assert result.exit_code == 2
-    expected = "missing: k, v" if kind == "missing" else "is not an .npz file of plain arrays"
+    expected = "add k, v" if kind == "missing" else "is not an .npz file of plain arrays"
     assert expected in result.stderr
 
 

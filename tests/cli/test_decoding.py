@@ -89,4 +89,4 @@ def test_the_models_know_it():
     assert took == expected.table().records()
     refused = invoke("study dram", "-n", 64, "--splits", 2)
     assert refused.exit_code == 2
-    assert "'flash2' takes no splits" in " ".join(refused.output.split())
+    assert "'flash2' does not take splits" in " ".join(refused.output.split())

@@ -64,7 +64,7 @@ def test_bundled_gpu_traces_have_names(tmp_path):
     wrong = invoke("plot", "tile-map", "-n", 64, "--sms", "0:1", "-o", out)
     assert (
         wrong.exit_code,
-        "--sms cannot be used for tile-map, only for gpu-timeline" in wrong.output,
+        "the plot tile-map cannot use --sms; leave out --sms, or plot gpu-timeline" in wrong.output,
     ) == (
         2,
         True,
@@ -119,7 +119,10 @@ def test_a_mask_is_drawn_of_the_lengths_and_the_mask_given(monkeypatch, tmp_path
     assert invoke("plot", "mask", "--causal", "-o", tmp_path / "x.png").exit_code == 0
     assert (drawn["data"].n_q, drawn["tiling"]) == (512, None)  # few enough scores to draw
     refused = invoke("plot", "mask", "-a", "flash1", "-o", tmp_path / "x.png")
-    assert (refused.exit_code, "--algorithm cannot be used for mask" in refused.output) == (2, True)
+    assert (refused.exit_code, "plot mask cannot use --algorithm" in refused.output) == (
+        2,
+        True,
+    )
 
 
 def test_every_kind_says_what_it_uses():
@@ -213,7 +216,10 @@ def test_animate_and_page(tmp_path):
 
 def test_more_errors(tmp_path):
     bad = invoke("plot", "traffic", *SMALL, "-o", tmp_path / "out.xyz")
-    assert "cannot write 'out.xyz'; possible: " in bad.output
+    assert (
+        "cannot write 'out.xyz', because flashsim knows no format with this ending; choose from "
+        in bad.output
+    )
     cases.trace().save(tmp_path / "t.npz")
     row = invoke("page", "-T", tmp_path / "t.npz", "--row", "1", "-o", tmp_path / "x.html")
     assert "--row needs tensors" in row.output
@@ -226,7 +232,7 @@ def test_the_gallery_writes_what_the_docs_show(tmp_path, monkeypatch):
     spec.loader.exec_module(gallery)
     names = {*gallery.PLOTS, *gallery.ANIMATIONS, *gallery.FILES, *gallery.PICTURES}
     pages = ("gallery.md", "masks.md", "lab.md", "your_own_mask.md", "your_own_algorithm.md")
-    pages += ("course.md", "precision.md", "many_gpus.md")
+    pages += ("course.md", "precision.md", "many_gpus.md", "gpu_timelines.md")
     text = "".join((docs / "guides" / page).read_text(encoding="utf-8") for page in pages)
     assert names == {path.name for path in (docs / "gallery").iterdir()}
     assert all(f"(../gallery/{name})" in text for name in names)
@@ -270,13 +276,19 @@ def test_a_roofline_has_ones_own_times(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name,ms\nflash2,1\n", "has columns name, ms; it needs algorithm and seconds"),
-        ("algorithm,seconds\nflash2,fast\n", "line 2: seconds must be a positive number"),
-        ("algorithm,seconds\nflash2,-1\n", "line 2: seconds must be a positive number"),
+        (
+            "name,ms\nflash2,1\n",
+            "with rows such as flash2,0.0012, got the columns name, ms",
+        ),
+        ("algorithm,seconds\nflash2,fast\n", "line 2, seconds must be a positive number"),
+        ("algorithm,seconds\nflash2,-1\n", "line 2, seconds must be a positive number"),
         ("algorithm,seconds\nflash9,1\n", "unknown algorithm 'flash9'"),
-        ("algorithm,seconds\nflash2,1\nflash2,2\n", "line 3: algorithm flash2 appears twice"),
+        (
+            "algorithm,seconds\nflash2,1\nflash2,2\n",
+            "flash2 appears for the second time",
+        ),
         ("algorithm,seconds\n", "has no rows"),
-        ("", "has columns none"),
+        ("", "got the columns none"),
     ],
 )
 def test_times_that_are_none_are_refused(text, said, tmp_path):

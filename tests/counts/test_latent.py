@@ -90,12 +90,12 @@ def test_what_it_is_not():
         OptionError, match="head_dim_v=8 means that V is the first columns of k, but v"
     ):
         flashsim.run(x.q, x.k, x.v, head_dim_v=8, algorithm=DECODE)
-    with pytest.raises(ShapeError, match="must be at most 12, got 13"):
+    with pytest.raises(ShapeError, match=r"must be at most 12, .* got 13"):
         flashsim.run(x.q, x.k, None, head_dim_v=13, algorithm=DECODE)
     with pytest.raises(ShapeError, match=r"head_dim_v must be at most head_dim=8, .*, got 9"):
         Problem(1, 40, 8, 9, latent=True)
     with pytest.raises(UnsupportedError, match="'flash2' loads K and V separately"):
         flashsim.count(MLA)
-    with pytest.raises(OptionError, match="'flash2' takes no head_dim_v"):
+    with pytest.raises(OptionError, match="'flash2' does not take head_dim_v"):
         flashsim.run(x.q, x.k, None, head_dim_v=8)
     assert flashsim.count(MLA, algorithm=DECODE, device="H200", tiling=Tiling(16, 64)).bytes() > 0

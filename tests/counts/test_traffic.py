@@ -443,14 +443,16 @@ def test_the_products_of_a_segment(reach, d):
 
 def test_questions_name_what_exists():
     t = flashsim.count(Problem(64))
-    with pytest.raises(OptionError, match=r"unknown operation 'lod'; possible: load.*mean 'load'"):
+    with pytest.raises(
+        OptionError, match=r"unknown operation 'lod'; choose from load.*mean 'load'"
+    ):
         t.bytes("lod")
-    with pytest.raises(OptionError, match="unknown tensor 'X'; possible: Q, K"):
+    with pytest.raises(OptionError, match="unknown tensor 'X'; choose from Q, K"):
         t.bytes(tensor="X")
     with pytest.raises(OptionError, match=r"unknown kind of FLOP 'expo'.*mean 'exp'"):
         t.flops("expo")
     with pytest.raises(
-        OptionError, match="unknown on-chip operation 'load'; possible: read, write"
+        OptionError, match="unknown on-chip operation 'load'; choose from read, write"
     ):
         t.on_chip("load")
 

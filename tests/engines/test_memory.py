@@ -97,7 +97,7 @@ def test_other_ways_in_are_errors_as_well(machine, use):
 
 
 def test_tensors_that_are_not_there_are_named(machine):
-    with pytest.raises(MemoryModelError, match="HBM holds no tensor 'dQ'; it holds Q, K, V"):
+    with pytest.raises(MemoryModelError, match="HBM holds no tensor 'dQ'; choose from Q, K, V"):
         _ = machine.hbm.dQ
 
 
@@ -252,7 +252,7 @@ def test_the_last_byte_may_be_used():
 
 
 def test_a_plan_that_cannot_fit_is_refused_before_it_runs():
-    with pytest.raises(SramOverflow, match="flash2 forward, stage 'forward': a 64 x 64 tile"):
+    with pytest.raises(SramOverflow, match="in stage 'forward' of flash2 forward, a 64 x 64 tile"):
         machine_for(Problem(64), Tiling(64, 64), Device.get("H100").with_sram(1000))
 
 

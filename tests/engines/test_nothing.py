@@ -166,7 +166,7 @@ def test_what_is_wrong_is_refused_all_the_same():
         flashsim.run(q[:, :3], k, v)
     with pytest.raises(ShapeError, match="same batch size"):
         flashsim.run(q[:0], k, v)
-    with pytest.raises(ShapeError, match=r"bias must be .*, 5, 0\)"):
+    with pytest.raises(ShapeError, match=r"bias must have .*, 5, 0\)"):
         flashsim.run(q, k, v, bias=np.zeros((5, 7), np.float32))
     with pytest.raises(ShapeError, match="must have at least one head and one column"):
         flashsim.run(q[:, :0], k[:, :0], v[:, :0])
@@ -177,7 +177,7 @@ def test_what_is_wrong_is_refused_all_the_same():
     r = flashsim.run(q, k, v, trace=True)
     with pytest.raises(TraceError, match="with arrays in which no axis has length 0"):
         _ = r.trace
-    with pytest.raises(UnsupportedError, match=r"no flashsim\.Problem describes them"):
+    with pytest.raises(UnsupportedError, match=r"no flashsim\.Problem describes this call"):
         _ = r.problem
     with pytest.raises(ShapeError, match="dout must have out's shape"):
         r.backward(np.ones((2, 4, 5, 8), np.float32))

@@ -141,7 +141,7 @@ def fails(text, match):
         ("names[q] == 1", "dtype"),
         ("q + k", "must return a boolean"),
         ("unknown(q)", "NameError"),
-        ("None", "it returns None"),
+        ("None", "one value per score, got None"),
         ("q + 'a' > 1", "unsupported operand"),
         ("q.nothing > 1", "has no attribute 'nothing'"),
         ("empty[q] > 1", "captured array empty has no elements"),

@@ -200,7 +200,7 @@ def test_captured_arrays_act_as_arrays():
         (lambda b, h, q, k: TABLE[k] > 0, "one index per axis"),
         (lambda b, h, q, k: TABLE[k, :] > 0, "a row"),
         (lambda b, h, q, k: ROW[k * 1.0] > 0, "is a float"),
-        (lambda b, h, q, k: None, "it returns None; it must return one value"),
+        (lambda b, h, q, k: None, "must return one value per score, got None"),
         (lambda b, h, q, k: (q, k), "must return one value per score"),
         (lambda b, h, q, k: np.clip(k, 0, 1, middle=2) > 0, "middle"),
     ],

@@ -103,7 +103,7 @@ def test_arrays_in_two_places_are_refused():
 def test_a_gradient_from_elsewhere_is_refused():
     x = make(Problem(8, 8, 16, dtype="float32"))
     result = flashsim.run(x["q"], x["k"], x["v"], backend="cupy", kernel="portable")
-    with pytest.raises(DTypeError, match="dout must be on the same device as q, k and v, got cupy"):
+    with pytest.raises(DTypeError, match=r"dout must be on the same device as .* got cupy"):
         result.backward(cupy.asarray(x["dout"]))
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 from compiled import thorough  # noqa: E402
-from cupy_checks import MARKS, ON_HOPPER  # noqa: E402
+from cupy_checks import MARKS, ON_HOPPER, ROOMY, families, gradients, make  # noqa: E402
 from function_cases import causal, judge, masks, scores  # noqa: E402
 
 import flashsim  # noqa: E402
+from flashsim import Problem  # noqa: E402
 
 #: torch's, at the first matrix product of a thread.
 _FIRST = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
@@ -87,6 +91,39 @@ def test_python_tensor_core_kernels(name, mask, dtype):
     _, score, wanted = scores(2, 4, 150, 200)[name]
     given = masks(2, 4, 150, 200)[mask], score, wanted, sized((150, 200))
     judge(*given, dtype=getattr(torch, dtype), backend="numba_cuda", kernel="tensor")
+
+
+TRACED = families("portable", "hopper", "python")
+
+
+@pytest.mark.parametrize("family", TRACED)
+@pytest.mark.parametrize(("name", "mask"), [("alibi", "of_documents"), ("curved", "late")])
+def test_traces_are_the_simulators(family, name, mask):
+    """The tiles and bytes of all stages, also the bytes that functions read."""
+    _, score, wanted = scores(1, 4, 300, 430, "cpu")[name]
+    how = {"mask_mod": masks(1, 4, 300, 430, "cpu")[mask], "score_mod": score}
+    same_traces(family, how, tuple(wanted))
+
+
+@pytest.mark.parametrize("family", TRACED[:2])
+def test_traces_with_sinks(family):
+    same_traces(family, {"mask_mod": causal, "sinks": np.array([0.5, -3, 2, 0], np.float32)})
+
+
+def same_traces(family, how, captured=()):
+    x = make(Problem(300, 430, 64, heads=4, kv_heads=2, dtype="float16"))
+    inputs = [x[name] for name in "qkv"]
+    given = {"backend": family.backend, "kernel": family.kernel, "trace": True}
+    result = flashsim.run(*inputs, **how, **given)
+    simulated = flashsim.run(
+        *inputs, **how, tiling=result.tiling, device=ROOMY, trace=True, algorithm="flash2"
+    )
+    assert result.trace.same_events(simulated.trace)
+    for form in (None, False):
+        got = gradients(result, x["dout"], form, captured=captured).trace
+        again = replace(simulated, _job=replace(simulated._job, algorithm=got.algorithm))
+        exact = again.backward(x["dout"], tiling=got.tiling, captured=captured).trace
+        assert got.same_events(exact)
 
 
 class TestHopper:

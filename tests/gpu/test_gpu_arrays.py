@@ -105,7 +105,7 @@ def test_a_cpu_backend_takes_no_gpus_dlpack():
     with pytest.raises(DTypeError, match="q must be an array"):
         flashsim.run(Elsewhere(), Elsewhere(), Elsewhere())
     with pytest.raises(
-        DTypeError, match=r"from one library, got k as numpy.ndarray, but another argument"
+        DTypeError, match=r"from one library, but k is a numpy.ndarray and another argument"
     ):
         flashsim.run(Elsewhere(), x, x)
 

@@ -151,14 +151,17 @@ FUNCTIONS = {
 @pytest.mark.parametrize("fused", [False, thorough(True)])
 @pytest.mark.parametrize("name", ["all", thorough("score"), thorough("mask")])
 def test_functions_and_sinks(name, fused):
-    """Of two tiles each way, with gradients of captured arrays: float32's error, and no more."""
-    how = FUNCTIONS[name]
+    """Of two tiles each way, with gradients of captured arrays: float32's error, and no more. The
+    trace is the simulator's."""
+    how = FUNCTIONS[name] | {"tiling": Tiling(8, 8), "trace": True}
     x = tensors(11, 13, 4, heads=4, kv_heads=2)
-    given = {"backend": "numba_cuda", "kernel": "teaching", "tiling": Tiling(8, 8)}
-    result = flashsim.run(x.q, x.k, x.v, **how, **given)
+    result = flashsim.run(x.q, x.k, x.v, backend="numba_cuda", kernel="teaching", **how)
+    simulated = flashsim.run(x.q, x.k, x.v, **how)
+    assert result.trace.same_events(simulated.trace)
     captured = () if result.problem.score_mod is None else ("SLOPES", "TABLE")
-    form = not fused
-    gradients = result.backward(x.dout, captured=captured, deterministic=form)
+    given = {"captured": captured, "deterministic": not fused, "tiling": Tiling(8, 8)}
+    gradients = result.backward(x.dout, **given)
+    assert gradients.trace.same_events(simulated.backward(x.dout, **given).trace)
     none = np.zeros_like(result.lse)
     exact = expected(result, x.dout, none, captured, sinks=how.get("sinks"))
     got = found(result, gradients)
@@ -171,8 +174,6 @@ def test_functions_and_sinks(name, fused):
 def test_what_functions_cannot_do_here():
     x = tensors(9, 9, 4, heads=1)
     given = {"backend": "numba_cuda", "kernel": "teaching", "mask_mod": lambda b, h, q, k: k <= q}
-    with pytest.raises(UnsupportedError, match="cannot trace a call"):
-        flashsim.run(x.q, x.k, x.v, trace=True, **given)
     with pytest.raises(UnsupportedError, match="cannot run packed sequences"):
         flashsim.run(x.q, x.k, x.v, cu_seqlens_q=(0, 9), cu_seqlens_k=(0, 9), **given)
 

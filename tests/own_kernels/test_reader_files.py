@@ -178,7 +178,7 @@ def test_in_16_bits_a_scale_that_is_off_by_four_percent_is_wrong(answer):
         (("heads, n, d = q.shape", "heads, n, d = q.shape\n    1 / 0"), "attention",
          "it was called with q (1, 2, 256, 64), k"),
         (("def attention", "raise KeyError('no')\ndef attention"), "", "KeyError: 'no'"),
-        (("def attention", "def _hidden"), "attention", "has no 'attention'; possible: attend"),
+        (("def attention", "def _hidden"), "attention", "has no 'attention'; choose from attend"),
     ],
 )  # fmt: skip
 def test_a_file_that_fails_is_told_with_its_line(answer, change, function, said):

@@ -92,7 +92,7 @@ def test_a_device_stands_for_itself():
 def test_unknown_devices_are_refused():
     with pytest.raises(OptionError, match=r"unknown device 'H100 \?'; .*did you mean 'H100'"):
         Device.get("H100 ?")
-    with pytest.raises(OptionError, match=r"unknown device 7; possible: V100, T4, "):
+    with pytest.raises(OptionError, match=r"unknown device 7; choose from V100, T4, "):
         Device.get(7)
 
 

@@ -78,7 +78,10 @@ def test_what_does_not_fit_says_what_it_holds_and_what_would_fit():
 
     text = str(caught.value)
     need = Tiling(128, 64).footprint(problem)
-    assert "flash2 forward, stage 'forward': a 128 x 64 tile at head_dim=128, float32" in text
+    assert (
+        "in stage 'forward' of flash2 forward, a 128 x 64 tile with head_dim=128 and float32"
+        in text
+    )
     assert f"needs {need:,} B on chip, but a thread block of T4 has 65,536 B" in text
     for name, size in Tiling(128, 64).buffers(problem)["forward"].items():
         assert f"\n  {name:<6}{size:>14,} B" in text

@@ -27,7 +27,9 @@ pytestmark = pytest.mark.promise("grading cannot be cheated")
 
 mpl.use("Agg")
 FLASH2 = get("flash2-forward")
-PAGE = (Path(__file__).parents[2] / "docs/guides/course.md").read_text(encoding="utf-8")
+GUIDES = Path(__file__).parents[2] / "docs/guides"
+PAGE = (GUIDES / "course.md").read_text(encoding="utf-8")
+OWN = (GUIDES / "your_own_exercise.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", names())
@@ -186,7 +188,7 @@ def test_what_was_not_loaded_is_no_fault_of_a_reference():
 
 
 def lecturers_file():
-    return PAGE.split("```py\n")[1].split("```")[0]
+    return OWN.split("```py\n")[1].split("```")[0]
 
 
 def test_a_lecturers_exercise_is_one_file(tmp_path):

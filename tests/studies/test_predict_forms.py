@@ -120,7 +120,7 @@ def test_a_form_that_is_asked_for_by_its_tile_or_name_stays():
     assert predict(p, **how, kernels="portable").traffic.algorithm == "flash2-fused"
     three = predict(p, **how | {"deterministic": True}, kernels="portable")
     assert three.traffic.algorithm == "flash2"
-    with pytest.raises(UnsupportedError, match="adds to dQ in a fixed order"):
+    with pytest.raises(UnsupportedError, match="a fused backward pass in a fixed order"):
         predict(p, **how | {"deterministic": True})
     with pytest.raises(OptionError, match="direction='backward'"):
         predict(p, deterministic=False)

@@ -129,14 +129,12 @@ def test_a_saved_mask_knows_tiles_but_not_scores(path):
     mask = loaded.problem.mask
 
     masked = next(visit for visit in loaded.schedule if visit.kind)
-    with pytest.raises(
-        TraceError, match=r"'far' was not saved.*this call needs the mask of single scores"
-    ):
+    with pytest.raises(TraceError, match=r"'far' was not saved.*not which scores"):
         _ = masked.keep
     with pytest.raises(TraceError, match="'far' was not saved"):
         mask(np.arange(3), np.arange(3))
     with pytest.raises(
-        TraceError, match="which 16 x 8 tiles the mask keeps, but this schedule has 4 x 4 tiles"
+        TraceError, match="which 16 x 8 tiles the mask keeps, not which 4 x 4 tiles"
     ):
         _ = flashsim.Schedule(loaded.problem, Tiling(4, 4)).row_csr
     assert repr(mask) == "SavedMask('far')"
@@ -186,7 +184,7 @@ def test_a_timeline_of_another_shape_is_refused(trace, path):
 
     refused(path, r"the header says timeline_head \[5\]; the file has timeline_head \[4\]")
     edit(path, header=lambda h: h.pop("members"))  # as files were before headers said so
-    refused(path, r"timeline_head must have the shape of timeline_sm, \(5,\), got \(4,\)")
+    refused(path, r"timeline_head must have the same shape as .*, which is \(5,\), got \(4,\)")
 
 
 def test_codes_are_read_by_their_names(trace, path):
@@ -259,7 +257,7 @@ def test_foreign_files(path, content):
 
 def test_a_foreign_archive(path):
     np.savez(path, q=np.zeros(3), k=np.zeros(3))
-    refused(path, "not a flashsim trace: it has no member 'header', only q, k")
+    refused(path, "not a flashsim trace, because it has the members q, k and no 'header'")
 
 
 def test_an_archive_of_something_else_with_a_header(path):
@@ -310,7 +308,8 @@ def test_a_newer_format_says_so(trace, path):
     edit(path, header=lambda h: h.update(version=2, flashsim="9.9"))
 
     refused(
-        path, r"has trace format 2, written by flashsim 9\.9; .* reads formats up to 1: install"
+        path,
+        r"trace format 2 and was written by flashsim 9\.9, .* only formats up to 1; install",
     )
 
 
@@ -322,13 +321,16 @@ def test_a_newer_format_says_so(trace, path):
         ({"header": lambda h: h["problem"].update(colour=1)}, "argument 'colour'"),
         (
             {"header": lambda h: h["names"]["tensor"].append("X")},
-            "ValueError: names: 'tensor' has unknown names: 'X'",
+            "in the header's entry 'names', 'tensor' has unknown names: 'X'",
         ),
         ({"header": lambda h: h.update(version="x")}, "ValueError"),
         ({"drop": ["events_0"]}, r"missing: \['events_0'\], unknown: none"),
         ({"add": {"events_1": np.zeros(3)}}, r"missing: none, unknown: \['events_1'\]"),
-        ({"add": {"events_0": np.zeros(3)}}, "events_0 must have dtype .* got float64"),
-        ({"add": {"events_0": np.array([None])}}, r"events_0 must have dtype .* got object"),
+        ({"add": {"events_0": np.zeros(3)}}, "events_0 in the file must have dtype .* got float64"),
+        (
+            {"add": {"events_0": np.array([None])}},
+            r"events_0 in the file must have dtype .* got object",
+        ),
         ({"add": {"header": np.frombuffer(b"{", np.uint8)}}, "JSONDecodeError"),
     ],
 )
@@ -349,7 +351,7 @@ def test_no_pickle_is_ever_run(path):
     np.lib.format.write_array(buffer, np.array([Bomb()]), allow_pickle=True)
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("header.npy", buffer.getvalue())
-    refused(path, r"header must have dtype uint8 in C order, got object")
+    refused(path, r"header in the file must have dtype uint8 in C order, got object")
 
 
 # -- writing ------------------------------------------------------------------------------------

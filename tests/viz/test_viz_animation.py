@@ -335,7 +335,7 @@ def test_mp4_without_ffmpeg(tmp_path, monkeypatch):
 def test_errors(tmp_path):
     with pytest.raises(OptionError, match=r"cannot write 'walk.avi'.*\.gif, \.mp4, \.html"):
         viz.animate(cases.trace(), tmp_path / "walk.avi")
-    with pytest.raises(OptionError, match="unknown clock 'time'; possible: steps, bytes"):
+    with pytest.raises(OptionError, match="unknown clock 'time'; choose from steps, bytes"):
         viz.animate(cases.trace(), tmp_path / "walk.gif", clock="time")
     with pytest.raises(OptionError, match="at most two traces, got 3"):
         viz.animate([cases.trace()] * 3, tmp_path / "walk.gif")

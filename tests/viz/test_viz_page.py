@@ -114,7 +114,7 @@ def test_plays_in_a_notebook(browser, tmp_path):
 def test_errors():
     with pytest.raises(OptionError, match="at most two traces, got 3"):
         viz.page([cases.trace()] * 3)
-    with pytest.raises(OptionError, match="unknown theme 'blue'; possible: auto, light, dark"):
+    with pytest.raises(OptionError, match="unknown theme 'blue'; choose from auto, light, dark"):
         viz.page(cases.trace(), theme="blue")
     with pytest.raises(OptionError, match=r"the title '.udfff' contains half of a character"):
         viz.page(cases.trace(), title="\udfff")
@@ -172,7 +172,7 @@ def test_a_list_of_itself_is_no_trace():
 @pytest.mark.parametrize("draw", [viz.page, viz.traffic, viz.cumulative])
 def test_a_label_that_no_picture_has_room_for_is_refused(draw):
     with pytest.raises(
-        OptionError, match=r"has 10,000 characters, but a label may have at most 200"
+        OptionError, match=r"has 10,000 characters, which is too long; use at most 200"
     ):
         draw({"x" * 10_000: cases.trace()})
     with pytest.raises(OptionError, match=r"the title .* has 10,000 characters"):

@@ -96,9 +96,9 @@ def test_every_tensor_has_one_colour(name):
 
 
 def test_unknown_names():
-    with pytest.raises(OptionError, match="unknown tensor 'W'; possible: Q, K"):
+    with pytest.raises(OptionError, match="unknown tensor 'W'; choose from Q, K"):
         palette.color("W")
-    with pytest.raises(OptionError, match="unknown theme 'dusk'; possible: light, dark"):
+    with pytest.raises(OptionError, match="unknown theme 'dusk'; choose from light, dark"):
         palette.color("Q", "dusk")
 
 

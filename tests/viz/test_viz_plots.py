@@ -484,7 +484,7 @@ def test_mask_shades_a_bias():
 
 def test_tile_map_unknown_color():
     with pytest.raises(
-        OptionError, match="unknown color 'time'; possible: order, bytes, flops, block"
+        OptionError, match="unknown color 'time'; choose from order, bytes, flops, block"
     ):
         viz.tile_map(cases.trace(), color="time")
 
@@ -643,7 +643,7 @@ def test_io_curve_over(x):
 def test_io_curve_needs_something_that_varies():
     with pytest.raises(OptionError, match="points that differ in one of n_q, head_dim"):
         viz.io_curve(counts()[:1])
-    with pytest.raises(OptionError, match="unknown x 'n'; possible: n_q"):
+    with pytest.raises(OptionError, match="unknown x 'n'; choose from n_q"):
         viz.io_curve(counts(), x="n")
 
 
@@ -680,7 +680,7 @@ def test_roofline_places_points_on_the_roof():
     for wrong, text in (
         (
             {"seconds": {"flash1": 1.0}},
-            "seconds has a value for 'flash1', which is not drawn; possible: ",
+            "seconds has a value for 'flash1', which is not drawn; choose from ",
         ),
         ({"seconds": {"flash2": float("nan")}}, "must be finite and at least 1e-12, got nan"),
         ({"seconds": {"flash2": 1e-300}}, "must be finite and at least 1e-12, got 1e-300"),
@@ -805,7 +805,7 @@ def test_gpu_timeline_by_block():
     assert bar_heights(blocks) == {0.45}  # two share an SM
     many = cases.with_timeline(sm_count=66, shared=1)
     assert len(viz.gpu_timeline(many).collections) == 5  # six SMs at work: rows thick enough
-    with pytest.raises(OptionError, match="unknown color 'sm'; possible: phase, block"):
+    with pytest.raises(OptionError, match="unknown color 'sm'; choose from phase, block"):
         viz.gpu_timeline(trace, color="sm")
 
 

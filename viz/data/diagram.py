@@ -2,8 +2,8 @@
 
 The grid has one row per query tile and one column per key tile. So a tensor with one row per query
 is drawn as a column beside the grid, and a tensor with one row per key as a row above or below the
-grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn to the left of the
-grid and above it, results to the right and below.
+grid. A matrix of scores is drawn as the grid itself. Input tensors are drawn at the left of the
+grid and above it, and results at the right and below it.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ def _cut_along(trace: Trace, side: int) -> frozenset[str]:
 
 
 def sides(trace: Trace) -> dict[str, tuple[str, ...]]:
-    """Return a dict that says where each tensor of a trace is drawn relative to the score grid.
+    """Return the names of the tensors that are drawn at each side of the score grid.
 
-    The keys are "left", "right", "top", "bottom" and "grid"; the values are tensor names.
-
-    An accumulator (dQ_acc) is listed under the name of the tensor that it accumulates (dQ).
+    The result is a dict with the keys "left", "right", "top", "bottom" and "grid". An accumulator
+    such as dQ_acc is listed under the name of its tensor, dQ.
     """
     loaded: dict[str, None] = {}
     written: dict[str, None] = {}
@@ -67,21 +66,14 @@ _MOST_TILES = 1 << 24
 
 
 def tile_kinds(schedule: Schedule, most: int | None = _MOST_TILES) -> np.ndarray:
-    """Return a code for each score tile, uint8 (T_r, T_c), that says how the mask cuts the tile.
+    """Return a code for each score tile, uint8 (T_r, T_c): how the mask cuts the tile.
 
-    The code of a tile that is not computed is SKIPPED. The code of a tile that the mask does not
-    change is WHOLE.
-
-    A partly masked tile is CUT if the mask removes the upper right corner (as causal masks do).
-    The tile is CUT_LOW if the mask removes the lower left corner (as a sliding window does), and
-    CUT_BOTH if the mask removes both corners. A tile is also CUT if the mask removes neither
-    corner, as a mask function may. Standard attention skips no tile, so a tile without any kept
-    score is CUT too.
-
-    Raises
-    ------
-    OptionError
-        If there are more than `most` tiles.
+    A tile that is not computed is SKIPPED, and a tile that the mask does not change is WHOLE. A
+    tile is CUT if the mask removes its upper right corner (as causal masks do), and CUT_LOW if the
+    mask removes its lower left corner (as a sliding window does). A tile is CUT_BOTH if the mask
+    removes both corners. All other partly masked tiles are CUT. Tiles that the mask removes
+    entirely are CUT too, if standard attention computes them. More than `most` tiles raise an
+    `OptionError`.
     """
     if most is not None and schedule.t_r * schedule.t_c > most:
         raise OptionError(
@@ -115,17 +107,11 @@ def corners(kinds: np.ndarray) -> list[tuple[int, int, bool]]:
 
 
 def first_touch(walk: Steps) -> dict[str, np.ndarray]:
-    """Return the number of the step at which each tile of a tensor first moves.
+    """Return the step at which each tile of a tensor first moves between HBM and SRAM.
 
-    To move means to be transferred between HBM and SRAM.
-
-    The number of a tile that is never moved is `len(walk)`.
-
-    Returns
-    -------
-    dict of ndarray of int64
-        An array of step numbers for each tensor name. Its shape is (T_r,) if the tensor has one row
-        per query, (T_c,) if it has one row per key, and (T_r, T_c) if it is a matrix of scores.
+    For a tile that never moves, the step is `len(walk)`. The result has one array per tensor name.
+    The array's shape is (T_r,) if the tensor has one row per query, (T_c,) if it has one row per
+    key, and (T_r, T_c) for a matrix of scores.
     """
     t_r, t_c = one_grid(walk.trace)
     events = walk.events
@@ -152,10 +138,7 @@ def first_touch(walk: Steps) -> dict[str, np.ndarray]:
 def one_grid(trace: Trace) -> tuple[int, int]:
     """Return the number of row tiles and of column tiles, which all stages of the trace share.
 
-    Raises
-    ------
-    UnsupportedError
-        If the stages have different tilings, so that no single grid shows them all.
+    Stages with different tilings raise an `UnsupportedError`, because they do not fit on one grid.
     """
     shapes = {(s.schedule.t_r, s.schedule.t_c) for s in trace.stages}
     if len(shapes) > 1:
@@ -172,11 +155,9 @@ MOST_PAGES = 4
 
 
 def part_numbers(schedule: Schedule) -> np.ndarray:
-    """Return the number of the thread block that works on each score tile, int64 (T_r, T_c).
+    """Return the number of each score tile's thread block, int64 (T_r, T_c); -1 if it has none.
 
-    The number is -1 for a tile that no thread block works on.
-
-    If the keys are split, several thread blocks work on one row tile, each on its own split of the
+    If the keys are split, several thread blocks work on one row tile, each on one split of the
     keys. The blocks are numbered row tile by row tile.
     """
     grid = np.full((schedule.t_r, schedule.t_c), -1)
@@ -200,11 +181,7 @@ def part_edges(schedule: Schedule) -> list[tuple[int, int]]:
 
 
 def page_edges(schedule: Schedule) -> list[float]:
-    """Return the positions at which KV-cache pages begin, in column tiles from the left edge.
-
-    The list is empty if the KV cache has no pages, or so many pages that a picture cannot show them
-    apart.
-    """
+    """Return where KV-cache pages start, in units of column tiles; [] if too many to draw."""
     size = schedule.problem.page_size
     if size is None or schedule.problem.pages > MOST_PAGES * schedule.t_c:
         return []

@@ -1,4 +1,4 @@
-"""Read the data that plots accept: traces, counts, results, comparisons, sweeps, lists of them."""
+"""Read the data that plots accept: traces, counts, results, comparisons, sweeps, or lists."""
 
 from __future__ import annotations
 
@@ -24,27 +24,21 @@ HOW = {"closed form": "counted", COUNTED: "counted", "simulator": "simulated"}
 
 
 def title(algorithm: str) -> str:
-    """Return an algorithm's name for pictures. A user's own algorithm has its function's name."""
+    """Return an algorithm's name for pictures; a user's own algorithm has its function's name."""
     return NAMES.get(algorithm, algorithm)
 
 
 def direction(trace: Trace) -> str:
-    """Return "forward" or "backward"; the form is added if a backward pass has several forms."""
+    """Return "forward" or "backward", with the form of the backward pass if several exist."""
     known = ALGORITHMS.get(trace.algorithm)
     return known.direction(trace.direction) if known else trace.direction
 
 
 def one_trace(data: Any) -> Trace:
-    """Return the trace that `data` is or holds; for a `Traffic`, build the trace.
+    """Return the trace in `data`; for a `Traffic`, return the trace that a run would record.
 
-    `data` is a `Trace`, a `Result`, a `Gradients` or a `Traffic`. The trace built for a `Traffic`
-    is the one that a run of the simulator would record.
-
-    Raises
-    ------
-    TraceError, DTypeError, OptionError, UnsupportedError
-        If no trace was recorded, if `data` is something else, or if a count cannot be listed event
-        by event.
+    Three things raise a `FlashSimError`: a result without a recorded trace, a count that cannot be
+    listed event by event, and any other object.
     """
     if isinstance(data, Traffic):
         return counted(data)
@@ -60,16 +54,16 @@ def one_trace(data: Any) -> Trace:
 def made_by(how: str, data: Any, has: str) -> Any:
     """Return `data` unchanged; raise an error unless the function named `how` returned it.
 
-    The object is recognised by the attribute `has`, because the object's class belongs to a higher
-    layer, which this module may not import.
+    The attribute `has` identifies the result, because this module may not import the result's
+    class.
     """
     if not hasattr(data, has):
-        raise DTypeError(f"expected the result of {how}, got {shown(data)}")
+        raise DTypeError(f"the data to draw must be the result of {how}, got {shown(data)}")
     return data
 
 
 def all_made_by(how: str, data: Any, has: str) -> list[Any]:
-    """Return a non-empty list of results, all returned by the function named `how`; else raise."""
+    """Return `data` as a list; raise an error if it is empty or not all results of `how`."""
     results = list(data) if isinstance(data, (list, tuple)) else [data]
     if not results:
         raise OptionError(f"nothing to draw: pass one or more results of {how}, got none")
@@ -77,12 +71,11 @@ def all_made_by(how: str, data: Any, has: str) -> list[Any]:
 
 
 def labelled(data: Any) -> dict[str, Trace | Traffic]:
-    """Return a dict of sources by label, from a single source, a list or a dict of them.
+    """Return a dict of traces and counts by label.
 
-    Parameters
-    ----------
-    data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
-        A dict's keys become the labels; other sources are named by their differences.
+    `data` is a Trace, Traffic, Result, Gradients or Comparison, or a list or dict of them. If
+    `data` is a dict, its keys are the labels. Otherwise, the settings that distinguish a trace or
+    count are its label.
     """
     if isinstance(data, Mapping):
         labels = {writable("label", label): _one(source) for label, source in data.items()}
@@ -97,16 +90,13 @@ def labelled(data: Any) -> dict[str, Trace | Traffic]:
 def writable(what: str, text: Any) -> str:
     """Return a label or title as a string, after checking that it can be written to a file.
 
-    Raises
-    ------
-    OptionError
-        If the text has half of a surrogate pair, which no encoding can represent, or more than
-        `MOST_CHARACTERS` characters.
+    A text with more than `MOST_CHARACTERS` characters raises an `OptionError`. Half of a surrogate
+    pair raises one too, because no encoding can represent it.
     """
     text = str(text)
     if len(text) > MOST_CHARACTERS:
         raise OptionError(
-            f"the {what} {shown(text)} has {len(text):,} characters, but a {what} may have at "
+            f"the {what} {shown(text)} has {len(text):,} characters, which is too long; use at "
             f"most {MOST_CHARACTERS}"
         )
     if any("\ud800" <= char <= "\udfff" for char in text):
@@ -120,10 +110,9 @@ def writable(what: str, text: Any) -> str:
 def panes(
     what: str, data: Any, statistics: RowStatistics | Mapping[str, RowStatistics] | None
 ) -> dict[str, tuple[Trace, RowStatistics | None]]:
-    """Return one or two traces by label, each with statistics of m and l, or None.
+    """Return a dict from label to (trace, statistics of m and l) for one or two traces.
 
-    Statistics that the caller passes without a label belong to the first trace. The argument
-    `what` is the plot's name in error texts.
+    Statistics without a label belong to the first trace. A trace without statistics has None.
     """
     chosen = labelled(data)
     if len(chosen) > 2:
@@ -162,10 +151,7 @@ def _one(source: Any) -> Trace | Traffic:
 
 
 def _labels(sources: list[Trace | Traffic]) -> list[str]:
-    """Return a label for each source: its algorithm, and the settings that differ between sources.
-
-    If two labels are still equal, a number is added.
-    """
+    """Return a label for each source: its algorithm, and its settings that others do not share."""
     facts = [
         {
             "algorithm": title(s.algorithm),
@@ -195,10 +181,10 @@ def _labels(sources: list[Trace | Traffic]) -> list[str]:
 
 
 def places(algorithms: Iterable[str]) -> list[int]:
-    """Return, for each series of a plot, the index of its colour, line dash and marker.
+    """For each series of a plot, return the number of its colour, line dash and marker.
 
-    An algorithm has the same index in every figure. If an algorithm occurs twice, the series are
-    numbered instead.
+    An algorithm has the same number in every figure. If an algorithm occurs twice, the series are
+    numbered in their order.
     """
     names = list(algorithms)
     order = [*NAMES, *dict.fromkeys(name for name in names if name not in NAMES)]
@@ -208,7 +194,7 @@ def places(algorithms: Iterable[str]) -> list[int]:
 
 
 def about(source: Trace | Traffic) -> list[str]:
-    """Return phrases that describe a source: sizes, type, mask, tiling, and whether it was run."""
+    """Return phrases that describe a trace or count: sizes, type, mask, tiling, backend."""
     p = source.problem
     packed = p.cu_seqlens_q is not None
     return [
@@ -237,15 +223,12 @@ def heads(queries: int, keys: int) -> str:
 
 
 def window(sides: tuple[int, int]) -> str:
-    """Describe a sliding window in words, with its sizes as on the command line."""
+    """Describe a sliding window in words, such as "window 128:0"."""
     return f"window {sides[0]}:{sides[1]}"
 
 
 def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
-    """Return the phrases of `about` that all sources share.
-
-    If `name` is true, the algorithm is the first phrase.
-    """
+    """Return the phrases of `about` that all sources share; with `name`, the algorithm first."""
     all_of_them = list(sources)
     words = [about(source) for source in all_of_them]
     alike = [word for word in words[0] if all(word in other for other in words)]
@@ -255,12 +238,10 @@ def common(sources: Iterable[Trace | Traffic], *, name: bool = False) -> str:
 
 
 def rows(data: Any) -> list[dict[str, Any]]:
-    """Return one dict per point of a plot, whose keys are the columns of `flashsim.sweep`.
+    """Return one dict per point of a plot; the keys are the columns of `flashsim.sweep`.
 
-    Parameters
-    ----------
-    data : Sweep, DataFrame, list of dict, or any input of `labelled`
-        Points of a sweep that failed are left out.
+    `data` is a Sweep, a DataFrame, a list of dicts, or any input of `labelled`. Failed points are
+    left out.
     """
     data_rows = getattr(data, "rows", None)
     if hasattr(data, "to_dict") and hasattr(data, "columns"):
@@ -281,7 +262,7 @@ def rows(data: Any) -> list[dict[str, Any]]:
 
 
 def fixed(rows: Sequence[dict[str, Any]], x: str) -> str:
-    """Describe in words the settings that all points of a plot against `x` share."""
+    """Describe in words the settings that all points of a plot with x axis `x` share."""
     words = {
         "batch": "batch {}", "heads": "{}", "n_q": "N = {:,}", "head_dim": "d = {}",
         "dtype": "{}", "causal": "causal", "window": "window {}", "direction": "{}", "device": "{}",

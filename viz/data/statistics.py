@@ -35,8 +35,8 @@ class RowStatistics:
         exp(m before - m after): the factor by which the visit rescaled l and O. It is 1 if the
         maximum did not change, and 0 at the row's first key.
     others : tuple of RowStatistics
-        The statistics of one row of each other row tile. Players and animations show the row of the
-        current tile. Empty if `row` was passed.
+        The statistics of one row of each other row tile, for players and animations. Empty if `row`
+        was passed.
     """
 
     row: int
@@ -51,7 +51,7 @@ class RowStatistics:
 
     @property
     def by_tile(self) -> dict[int, RowStatistics]:
-        """Return a dict of row tile to statistics, for this object and all objects in `others`."""
+        """This object and all objects in `others`, as a dict from row tile to statistics."""
         return {s.tile: s for s in sorted((self, *self.others), key=lambda s: s.tile)}
 
     __repr__ = report.short
@@ -82,9 +82,8 @@ def row_statistics(
         The inputs of the pass; leading axes may be left out.
     row : int, optional
         Query row. By default, one row per row tile is followed: the row whose maximum changes most
-        often, because it shows best why rescaling is needed. The result is that of the middle row
-        tile; its `others` hold those of the other row tiles. For more than 2**28 scores, only the
-        middle row tile is followed.
+        often. The result is that of the middle row tile, and its `others` those of the other row
+        tiles. For more than 2**28 scores, only the middle row tile is followed.
     head : int
         Query head, counted over the batch.
 
@@ -120,9 +119,9 @@ def row_statistics(
 def _followed(
     walk: Steps[Trace], queries: np.ndarray, keys: np.ndarray, tile: int, head: int, row: int | None
 ) -> RowStatistics:
-    """Return the statistics of one row of a row tile.
+    """Return the softmax statistics of one query row of a row tile.
 
-    If `row` is None, the row whose maximum changes most often is followed.
+    If `row` is None, the function chooses the row whose maximum changes most often.
     """
     schedule, p = walk.trace.schedule, walk.trace.problem
     start, stop = schedule.rows[tile, :2]

@@ -1,7 +1,7 @@
 """`animate` writes an animation of one run, or of two side by side, as GIF, MP4 or one HTML file.
 
-The static parts of the picture are drawn only once. For each frame, the moving Matplotlib artists
-are updated and drawn over a copy of these static parts.
+The static parts of the picture are drawn once. For each frame, the moving Matplotlib artists are
+drawn over a copy of these static parts.
 """
 
 from __future__ import annotations
@@ -71,14 +71,14 @@ def animate(
     max_frames : int
         The most frames; a trace with more steps is sampled evenly.
     clock : {"steps", "bytes"}
-        How two traces are synchronised: by the number of steps done, or by the number of bytes
-        moved. With "bytes", the two traces advance as if HBM bandwidth were the only limit.
+        How two traces are synchronised: by the number of steps done, or by the bytes moved, as if
+        HBM bandwidth were the only limit.
     theme : {"light", "dark"}
 
     Returns
     -------
     Animation
-        The path of the written file; in a notebook it displays the animation.
+        The path of the written file; a notebook displays the animation.
 
     Raises
     ------
@@ -98,12 +98,7 @@ def animate(
 
 
 def check_format(path: str | Path) -> Path:
-    """Return `path`, after checking that its format can be written on this machine.
-
-    Raises
-    ------
-    OptionError, BackendUnavailable
-    """
+    """Return `path`; raise an error if its format is unknown or needs ffmpeg, which is missing."""
     path = Path(path)
     if path.suffix not in FORMATS:
         raise OptionError(
@@ -118,10 +113,7 @@ def check_format(path: str | Path) -> Path:
 
 
 def check_fps(fps: float) -> None:
-    """Raise `OptionError` for a frame rate that no format can store.
-
-    For example, a GIF cannot show a frame for longer than 655 s.
-    """
+    """Raise `OptionError` for a frame rate that files cannot store (GIF: over 655 s per frame)."""
     if not SLOWEST <= fps <= FASTEST:
         raise OptionError(f"fps= must be from {SLOWEST} to {FASTEST:,}, got {shown(fps)}")
 
@@ -159,7 +151,7 @@ def written(film: Any, path: Path, fps: float) -> Animation:
 
 
 class Animation(type(Path())):  # type: ignore[misc]
-    """The path of an animation file; in a notebook it displays the animation."""
+    """The path of an animation file; a notebook displays the animation."""
 
     def _repr_html_(self) -> str:
         name = html.escape(self.name)
@@ -172,15 +164,7 @@ class Animation(type(Path())):  # type: ignore[misc]
 
 
 class Film(Frames):
-    """The Matplotlib figure of an animation, and the frames drawn from it.
-
-    Attributes
-    ----------
-    figure : Figure
-    scenes : list of Scene
-    schedule : ndarray of int, (n_frames, n_traces)
-        The step that each trace shows in each frame.
-    """
+    """The Matplotlib figure of an animation, and the frames drawn from it."""
 
     def __init__(
         self,
@@ -254,7 +238,7 @@ class Film(Frames):
 
     @property
     def title(self) -> str:
-        """The title of the HTML page, if the film is written as an HTML player."""
+        """The title of the film's HTML player."""
         return " and ".join(scene.walk.trace.algorithm for scene in self.scenes)
 
     def shades(self) -> np.ndarray:
@@ -280,13 +264,10 @@ def frame_steps(walks: list[Steps], clock: str, max_frames: int) -> np.ndarray:
 
 
 def _colors(film: Film) -> np.ndarray:
-    """Return all colours of a film as an array, uint8 (n, 3).
+    """Return the colours of a film's palette, with shades for the edges of text, uint8 (n, 3).
 
-    The array has the flat colours, and the shades at the edges of text.
-
-    The palette is computed, not sampled from a few frames: sampling would miss the colour of a
-    tensor that moves only once. The palette has at most 255 colours, so that a GIF has one index
-    left for "unchanged".
+    Sample frames alone would miss the colour of a tensor that moves only once. The palette has at
+    most 255 colours: a GIF has 256, and one of these means "unchanged".
     """
     look = film.theme
     solid = [look.background, look.panel, look.grid, look.accent, look.muted, look.text]
@@ -312,10 +293,7 @@ def _picture(indices: np.ndarray, colors: np.ndarray) -> Image.Image:
 
 
 def _changes(frames: Iterator[np.ndarray], same: int) -> Iterator[np.ndarray]:
-    """Yield each frame, with every pixel that equals the previous frame's pixel set to `same`.
-
-    This shrinks a GIF to a third of its size.
-    """
+    """Yield each frame with unchanged pixels set to `same`: the GIF shrinks to a third."""
     before = next(frames)
     yield before
     for frame in frames:

@@ -1,4 +1,4 @@
-"""The panels beside an animation's diagram: byte totals, the step's transfers, and m and l."""
+"""The panels beside an animation's diagram: byte totals, transfers of a step, and m and l."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from flashsim.viz.style import human
 
 
 class StatisticsPanel:
-    """Curves of the softmax's m, alpha and l of a query row; each key tile adds a point.
-
-    The panel shows a row of the current row tile, if the statistics hold one. All rows are drawn on
-    the same scale.
-    """
+    """Curves of a query row's m, alpha and l; each key tile adds a point to the curves."""
 
     def __init__(
         self, panels: Sequence[Axes], s: RowStatistics, walk: Steps, theme: Theme, left: float
@@ -68,11 +64,7 @@ class StatisticsPanel:
         self.artists: list[Artist] = [*self.lines, self.text]
 
     def _rows_at(self, walk: Steps, s: RowStatistics) -> list[int]:
-        """Return the row tile to show at each step.
-
-        This is the row tile that the step works on. If the statistics hold no row of that tile, it
-        is the row tile that was shown before.
-        """
+        """Return the row tile to show at each step: its own, or an earlier one with statistics."""
         rows, tile = [], s.tile if not s.others else next(iter(self.by_tile))
         for i in walk.i.tolist():
             tile = i if i in self.by_tile and s.others else tile
@@ -94,7 +86,7 @@ class StatisticsPanel:
 
 
 class Counters:
-    """Running totals of a trace, such as bytes and FLOPs, in `columns` columns."""
+    """Running totals of a trace, such as bytes and FLOPs, as text in `columns` columns."""
 
     def __init__(self, ax: Axes, walk: Steps, theme: Theme, label: str, columns: int) -> None:
         self.walk = walk
@@ -143,7 +135,7 @@ def _fit(text: Text, ax: Axes) -> None:
 
 
 class Moves:
-    """A list of a step's transfers, one per line; transfers to HBM are marked as dashed."""
+    """A list of a step's transfers, one per line; a dashed mark means a transfer to HBM."""
 
     ROWS = 8
 
@@ -162,10 +154,7 @@ class Moves:
         return line, name, size
 
     def update(self, step: int) -> None:
-        """List the transfers of a step.
-
-        If the list is too long, its last line says how many transfers are not shown.
-        """
+        """List the transfers of a step; the last line counts the transfers that do not fit."""
         moves = self.walk.moves(step)
         for n, (line, name, size) in enumerate(self.rows):
             shown = n < len(moves)

@@ -36,10 +36,10 @@ def animate_ranks(
 ) -> Animation:
     """Write an animation, or an HTML player, of ranks that compute attention together.
 
-    The ranks of the ring are drawn at the left, each with the K and V that it holds at the moment.
-    Each K and V has the colour of the rank that owns it, and moves from rank to rank. The scores
-    are drawn at the right: a band of rows per rank, and a band of columns for each rank's keys. A
-    tile lights up when its rank computes it, and ranks that wait are labelled.
+    The ring of ranks is drawn at the left, with the K and V that each rank holds. Each K and V has
+    the colour of the rank that owns it, and moves from rank to rank. The scores are drawn at the
+    right, with a band of rows per rank and a band of columns for each rank's keys. A tile lights up
+    when its rank computes it, and ranks that wait are labelled.
 
     Parameters
     ----------
@@ -54,10 +54,6 @@ def animate_ranks(
     fps : float
         Frames per second.
     theme : {"light", "dark"}
-
-    Returns
-    -------
-    Animation
 
     Raises
     ------
@@ -76,14 +72,10 @@ def animate_ranks(
 
 
 def lit(group: Any, block: Any, cells: int) -> np.ndarray:
-    """Return a mask of the tiles that a rank computes in its block of scores at one ring step.
+    """Return, as booleans, which tiles of a block of scores a rank computes at one ring step.
 
-    The block has the query rows of one rank and the keys that this rank holds, and is cut into
-    `cells` x `cells` tiles.
-
-    Returns
-    -------
-    ndarray of bool, (cells, cells)
+    The block has the rank's query rows, and the keys that the rank holds at this step. The block is
+    cut into `cells` x `cells` tiles.
     """
     if block is None:
         return np.zeros((cells, cells), bool)
@@ -123,7 +115,7 @@ class RanksFilm(Frames):
         self._build()
 
     def _message(self) -> str:
-        """Return the title, which gives the share of time that ranks wait for the busiest rank."""
+        """Return the title, which states how much of their time ranks wait for the busiest rank."""
         work = self.lit.sum(axis=(2, 3))  # by member and step
         waits = 1 - work.sum() / (work.max(axis=0).sum() * self.group.ring)
         share = f"wait {waits:.0%} of the time" if waits > 0.005 else "never wait for each other"
@@ -216,7 +208,7 @@ class RanksFilm(Frames):
         return np.asarray(self.canvas.buffer_rgba())[..., :3].copy()
 
     def _done(self, member: int, step: int, share: float) -> int:
-        """Return how many tiles the rank has computed after a fraction of a step."""
+        """Return the number of tiles that a rank has computed after a fraction of a step."""
         tiles = self.lit[member, step].sum()
         return int(min(tiles, np.ceil(share * self.lit[:, step].sum(axis=(1, 2)).max())))
 
@@ -235,10 +227,7 @@ class RanksFilm(Frames):
         self.image.set_data(self.pixels)
 
     def _move(self, step: int, share: float) -> None:
-        """Draw the K and V of each rank at the moment of a frame.
-
-        In the second half of every step except the last, K and V move to the next rank.
-        """
+        """Draw each rank's K and V, which move to the next rank in the second half of a step."""
         ring = self.group.ring
         going = step < ring - 1
         turn = max(0.0, 2 * share - 1) if going else 0.0

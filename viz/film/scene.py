@@ -35,15 +35,10 @@ Box = tuple[float, float, float, float]  # x, y, width, height; y runs down
 
 
 class Mosaic:
-    """A grid of `rows` x `cols` single-coloured tiles in a box of an Axes, written as pixels.
+    """A grid of `rows` x `cols` tiles in a box of an Axes, written as pixels; each has one colour.
 
-    An animation draws hundreds of frames of such grids. Copying pixels into the canvas takes a
-    hundredth of the time that Matplotlib takes to resample an image.
-
-    Attributes
-    ----------
-    colors : ndarray of uint8, (rows, cols, 3)
-        The colours of the tiles; see `paint`.
+    Copying pixels into the canvas takes a hundredth of the time that Matplotlib takes to resample
+    an image.
     """
 
     def __init__(
@@ -94,15 +89,7 @@ class _Strip:
 
 
 class Scene:
-    """The diagram of one trace: the score grid, and around it the tensors in HBM.
-
-    Attributes
-    ----------
-    walk : Steps
-        The steps of the trace.
-    artists : list of Artist
-        Everything that changes from step to step; the rest is background.
-    """
+    """The diagram of one trace: the score grid, and around it the tensors in HBM."""
 
     def __init__(
         self, ax: Axes, sram: Axes, walk: Steps, theme: Theme, aspect: float, full: int
@@ -215,10 +202,7 @@ class Scene:
             self.artists.append(edges)
 
     def _build_sram(self, ax: Axes) -> None:
-        """Draw a bar that shows the contents of SRAM; its full length stands for `full` bytes.
-
-        The names of the buffers are written below the bar.
-        """
+        """Draw a bar for the contents of SRAM, `full` bytes long, and the buffers' names below."""
         walk, limit = self.walk, self.walk.trace.device.sram_bytes
         ax.set(xlim=(0, self.full), ylim=(0, 1), xticks=[], yticks=[], facecolor=self.theme.panel)
         for spine in ax.spines.values():
@@ -289,7 +273,7 @@ class Scene:
         return colors[None] if name in self.key_side else colors[:, None]
 
     def shades(self) -> np.ndarray:
-        """Return every flat colour of the scene and samples of its colour ramp, uint8 (n, 3)."""
+        """Return the scene's colours, including samples of its colour ramp, uint8 (n, 3)."""
         theme = self.theme
         own = [tint(name, theme.name) for name in (*self.strips, *self.in_grid)]
         held = [tint(name, theme.name) for name in self.walk.buffers]
@@ -313,10 +297,7 @@ class Scene:
         return polygons
 
     def cell(self, i: int, j: int) -> Box:
-        """Return the box in which score tile (i, j) is drawn.
-
-        If i is -1, the box covers all of column j. If j is -1, the box covers all of row i.
-        """
+        """Return the box of score tile (i, j), of column j if i = -1, or of row i if j = -1."""
         x, y, w, h = self.box
         t_r, t_c = self.kinds[0].shape
         if i >= 0:
@@ -326,7 +307,7 @@ class Scene:
         return x, y, w, h
 
     def _flights(self, step: int, i: int, j: int) -> None:
-        """Draw the step's transfers as lines that end at the tile; writes to HBM are dashed."""
+        """Draw a step's transfers as lines to score tile (i, j); writes to HBM are dashed."""
         target = self.cell(i, j)
         self.current.set_bounds(*target)
         moves = self.walk.moves(step)

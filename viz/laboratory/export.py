@@ -1,9 +1,8 @@
-"""Export byte and FLOP formulas, dataflow and devices as plain data for the tile-lab page.
+"""Export the byte and FLOP formulas, the dataflow and the devices as data for the tile-lab page.
 
-Each forward or backward pass is counted once with named sizes (`Polynomial`) instead of integers.
-So the page uses the formulas of `counts.forms`, `counts.work` and `schedule.plans`; nobody has to
-write them a second time. The page evaluates the polynomials. Some names in the polynomials stand
-for sums over visits (tile pairs), which `model.js` computes.
+Each forward or backward pass is counted with named sizes (`Polynomial`) instead of integers. So the
+page evaluates the same formulas as `counts.forms`, `counts.work` and `schedule.plans`. Some names
+in the polynomials stand for sums over visits (tile pairs), which `model.js` computes.
 """
 
 from __future__ import annotations
@@ -48,9 +47,9 @@ SIZES = {
 
 
 class Symbols(Problem):
-    """A problem with names instead of sizes: one head_dim, and no option that adds a tensor.
+    """A problem with names (polynomials) instead of sizes, without options such as a bias.
 
-    `sequence` holds the numbers of query rows and of keys of the problem's only sequence.
+    The problem has one sequence; `sequence` is (number of query rows, number of keys).
     """
 
     # Two such problems can have equal fields but different sequences, so caches compare identity.
@@ -76,12 +75,12 @@ class Symbols(Problem):
 
     @property
     def sequences(self) -> tuple[Segment, ...]:
-        """Return a tuple of the problem's only sequence."""
+        """The problem's only sequence, in a tuple."""
         return (self.one,)  # type: ignore[attr-defined]
 
 
 class NamedTraffic(Traffic):
-    """A forward or backward pass counted with polynomials, by the methods of `Traffic`."""
+    """A forward or backward pass whose counts, by the methods of `Traffic`, are polynomials."""
 
     def __init__(self, problem: Problem, algorithm: str, direction: str, split: Split) -> None:
         size = {name: Polynomial.named(name) for name in SIZES}
@@ -99,19 +98,13 @@ class NamedTraffic(Traffic):
         )
 
     def schedule(self, stage: Stage) -> Schedule:
-        """Return the schedule that all stages share.
-
-        Its sums over visits (tile pairs) are names, not numbers.
-        """
+        """Return the schedule of all stages; its sums over visits (tile pairs) are named sizes."""
         walk: Schedule = self.walk
         return walk
 
 
 def payload() -> dict[str, Any]:
-    """Return all data of the page, ready for JSON.
-
-    All polynomials are in one list, and the other data refer to them by their index.
-    """
+    """Return all data of the page for JSON. A polynomial is stored as its index in a list."""
     polynomials: dict[Polynomial, int] = {}
     types: dict[str, dict[str, Any]] = {}
     kinds: dict[str, str] = {}
@@ -151,9 +144,9 @@ def payload() -> dict[str, Any]:
 
 
 def _passes(dtype: str, polynomials: dict[Polynomial, int]) -> dict[str, Any]:
-    """Return a dict with the data of every pass, by names such as "flash2 forward".
+    """Return a dict from names such as "flash2 forward" to the data of a pass.
 
-    If query heads that share a KV head are packed into one tile, the name ends in "packed".
+    A name ends in "packed" if query heads that share a KV head are packed into one tile.
     """
     passes = {}
     for algorithm in plans.ALGORITHMS:
@@ -222,10 +215,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
 
 
 def _serial(stage: Stage) -> bool:
-    """Return whether the outer loop's iterations must run in order.
-
-    They must if an iteration reads what an earlier iteration stored.
-    """
+    """Return whether an iteration of the outer loop reads what an earlier iteration stored."""
     loaded = {move.tensor for move in stage.visit if move.op == "load"}
     return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 

@@ -1,9 +1,8 @@
 """Translate Python functions and named tuples of plain integer arithmetic to JavaScript.
 
-The lab page computes with the package's own code, translated statement by statement. Only the
-syntax that the package's arithmetic uses is supported; anything else raises an `UnsupportedError`,
-so no line of code is dropped silently. Integers become JavaScript numbers, which are exact up to
-2**53.
+Each Python statement becomes one JavaScript statement. Only the syntax that the package's
+arithmetic uses is supported; anything else raises an `UnsupportedError`, so no line of code is
+dropped silently. Integers become JavaScript numbers, which are exact up to 2**53.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _BINARY: dict[type, str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: 
 
 
 def translated(*things: Callable[..., Any]) -> str:
-    """Return the JavaScript translation of these Python functions and named tuples."""
+    """Return the JavaScript translation of Python functions and named tuples."""
     functions = []
     for thing in things:
         (node,) = ast.parse(textwrap.dedent(inspect.getsource(thing))).body

@@ -1,9 +1,9 @@
 """`lab` writes the tile lab: one HTML page that counts bytes while the reader moves sliders.
 
-The page needs neither server nor network. The page's formulas come from `export`. The page's
-arithmetic is the package's Python code, translated by `javascript`. `model.js` evaluates the
-formulas and calls the arithmetic. A content security policy allows only the script with the page's
-own hash, so that no other script can run and no data can leave the page.
+The page needs neither server nor network. The formulas come from `export`; `model.js` evaluates
+them. The arithmetic is the package's Python code, translated by `javascript`. A content security
+policy allows only the script with the page's own hash, so that no other script can run and no data
+can leave the page.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SCRIPTS = ("model.js", "sentence.js", "figures.js", "lab.js")
 def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
     """Build the tile lab: a page with sliders for shape, mask, algorithm, tile and device.
 
-    The results change as the sliders move. The page's address contains the values of all sliders
-    after a ``#``, so a presentation can link to one problem.
+    The page's address contains the values of all sliders after a ``#``, so a presentation can link
+    to one problem.
 
     Parameters
     ----------
@@ -38,10 +38,6 @@ def lab(path: str | Path | None = None, *, theme: str = "auto") -> Page:
         The file to write.
     theme : {"auto", "light", "dark"}
         "auto" follows the reader's system; the page has a switch.
-
-    Returns
-    -------
-    Page
 
     Raises
     ------

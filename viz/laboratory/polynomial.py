@@ -1,8 +1,7 @@
 """`Polynomial`: a sum of products of named sizes, with the arithmetic that byte formulas use.
 
-The byte formulas (closed forms) are Python functions of integers. If such a function is called with
-polynomials instead of integers, it returns the formula as a polynomial, which can be exported as
-data.
+The byte formulas (closed forms) are Python functions of integers. With polynomials instead of
+integers, such a function returns its formula as a polynomial, which can be exported as data.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ class Polynomial:
 
     @classmethod
     def named(cls, name: str) -> Polynomial:
-        """Return the polynomial whose only term is this name, with the coefficient 1."""
+        """Return the polynomial that consists of this name alone."""
         return cls({(name,): 1})
 
     @classmethod
@@ -58,10 +57,7 @@ class Polynomial:
         return self * -1 + other
 
     def __floordiv__(self, other: Operand) -> Polynomial:
-        """Return this polynomial divided by a polynomial that has only one term.
-
-        That term must divide every term of this polynomial without remainder.
-        """
+        """Divide this polynomial by one term, which must divide every term exactly."""
         ((divisor, n),) = Polynomial.of(other).terms.items()
         return Polynomial({_without(term, divisor): _whole(m, n) for term, m in self.terms.items()})
 
@@ -95,5 +91,5 @@ def _without(term: Term, divisor: Term) -> Term:
 
 def _whole(n: int, divisor: int) -> int:
     if n % divisor:
-        raise ValueError(f"{divisor} does not divide {n}")
+        raise ValueError(f"the divisor {divisor} must divide {n} without a remainder")
     return n // divisor

@@ -1,9 +1,8 @@
 """Formulas for the tiles that a prefix mask and a block-sparse mask keep.
 
-For every row tile, each of these masks keeps two ranges of key tiles: the first tiles of the
+In every row tile, each of these masks keeps two ranges of key tiles: tiles at the start of the
 sequence, and tiles around the diagonal. `schedule.Schedule` finds the same tiles by evaluating the
-mask at every score, which is slow. The tile-lab page uses these formulas, translated to JavaScript.
-Tests compare the formulas with the schedule.
+mask at every score, which is slow. The tile-lab page uses the formulas, translated to JavaScript.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Prefix(NamedTuple):
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
         """Return a row tile's number of rows, and the two ranges of key tiles that it visits.
 
-        The tuple has seven numbers. The first is the number of rows. The next three are the number
-        of key tiles in the first range, and the start and stop of the second range. The last three
-        are the same numbers, but count only key tiles of which the mask removes no score.
+        The result is (rows, first, start, stop, full_first, full_start, full_stop). The first range
+        has `first` key tiles, and the second range is from `start` to `stop`. The full ranges, 0 to
+        `full_first` and `full_start` to `full_stop`, have only key tiles without any masked score.
         """
         start = tile * self.block
         stop = min(start + self.block, self.rows)
@@ -42,8 +41,8 @@ class Cells(NamedTuple):
     """A block-sparse mask of square cells with `cell` scores per side.
 
     The mask keeps the cells within `reach` of the diagonal, and the first `shared` rows and columns
-    of cells. `shift` is the number of cell columns minus the number of cell rows; shifted by it,
-    the diagonal ends in the lower right corner.
+    of cells. The diagonal is shifted by `shift`, the number of cell columns minus that of cell
+    rows, so that it ends in the lower right corner.
     """
 
     rows: int
@@ -57,12 +56,7 @@ class Cells(NamedTuple):
     shift: int
 
     def tile(self, tile: int) -> tuple[int, int, int, int, int, int, int]:
-        """Return a row tile's number of rows, and the two ranges of key tiles that it visits.
-
-        The tuple has seven numbers. The first is the number of rows. The next three are the number
-        of key tiles in the first range, and the start and stop of the second range. The last three
-        are the same numbers, but count only key tiles of which the mask removes no score.
-        """
+        """Return a row tile's number of rows and the visited key tiles, like `Prefix.tile`."""
         start = tile * self.block
         stop = min(start + self.block, self.rows)
         top = start // self.members // self.cell

@@ -1,9 +1,8 @@
 """`page` writes a trace as one self-contained HTML file that plays it, without server or network.
 
-The trace is stored as columns of integers (about 8 bytes per event, base64) in a JSON block. The
-scripts are `decode.js`, `diagram.js` and `player.js` beside this module. A content security policy
-allows only these scripts, by their hash, so that no other script can run and no data can leave the
-page.
+The trace is stored as columns of integers (about 8 bytes per event, base64) in a JSON block. A
+content security policy allows only the page's scripts (`decode.js`, `diagram.js` and `player.js`),
+by their hash, so that no other script can run and no data can leave the page.
 """
 
 from __future__ import annotations
@@ -108,14 +107,10 @@ def page(
     theme : {"auto", "light", "dark"}
         "auto" follows the reader's system; the player has a switch.
     statistics : RowStatistics, or a dict of them by label, optional
-        The result of `row_statistics`: the player shows m and l of a query row as they change. The
-        row belongs to the current row tile, or to a row tile that the reader clicks.
+        The result of `row_statistics`: the player shows m and l of a query row of the current row
+        tile, or of a row tile that the reader clicks.
     max_mb : float
         The largest file to write, in MB (10^6 bytes); browsers take long to open larger files.
-
-    Returns
-    -------
-    Page
 
     Raises
     ------
@@ -148,7 +143,7 @@ def page(
 
 
 def _check_size(traces: Sequence[Trace], max_mb: float) -> None:
-    """Raise `OptionError` if the player would be too large, before any part of it is built."""
+    """Raise `OptionError` if the player's file would have more than `max_mb` MB."""
     tiles = events = 0
     for trace in traces:
         t_r, t_c = one_grid(trace)
@@ -217,7 +212,7 @@ def _pane(
 
 
 def _statistics(s: RowStatistics) -> dict[str, Any]:
-    """Return a dict of each row tile's statistics ("rows"), and the tile shown first ("tile")."""
+    """Return a dict: "rows" has each row tile's statistics, "tile" is the tile shown first."""
     return {"tile": s.tile, "rows": {tile: _row(followed) for tile, followed in s.by_tile.items()}}
 
 
@@ -237,10 +232,7 @@ def _column(values: np.ndarray) -> dict[str, str]:
 
 
 def embedded_json(value: Any) -> str:
-    """Encode a value as JSON for a script element.
-
-    The text is escaped, so that no string in it can end or open an HTML element.
-    """
+    """Encode a value as JSON that is safe inside an HTML script: it has no "<", ">" or "&"."""
     text = json.dumps(value, ensure_ascii=True, separators=(",", ":"), allow_nan=False)
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
@@ -253,12 +245,7 @@ def assembled(
     title: str,
     program: str = "",
 ) -> str:
-    """Return the text of one HTML file that holds a page's template, style, scripts and data.
-
-    The template is the package's ``name.html``; `data` is stored as JSON.
-
-    `program` is JavaScript that precedes the scripts.
-    """
+    """Return the text of one HTML file that holds a page's template, style, scripts and data."""
     read = lambda file, room=package: files(room).joinpath(file).read_text("utf-8")  # noqa: E731
     programs = [read("common.js", __package__), program, *map(read, scripts)]
     script = "\n".join(filter(None, programs))

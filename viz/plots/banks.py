@@ -22,9 +22,9 @@ _BANKS, _GAP, _MOST_ROWS = 32, 5, 72
 def banks(data: Any, *, ax: Axes, theme: Theme) -> None:
     """Draw the words that a warp requests, by bank, shaded by the wavefront that serves each word.
 
-    Each request of the warp is drawn as a panel beside the others. A panel has one column per bank
-    (32, each 4 bytes wide) and one row per 128 bytes of shared memory. Two different words in the
-    same column are a bank conflict: each needs a separate wavefront.
+    Each request is drawn as a panel with one column per bank (32, each 4 bytes wide) and one row
+    per 128 bytes of shared memory. Two different words in the same column are a bank conflict: each
+    needs a separate wavefront.
 
     Parameters
     ----------

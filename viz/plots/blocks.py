@@ -20,9 +20,9 @@ from flashsim.viz.style import heading, human, series_style, themed
 def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw visits, bytes and predicted time of one stage, each divided by its smallest value.
 
-    A visit is the work on one pair of a query tile and a key tile. The bytes drawn are requested
-    bytes, before any cache. A line joins tile sizes with the same number of rows; labels give the
-    number of columns. A tile size that does not fit on chip has a hollow mark.
+    A visit is the work on one pair of a query tile and a key tile. The bytes are requested bytes,
+    before any cache. A line joins tile sizes with the same number of rows. Labels state the number
+    of columns. A hollow mark shows a tile size that does not fit on chip.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
     stage = stages[0] if stage is None else stage
     blocks = [b for b in data.found if b.stage == stage]
     if not blocks:
-        raise OptionError(f"there is no stage {shown(stage)}; possible: {', '.join(stages)}")
+        raise OptionError(f"there is no stage {shown(stage)}; choose from {', '.join(stages)}")
     series: dict[str, tuple[list[float], Any]] = {
         "visits": ([b.visits for b in blocks], lambda x: f"{x:,}"),
         "requested bytes": ([b.bytes for b in blocks], human),
@@ -89,10 +89,7 @@ def block_sizes(data: Any, *, stage: str | None = None, ax: Axes, theme: Theme) 
 
 
 def _message(blocks: list[Any]) -> str:
-    """Return a title that names the fastest tile size.
-
-    If times are unknown, the title names the tile size that moves the fewest bytes.
-    """
+    """Return a title that names the fastest tile size or, without times, that with fewest bytes."""
     timed = [b for b in blocks if b.blocks and b.seconds]
     if timed:
         best = min(timed, key=lambda b: b.seconds)

@@ -23,10 +23,9 @@ def l2_curve(
 ) -> None:
     """Draw the bytes read from DRAM against the size of L2.
 
-    The DRAM bytes fall in steps as L2 grows. If L2 is smaller than at the first step of the curve,
-    no request hits L2, and all requested bytes come from DRAM. Each step marks the smallest L2 size
-    at which one more reuse of a tensor hits L2. If L2 is larger than at the last step, only the
-    first read of each byte comes from DRAM.
+    The DRAM bytes fall in steps as L2 grows. Each step marks the smallest L2 size at which one more
+    reuse of a tensor hits L2. Before the first step, all requested bytes come from DRAM. After the
+    last step, only the first read of each byte does.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A plot of the bytes that a forward pass saves in HBM for the backward pass, by length."""
+"""A plot of the bytes in HBM that a forward pass saves for the backward pass, by length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def memory_footprint(
     ax: Axes,
     theme: Theme,
 ) -> None:
-    """Draw the bytes that the forward pass saves in HBM for the backward, against the length N.
+    """Draw the bytes in HBM that the forward pass saves for the backward pass, by length N.
 
     Parameters
     ----------
@@ -96,7 +96,7 @@ def memory_footprint(
 
 
 def _close(ends: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Group the end points of lines, (x, y): labels at the points of one group would overlap."""
+    """Group the end points (x, y) of lines that are so close that their labels would overlap."""
     groups: list[list[tuple[int, int]]] = []
     for x, y in sorted(ends):
         if groups and groups[-1][-1][0] == x and y < 1.3 * groups[-1][-1][1]:

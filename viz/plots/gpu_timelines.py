@@ -47,11 +47,10 @@ def gpu_timeline(
         The result of a run on a GPU with ``trace="timeline"``.
     color : {"phase", "block"}, optional
         "phase": each phase of a visit (one tile pair) has the colour of the tensor that it loads or
-        computes. A pale bar behind the phases marks the whole visit. Where there is space, the bar
-        has the tile's number j (in a KV-outer loop: i). Blocks that share an SM, the roles of a
-        block and overlapping visits have separate rows. "block": one bar for each thread block,
-        shaded by its row (KV-outer: column) of tiles. Default: "phase" if rows are thick enough,
-        which holds for up to 64 of them.
+        computes. A pale bar behind the phases marks the visit, with the tile's number j (in a
+        KV-outer loop: i) if there is space. Blocks that share an SM, the roles of a block and
+        overlapping visits have separate rows. "block": one bar per thread block, shaded by its row
+        (KV-outer: column) of tiles. Default: "phase" for up to 64 rows.
     stage : str, optional
         Default: the stage with the most visits.
     sms : (int, int), optional
@@ -158,7 +157,7 @@ def _phases(
 def _number(
     ax: Axes, theme: Theme, spans: np.ndarray, bars: np.ndarray, middle: np.ndarray, inner: str
 ) -> None:
-    """Write the inner tile's number on the longest phase of each visit (tile pair), if it fits."""
+    """Write the inner tile's number on each visit's (tile pair's) longest phase, if it fits."""
     low, high = ax.get_xlim()
     room = 0.3 * (high - low) / _SLIDE_INCHES  # of two digits
     outputs = spans["phase"] == PHASES.index("output")
@@ -178,7 +177,7 @@ def _blocks(
 ) -> None:
     """Draw one bar per thread block, from the time stamps of its last role (warpgroup).
 
-    In a block with a producer warpgroup, which runs ahead, the last role is a consumer.
+    In blocks with a producer warpgroup, which runs ahead, the last role is a consumer.
     """
     last = spans["role"] == spans["role"].max()
     spans, bars = spans[last], bars[last]
@@ -203,6 +202,6 @@ def _blocks(
 
 
 def _bars(x: np.ndarray, top: np.ndarray, height: float) -> np.ndarray:
-    """Return the (x, y) of the four corners of each of n bars, (n, 4, 2)."""
+    """Return an array (n, 4, 2): the (x, y) of the four corners of each of n bars."""
     x0, x1, y1 = x[:, 0], x[:, 1], top + height
     return np.stack([np.stack(c, -1) for c in ((x0, top), (x1, top), (x1, y1), (x0, y1))], 1)

@@ -30,12 +30,12 @@ AXES = {
 def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None:
     """Draw requested bytes against N, d, a tile size or the SRAM size M, with papers' bounds.
 
-    Three bounds are drawn for the first FlashAttention series. The compulsory bytes (each input
-    read once, each output written once) are exact. FlashAttention's theorem, N² d² / M, is drawn
-    with a constant factor that is fitted to all points. The lower bound of Saha and Ye is drawn
-    with factor 1, so only its slope has a meaning. If the points differ in other settings besides
-    `x`, the bounds are computed from each point's own sizes. Under a sliding window, work grows in
-    proportion to N and the last two bounds do not hold, so only the compulsory bytes are drawn.
+    Three bounds are drawn for the first FlashAttention series, from each point's own sizes. The
+    compulsory bytes (each input read once, each output written once) are exact. The bound of
+    FlashAttention's theorem, N² d² / M, is multiplied by a constant that is fitted to all points.
+    The lower bound of Saha and Ye has an unknown constant factor, drawn as 1, so only its slope has
+    a meaning. With a sliding window, only the compulsory bytes are drawn, because the other two
+    bounds do not hold.
 
     Parameters
     ----------
@@ -75,11 +75,7 @@ def io_curve(data: Any, *, x: str | None = None, ax: Axes, theme: Theme) -> None
 
 
 def _bounds(points: list[dict[str, Any]], x: str, among: bool, ax: Axes, theme: Theme) -> None:
-    """Draw the bounds of a series.
-
-    If `among` is true, because there are several series, a label names the series to which the
-    theorem is fitted.
-    """
+    """Draw the bounds of a series; if `among` several series, label them with its name."""
     at = [p[x] for p in points]
     quiet: dict[str, Any] = {"color": theme.muted, "lw": 1.6, "zorder": 2}
     compulsory = [p["compulsory_bytes"] for p in points]
@@ -115,7 +111,7 @@ def _varying(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _series(rows: Iterable[dict[str, Any]], x: str) -> dict[str, list[dict[str, Any]]]:
-    """Split rows into series, one per combination of all varying columns but x; sort each by x."""
+    """Split rows into series: rows of a series differ only in x, and are sorted by x."""
     rows = list(rows)
     # A fitted tile and a machine's M depend on x, so they do not distinguish series.
     follows = {"block_q", "block_k", "n_kv", "sram_bytes", "head_dim_v", x}

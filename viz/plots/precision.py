@@ -1,4 +1,4 @@
-"""A plot of the error that each rounding point (such as "P") causes if only it is less precise."""
+"""A plot of the error that arises if one rounding point (such as "P") is less precise."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def precision(
 ) -> None:
     """Draw the errors of out, dq, dk and dv if one rounding point at a time is less precise.
 
-    The rounding points are on the x axis; at the first position nothing is lowered. The error is on
-    the logarithmic y axis. Infinite errors are drawn at the upper edge.
+    The rounding points are on the x axis; at the first position, all points are float32. Infinite
+    errors are drawn at the upper edge of the logarithmic y axis.
 
     Parameters
     ----------
@@ -43,7 +43,10 @@ def precision(
     n = max(finding.n for finding in data.findings) if n is None else n
     findings = [finding for finding in data.findings if finding.kind == kind and finding.n == n]
     if not findings:
-        raise OptionError(f"there are no results for {shown(kind)} inputs of length {shown(n)}")
+        raise OptionError(
+            f"there are no results for {shown(kind)} inputs of length {shown(n)}; pass a kind and "
+            "a length that were measured"
+        )
     errors = np.array([[finding.errors[name] for name in _RESULTS] for finding in findings])
     finite = errors[np.isfinite(errors) & (errors > 0)]
     low, high = finite.min(initial=1e-8) / 2, finite.max(initial=1e-7) * 4

@@ -19,11 +19,11 @@ from flashsim.viz.style import heading, series_style, themed
 
 @themed
 def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
-    """Draw when each rank of a group computes and when it waits, one scheme below another.
+    """Draw when each rank of a group computes and when it waits, with one diagram per scheme.
 
-    The rank with the most work determines how long a step lasts. A bar's length is the FLOPs of its
-    matrix products, which is proportional to time on equal GPUs if communication costs nothing. All
-    schemes are drawn on the same scale.
+    The rank with the most work determines how long a step lasts. A bar's length is the number of
+    FLOPs in matrix products. This length is proportional to time if all GPUs are equal and
+    transfers take no time.
 
     Parameters
     ----------
@@ -83,7 +83,7 @@ def rank_timeline(accounts: Any, *, ax: Axes, theme: Theme) -> None:
 def scaling(times: Mapping[str, Sequence[Any]], *, ax: Axes, theme: Theme) -> None:
     """Draw the parallel efficiency of groups of GPUs against the number of GPUs (ranks).
 
-    Efficiency is the time of a single GPU divided by the sum of the times of all ranks.
+    Efficiency is the time of one GPU alone divided by the sum of the times of all ranks.
 
     Parameters
     ----------

@@ -37,12 +37,12 @@ def roofline(
     """Draw algorithms on a device's roofline.
 
     Each algorithm is a horizontal bar between two arithmetic intensities (matrix FLOPs divided by
-    bytes). At the hollow end every requested byte comes from HBM. At the filled end the L2 cache is
-    perfect within each kernel, so that a kernel reads and writes each of its tensors once
-    (`counts.traffic.once`). Even with such a cache, standard attention's N x N matrices cross HBM
-    between its kernels. The real intensity lies between the two ends; a diamond marks it if
-    `dram_bytes` is passed. `seconds` determines how high the bar is drawn. Without `seconds` the
-    bar lies in a strip at the bottom of the plot, and dotted lines lead from its ends up to the
+    bytes). At the bar's hollow end, every requested byte comes from HBM. At the bar's filled end,
+    L2 is perfect: each kernel reads and writes each of its tensors in HBM only once
+    (`counts.traffic.once`). Standard attention's N x N matrices still cross HBM between its
+    kernels. The real intensity lies between the two ends; a diamond marks it if `dram_bytes` is
+    passed. If `seconds` has an algorithm's time, the height of its bar shows the measured FLOP/s.
+    Otherwise the bar lies in a strip at the bottom, and dotted lines lead from its ends up to the
     roof.
 
     Parameters
@@ -160,10 +160,7 @@ def _plate(theme: Theme) -> dict[str, Any]:
 
 
 def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
-    """Return the title, which says whether compute or HBM limits the algorithms.
-
-    The title assumes that L2 is perfect within each kernel.
-    """
+    """Return the title: whether compute or HBM limits the algorithms if L2 is perfect."""
     free = [label for label in labels if label not in bound]
     if len(labels) > 1 and 1 in (len(bound), len(free)):
         (single,), what = (bound, "HBM") if len(bound) == 1 else (free, "FLOPs")
@@ -178,7 +175,7 @@ def _message(labels: Sequence[str], bound: Sequence[str], name: str) -> str:
 def _name_slope(
     ax: Axes, theme: Theme, x: float, bandwidth: float, name: str, *, below: bool
 ) -> None:
-    """Write a memory bandwidth beside the sloped part of its roof."""
+    """Write a memory's bandwidth beside the sloped line that it bounds."""
     ax.annotate(
         f"{name} {human(bandwidth, 'B/s')}", (x, x * bandwidth), (8, -6) if below else (-4, 8),
         textcoords="offset points", color=theme.text if below else theme.muted, fontsize=11,
@@ -193,32 +190,28 @@ def _given(
     rows: Sequence[Mapping[str, Any]],
     least: float,
 ) -> list[float | None]:
-    """Return the entry of `values` for each row, or None for a row that has no entry.
-
-    An entry is looked up by the row's label, and if that is missing, by the row's algorithm.
-
-    The function raises an error if `values` has a name that belongs to no row.
-    """
+    """Return the entry of `values` for each row's label, else for its algorithm, else None."""
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
         if name not in known:
             raise OptionError(
-                f"{what} has a value for {name!r}, which is not drawn; {choices(name, known)}"
+                f"{what} has a value for {name!r}, which is not drawn; choose from "
+                f"{choices(name, known)}"
             )
         checks.number(f"{what} of {name!r}", value, least)
     return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]
 
 
 def _once(row: dict[str, Any]) -> int:
-    """Return a sweep row's bytes if L2 is perfect within each kernel (`counts.traffic.once`)."""
+    """Return the bytes of a sweep's row if each kernel moves each of its tensors once."""
     names = ("n_q", "n_kv", "head_dim", "head_dim_v", "batch", "heads", "kv_heads", "dtype")
     problem = Problem(**{name: row[name] for name in names})
     return traffic.once(problem, row["algorithm"], row["direction"])
 
 
 def _labels(rows: list[dict[str, Any]]) -> list[str]:
-    """Return a label for each point of a sweep: its algorithm, and the columns that differ."""
+    """Return a label for each point of a sweep: the algorithm, and values that differ."""
     words = {"direction": "{}", "n_q": "N = {:,}", "head_dim": "d = {}", "causal": "causal: {}"}
     words["kv_heads"] = "{} KV heads"
     telling = [name for name in words if len({row[name] for row in rows}) > 1]
@@ -241,10 +234,7 @@ def _axes(
 
 
 def _strip(ax: Axes, theme: Theme, share: float) -> None:
-    """Reserve a strip at the bottom of the axes for algorithms without a measured time.
-
-    The strip takes the fraction `share` of the axes' height, lies below all roofs and has no ticks.
-    """
+    """Reserve a strip, `share` of the axes' height, for algorithms without a measured time."""
     floor, top = ax.get_ylim()
     ticks = [tick for tick in ax.get_yticks() if floor <= tick <= top]
     bottom = top * (floor / top) ** (1 / (1 - share))

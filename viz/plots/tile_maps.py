@@ -38,11 +38,10 @@ def tile_map(
 ) -> None:
     """Draw the grid of score tiles of one head.
 
-    A partly masked tile has a mark in the corner that the mask removes. A causal mask removes later
-    keys, at the upper right. A sliding window removes the keys before the window, at the lower
-    left. Skipped tiles are hatched, and full tiles are plain. A line separates splits of the keys,
-    and a tick at the upper edge marks the start of a KV-cache page. ``ax.images[0]`` holds the
-    tiles' values, (T_r, T_c), with NaN for a skipped tile.
+    A partly masked tile has a mark in the corner that the mask removes: the upper right under a
+    causal mask, the lower left under a sliding window. Skipped tiles are hatched. A line separates
+    splits of the keys, and a tick at the upper edge marks the start of a KV-cache page.
+    ``ax.images[0]`` holds the tiles' values, (T_r, T_c), with NaN for a skipped tile.
 
     Parameters
     ----------
@@ -125,10 +124,10 @@ def tile_map(
 def mask(
     problem: Problem, tiling: Tiling | None = None, *, bias: Any = None, ax: Axes, theme: Theme
 ) -> None:
-    """Draw the scores that a mask keeps, and the tiles that kernels compute to get them.
+    """Draw the scores that a mask keeps, and the tiles that kernels compute.
 
-    Kernels skip a tile without a kept score. In every other tile, kernels compute all scores,
-    including scores that the mask then removes. ``ax.images[0]`` holds the picture's pixels, (n_q,
+    Kernels skip tiles in which the mask keeps no score. In all other tiles, they compute every
+    score, and then remove the masked scores. ``ax.images[0]`` holds the picture's pixels, (n_q,
     n_kv, 4).
 
     Parameters
@@ -232,10 +231,7 @@ def _mask_name(p: Problem) -> str:
 
 
 def tile_values(walk: Steps, schedule: Schedule, stage: int, quantity: str) -> np.ndarray:
-    """Return a number for each score tile of a stage, such as its bytes, as float (T_r, T_c).
-
-    The number of a skipped tile is NaN.
-    """
+    """Return a figure (such as bytes) per score tile, float (T_r, T_c); NaN for a skipped tile."""
     chosen = (walk.stage == stage) & (walk.visit >= 0)
     i, j = walk.i[chosen], walk.j[chosen]
     grid = np.full((schedule.t_r, schedule.t_c), np.nan)

@@ -1,4 +1,4 @@
-"""Plots of bytes: by tensor, step by step, in SRAM, and as the difference of two traces."""
+"""Four plots of bytes: by tensor, step by step, in SRAM, and the difference of two traces."""
 
 from __future__ import annotations
 
@@ -39,19 +39,17 @@ def traffic(data: Any, *, log: bool = False, dram: bool = False, ax: Axes, theme
     """Draw requested HBM bytes by tensor and direction, algorithms side by side.
 
     Each bar shows one algorithm's reads or writes, stacked by tensor in the tensors' colours. A
-    dashed line behind the bars marks the compulsory bytes: those of reading each input once and
-    writing each output once. A tensor's name is written on its part of the bar if there is room,
-    else in the legend. The legend also names tensors whose part is too small to see.
+    dashed line behind the bars marks the compulsory bytes: each input read once and each output
+    written once. A tensor's name is written on its part of the bar if there is room, otherwise in
+    the legend.
 
     Parameters
     ----------
     data : Trace, Traffic, Result, Gradients, Comparison, a list of them, or a dict by label
     log : bool
-        Use a logarithmic axis. Each bar then shows only its total, because lengths of stacked parts
-        have no meaning on such an axis.
+        Use a logarithmic axis, on which each bar shows only its total.
     dram : bool
-        Also replay the requests through the device's L2 (`flashsim.l2.dram`), and draw the bytes
-        that DRAM reads and writes as a dotted line.
+        Also draw the bytes that DRAM reads and writes as a dotted line (`flashsim.l2.dram`).
     """
     groups = sources.labelled(data)
     ops = [op for op in OPS if any(s.bytes(op) for s in groups.values())]
@@ -141,12 +139,10 @@ def _place(tensor: str) -> tuple[int, str]:
 def _levels(
     ax: Axes, theme: Theme, groups: list[Trace | Traffic], dram: bool
 ) -> tuple[list[list[str]], list[str], list[float]]:
-    """Draw lines behind each group of bars: compulsory bytes and, with `dram`, DRAM bytes.
+    """Draw lines behind each group of bars: compulsory bytes and, if `dram`, DRAM bytes.
 
-    Returns
-    -------
-    the texts of each group that differ between groups, the texts that all groups share, and the
-    heights of all lines
+    The function returns three lists: texts that differ between groups, texts that all groups share,
+    and the heights of all lines.
     """
     levels = {"compulsory": [source.compulsory() for source in groups]}
     if dram:
@@ -178,7 +174,7 @@ def _name_totals(
     lines: Sequence[float],
     size: float,
 ) -> None:
-    """Write each bar's total above the bar, or above a dashed line that would cross the number."""
+    """Write each bar's total above the bar, or higher if a dashed line would cross the number."""
     inches = ax.figure.canvas.figure.get_size_inches() * (
         ax.get_position().width,
         ax.get_position().height,
@@ -208,11 +204,9 @@ _NAMED, _SEEN = 0.045, 0.008
 def _name_parts(
     ax: Axes, theme: Theme, parts: list[tuple[float, float, int, str]]
 ) -> tuple[set[str], set[str]]:
-    """Write tensor names on the parts of a bar that are high enough, for print without colour.
+    """Write tensor names on bar parts that are high enough, to be readable without colour.
 
-    Returns
-    -------
-    the tensors that are visible but not named on any bar, and those that are not visible
+    The function returns two sets of tensors: visible ones without a name, and invisible ones.
     """
     low, high = ax.get_ylim()
     named = {tensor for *_, nbytes, tensor in parts if nbytes > _NAMED * (high - low)}
@@ -293,9 +287,9 @@ def sram_timeline(
 ) -> None:
     """Draw the bytes that one thread block keeps on chip, event by event, stacked by buffer.
 
-    The dashed line is the shared memory that the device offers to one block. If the tiles use only
-    a small part of this capacity, the capacity is written at the top instead. A GPU kernel may hold
-    more bytes than this capacity, because a block has registers besides shared memory.
+    The dashed line is the shared memory that one block can use. If the tiles use only a small part
+    of this memory, its size is written at the top instead. A GPU kernel may keep more bytes on chip
+    than this, because a block also has registers.
 
     Parameters
     ----------
@@ -303,8 +297,8 @@ def sram_timeline(
     stage : str, optional
         Default: the stage with the most visits.
     steps : (int, int)
-        First and last step shown. A step ends when a tile has been computed. Events within a step
-        are spread evenly, because the axis shows order and not time.
+        First and last step shown. A step ends when a tile has been computed. The axis shows order,
+        not time.
     """
     trace = sources.one_trace(data)
     part = trace.main_stage if stage is None else trace.stage(stage)
@@ -358,10 +352,10 @@ def sram_timeline(
 
 @themed
 def diff(first: Any, second: Any = None, *, ax: Axes, theme: Theme) -> None:
-    """Draw by how many bytes two traces, or a trace and its prediction, differ.
+    """Draw the difference in bytes between two traces, or between a trace and its prediction.
 
-    Bars are `second` minus `first`, in requested bytes, by stage, direction and tensor. The text
-    below the title says how many transfers are equal in both sources.
+    Each bar is the requested bytes of `second` minus those of `first`, for one stage, direction and
+    tensor.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""A plot that compares the reads of candidate tile sizes with a kernel's hardware counters."""
+"""A plot that compares the bytes read with each tile size to a kernel's hardware counters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from flashsim.viz.style import MARKERS, heading, themed
 
 @themed
 def tile_evidence(data: Sequence[Mapping[str, Any]], *, ax: Axes, theme: Theme) -> None:
-    """Draw the bytes that each tile size would read, divided by the bytes that a kernel did read.
+    """Draw the bytes that a kernel would read with each tile size, divided by the measured bytes.
 
     Parameters
     ----------

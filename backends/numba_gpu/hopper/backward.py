@@ -6,13 +6,13 @@ and dV in registers. Scores are computed transposed, so that P^T and dS^T alread
 a left operand in dV = P^T dO and dK = dS^T Q. Only dQ^T = K^T dS^T needs all keys of the tile, so
 dS is written to shared memory only for dQ. A visit is one query tile times one key tile. With
 DEFERRED, a visit's dQ is computed during the next visit, so that neither warpgroup waits for the
-other one's dS.
+other warpgroup's dS.
 
-TMA adds dQ to a float32 accumulator in HBM. If the constant ORDERED is set, the additions follow
-the order of the key tiles. One producer thread loads tiles, a second warp loads the rows'
-log-sum-exp and delta, and two more warps send dQ to HBM. If FUSED is not set, this kernel computes
-no dQ, and the kernel in the module `dq` computes dQ. The blocks of a CLUSTER share the visits of a
-work tile, and sum dK and dV through each other's shared memory.
+TMA adds dQ to a float32 accumulator in HBM. With ORDERED, blocks add to dQ in the order of the key
+tiles. One producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two
+more warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. The blocks of a
+CLUSTER share the visits of a work tile, and exchange dK and dV through shared memory to add them
+up.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
     The kernel takes tensor maps of q, k, v, dout and dQ's accumulator (unused without FUSED), a
-    `launch.ARGS`, and the address of a work counter whose value is 0 at the start. The address is 0
-    (no counter) if no block gets more than one work tile.
+    `launch.ARGS`, and the address of a work counter whose value is 0 at the start. The counter's
+    address is 0 if no block gets more than one work tile.
     """
     c = constants(kernel)
     at = KeysOutside(c.block_q, c.block_k, c.d, bool(c.fused), bool(c.deferred))
@@ -76,10 +76,7 @@ def hopper_backward_kernel(kernel: Kernel) -> Any:
 
 
 def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    The warpgroup computes the gradients of its 64 keys of every work tile, and its share of dQ.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a warpgroup with 64 keys per work tile."""
     block_q, block_k, d = c.block_q, c.block_k, c.d
     bf16, fused, scaled, softcap = bool(c.bf16), bool(c.fused), bool(c.scaled), bool(c.softcap)
     deferred = at.deferred  # dQ of a visit is computed in the next visit
@@ -208,7 +205,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def queue_piece(shared, group, number):
-        """Queue a warpgroup's piece of dQ^T = K^T dS^T in the block's visit `number`."""
+        """Queue the product dQ^T = K^T dS^T for this warpgroup, in the block's visit `number`."""
         ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
         return queue_dq(shared + k_at + group * k_part, ds)
 

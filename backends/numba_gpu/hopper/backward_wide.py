@@ -1,14 +1,13 @@
 """The KV-outer backward for head dims of 192 and 256 on Hopper, in Python.
 
 The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators of dK and dV for 64
-keys fill the registers of both consumer warpgroups. So the warpgroups divide the columns of dK and
-dV. Each warpgroup computes the scores of all 64 keys for one half of the queries. The warpgroups
-exchange all of P^T and dS^T through shared memory. Each warpgroup then uses them in the products
-for its own columns of dV, dK and dQ. With 256 columns, dQ does not fit in shared memory beside the
-other tiles. So the warpgroups add dQ to the accumulator from registers. If FUSED is not set, this
-kernel computes no dQ, and the kernel in the module `dq` computes dQ. For the fused backward with
-many work tiles, `backward_roles` is faster. The blocks of a CLUSTER share the visits of a work
-tile, as in `backward`.
+keys fill the registers of both consumer warpgroups. Each of the two warpgroups therefore has half
+of the columns of dK and dV. Each warpgroup computes the scores of all 64 keys for one half of the
+queries. The warpgroups exchange P^T and dS^T through shared memory. Each warpgroup then uses all of
+P^T and dS^T in the products for its own columns of dV, dK and dQ. With 256 columns, dQ does not fit
+in shared memory beside the other tiles, so the warpgroups add dQ to the accumulator from registers.
+Without FUSED, the kernel in the module `dq` computes dQ. For the fused backward with many work
+tiles, `backward_roles` is faster. The thread blocks of a CLUSTER share the visits of a work tile.
 """
 
 from __future__ import annotations
@@ -49,10 +48,7 @@ _SCORES_READY, _DQ_FREE, _DQ_FULL, _TILES_READ = 1, 2, 4, 6
 
 
 def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
-
-    Its parameters are those of `backward.hopper_backward_kernel`.
-    """
+    """Return the kernel as a Python function with the parameters of `hopper_backward_kernel`."""
     c = constants(kernel)
     at = ColumnsDivided(c.block_q, c.block_k, c.d, bool(c.fused))
     w = walk_functions(c, every=128)  # one thread per warpgroup
@@ -73,11 +69,7 @@ def hopper_backward_wide_kernel(kernel: Kernel) -> Any:
 def _consumer(
     c: SimpleNamespace, at: ColumnsDivided, w: SimpleNamespace, i: SimpleNamespace
 ) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    In every visit (tile pair), the warpgroup computes the scores of its 32 queries. It also
-    computes its columns of dV, dK and dQ.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup."""
     block_q, bf16, fused, staged = c.block_q, bool(c.bf16), bool(c.fused), at.staged
     dq_row_bytes = c.head_dim * 4  # of the accumulator
     scaled, softcap = bool(c.scaled), bool(c.softcap)

@@ -1,11 +1,11 @@
 """The Q-outer kernel for dQ in the deterministic Hopper backward, in Python, without atomics.
 
 The kernel is structured like kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64
-query rows in registers. Per visit (one query tile times one key tile) the warpgroup recomputes S =
-Q K^T and dP = dO V^T, and computes dS = P (dP - delta). In registers, dS already has the layout of
-a left operand in dQ += dS K. If row tiles have 128 rows, the warpgroups split the rows. If row
-tiles have 64 rows, the warpgroups split the keys of each visit, and the two partial dQ are added at
-the end. One producer thread keeps a ring buffer of K and V tiles full.
+query rows in registers. Per visit (one query tile times one key tile), the warpgroup recomputes S =
+Q K^T and dP = dO V^T. The warpgroup then computes dS = P (dP - delta). In registers, dS already has
+the layout of a left operand in dQ += dS K. If row tiles have 128 rows, each warpgroup has 64 of
+them. If row tiles have 64 rows, the warpgroups split the keys of each visit, and the two partial dQ
+are added at the end. One producer thread keeps a ring buffer of K and V tiles full.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
     """Return the Python function of the kernel that has these compile-time constants.
 
     The kernel takes tensor maps of q, k, v and dout, a `launch.ARGS`, and the address of a work
-    counter whose value is 0 at the start. The address is 0 (no counter) if no block gets more than
-    one work tile.
+    counter whose value is 0 at the start. The counter's address is 0 if no block gets more than one
+    work tile.
     """
     c = constants(kernel)
     at = DqAlone(c.block_q, c.block_k, c.d)
@@ -74,10 +74,7 @@ def hopper_dq_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
-    """
+    """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
     block_k, pieces, visit_words = c.block_k, at.pieces, i.visit_words
     row_bytes, row_bytes_v, packed = c.counted * 2, c.counted_v * 2, bool(c.varlen)
     q_at, dout_at, k_at, v_at, _ = map(at.region, at.regions)
@@ -165,11 +162,7 @@ def _producer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleName
 
 
 def _consumer(c: SimpleNamespace, at: DqAlone, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    The warpgroup computes dQ of its rows. If row tiles have 64 rows, the warpgroup computes the
-    part of dQ that comes from its keys.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup, which computes dQ."""
     block_k, d = c.block_k, c.d
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     split = at.pieces == 1  # the warpgroups divide the keys

@@ -41,7 +41,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
     """Return the kernel as a Python function, specialised for the constants of `kernel`.
 
     The kernel takes tensor maps of q, k and v, a `launch.ARGS`, and the address of a work counter
-    whose value is 0 at the start. The address is 0 (no counter) if no block gets more than one work
+    whose value is 0 at the start. The counter's address is 0 if no block gets more than one work
     tile.
     """
     c = constants(kernel)
@@ -73,10 +73,7 @@ def hopper_forward_kernel(kernel: Kernel) -> Any:
 
 
 def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K and V.
-    """
+    """Return ``produce(map_q, map_k, map_v, a, counter, shared)``, the producer's loop."""
     block_k, groups, visit_words = c.block_k, at.groups, i.visit_words
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_full, k_free = at.barrier("k_full"), at.barrier("k_free")
@@ -178,8 +175,8 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return a function that starts the copy of a tile of K or V to its stage of the ring buffer.
 
-    The tile has the position `position` in the ring buffer, and begins at key `key`. The barrier
-    `barrier` counts the tile's bytes.
+    `position` selects the stage (see `Ring`), and the tile begins at key `key`. The mbarrier
+    `barrier` waits for the tile's bytes.
     """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
@@ -195,10 +192,7 @@ def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) ->
 
 
 def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``consume(a, shared, group)``, the loop of a consumer warpgroup.
-
-    The warpgroup computes its 64 query rows of every work tile.
-    """
+    """Return ``consume(a, shared, group)``, the loop of a warpgroup with 64 rows per work tile."""
     block_k, d, dv, groups = c.block_k, c.d, c.dv, at.groups
     bf16, scaled, softcap = bool(c.bf16), bool(c.scaled), bool(c.softcap)
     turns = bool(c.turns)  # as TURNS of kernels/hopper/forward.cu
@@ -238,10 +232,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return the masked scores S of visit (tile pair) number n.
-
-        The function also scales and softcaps the scores if the exponential cannot apply the scale.
-        """
+        """Return the masked scores of visit n, times the scale unless exponentials include it."""
         tile, masked = visit_of(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)

@@ -1,7 +1,7 @@
 """Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
-The kernel computes transposed scores: the rows of a fragment are keys, and the columns are
-queries. So each column of a fragment has a log-sum-exp and a delta. The module `row_gradients` has
+The kernel computes transposed scores: the rows of a fragment are keys, and the columns are queries.
+Each column of a fragment therefore has a log-sum-exp and a delta. The module `row_gradients` has
 the same operations for the Q-outer dQ kernel.
 """
 
@@ -28,12 +28,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return a warp's function ``load_statistics(lse, delta, rows, unit) -> starts, deltas``.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, which a warp calls.
 
-    Lane l loads rows l, l + 32, and so on. For each row, the function returns two values. The
-    initial value of the scores is lse times `unit` (see `unit_of_starts`), and the initial value of
-    dP is -delta. If a row is past the end or sees no key, the row's scores start at -inf, so that
-    the row's P is exactly 0.
+    Lane l loads rows l, l + 32, and so on. A row's scores are initialized to its log-sum-exp times
+    `unit` (see `unit_of_starts`), and its dP to -delta. If a row does not exist or sees no key, its
+    scores are initialized to -inf, so that its P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -60,10 +59,7 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """Return ``put_rows(address, values)``: it stores values per row in shared memory.
-
-    The values come from the function that `load_statistics` returns.
-    """
+    """Return ``put_rows(address, values)``, which stores a result of `load_statistics`."""
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -81,10 +77,7 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``: an accumulator initialised with a value per column.
-
-    The values come from `tensor.gradients.load_columns`.
-    """
+    """Return ``start_columns(values) -> s``, an accumulator with one initial value per column."""
 
     @emitted(floats(n // 2), floats(n // 4))
     def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
@@ -102,13 +95,12 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets masked scores to -inf.
+    """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``.
 
-    The function is ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``. Keys are in
-    rows and queries in columns. Query q sees key k if ``k - offset - right <= q <= k - offset +
-    left``. No query sees key `key_stop` or a later key. A limit (`left` or `right`) that is
-    switched off adds no instructions. The arguments `key` and `query` are the first key and query
-    of the warp.
+    The function sets masked scores to -inf. The rows of S^T are keys, and its columns are queries.
+    Query q sees key k if ``k - offset - right <= q <= k - offset + left``. No query sees key
+    `key_stop` or a later key. A limit (`left` or `right`) that is switched off adds no
+    instructions. `key` and `query` are the first key and query of the warp.
     """
     kind = floats(n // 2)
 
@@ -139,23 +131,17 @@ def mask_columns(n: int, left: bool, right: bool) -> Any:
 def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: bool) -> Any:
     """Return a function that computes P = exp2(c S) and queues the matrix product dV += P dO.
 
-    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The queries of a
-    tile are divided into slices. A slice's product is queued as soon as its part of P is ready. So
-    the exponentials overlap with the products of earlier slices, and with the product dP. The
-    function waits for the end of dP.
+    The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The tile has `n`
+    queries, and dO has `d` columns. The queries are divided into `slices` slices. A slice's product
+    is queued as soon as its part of P is ready. The exponentials thus overlap with the products of
+    earlier slices, and with the matrix product dP. The function waits for the end of the product
+    dP.
 
-    Parameters
-    ----------
-    n, d : int
-        Queries and columns of dO.
-    slices : int
-        The number of slices. If there are few, long slices (n = 128), the function waits for dP in
-        the middle of the slices. It then computes part of dS = P dP during the second half of the
-        slices. The function `products_ahead` returns how large this part is.
-    softcap, start : bool
-        If there is a softcap, p is P times the softcap's derivative, 1 - tanh^2. If `start` is
-        false, the scores do not start at the statistics, and `lse` is the shared-memory address of
-        each column's -lse in base 2.
+    If n = 128, the function waits for dP after half of the slices, and computes part of dS = P dP
+    during the second half. If there is a softcap, p is P times the softcap's derivative, 1 -
+    tanh^2. If `start` is true, the scores' initial values include the log-sum-exp, and `lse` is not
+    used. If `start` is false, `lse` is the shared-memory address of each column's negative
+    log-sum-exp in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -216,18 +202,12 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Return whether a visit's exponentials take longer than dP.
-
-    If the exponentials take longer, the kernel waits for dP between two slices of exponentials.
-    """
+    """Return whether a tile's exponentials take longer than the matrix product dP."""
     return n == 128
 
 
 def score_gradients(bf16: bool, n: int) -> Any:
-    """Return ``score_gradients(p, dp) -> ds``: it computes dS = P dP.
-
-    The result has the layout of a matrix product's left operand.
-    """
+    """Return ``score_gradients(p, dp) -> ds``, which computes dS = P dP as a left operand."""
     kind, begun = floats(n // 2), n // 4 if waits_halfway(n) else 0
 
     @emitted(words(n // 4), kind, kind)
@@ -246,10 +226,7 @@ def _sixteens(row: int) -> int:
 
 
 def ds_place(wide: int) -> Any:
-    """Return ``ds_place(ds, group) -> address``: it returns the address of a thread's row of dS^T.
-
-    The row is swizzled. The argument `wide` is the number of queries per chunk of dS^T.
-    """
+    """Return ``ds_place(ds, group) -> address``, the swizzled address of a thread's row of dS^T."""
 
     @emitted(int32, int32, int32)
     def ds_place_(b: ir.IRBuilder, ds: ir.Value, group: ir.Value) -> ir.Value:
@@ -264,7 +241,7 @@ def ds_place(wide: int) -> Any:
 
 
 def store_ds(block_k: int, n: int, wide: int) -> Any:
-    """Return ``store_ds(place, ds)``: it stores a warpgroup's dS^T, 64 keys by `n` queries."""
+    """Return ``store_ds(place, ds)``, which stores a warpgroup's dS^T, 64 keys by `n` queries."""
 
     @emitted(None, int32, words(n // 4))
     def store_ds_(b: ir.IRBuilder, to: ir.Value, ds: Values) -> None:
@@ -279,10 +256,10 @@ def store_ds(block_k: int, n: int, wide: int) -> Any:
 
 
 def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
-    """Return ``queue_dq(k, ds) -> dq``: it queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
+    """Return ``queue_dq(k, ds) -> dq``, which queues dQ^T = K^T dS^T, 64 columns by `rows` queries.
 
-    The caller must wait for the result. The argument `k` is one chunk of K, and `ds` is the address
-    in dS^T at which the queries begin. The function `ds_place` explains `wide`.
+    The caller must wait for the product dQ^T. `k` is one chunk of K, and `ds` is the address in
+    dS^T at which the queries begin. `wide` is the number of queries per chunk of dS^T.
     """
     steps = range(block_k // 16)
 
@@ -303,10 +280,10 @@ def queue_dq(bf16: bool, rows: int, block_k: int, wide: int) -> Any:
 
 
 def dq_place(rows: int) -> Any:
-    """Return ``dq_place(dq) -> address``: it returns where a thread stages its part of dQ for TMA.
+    """Return ``dq_place(dq) -> address``, the address where a thread stages its part of dQ for TMA.
 
-    A row of the staging area belongs to one query and has 32 columns per box. The 16-byte pieces of
-    a row are swizzled with the row number.
+    A row of dQ's staging area belongs to one query and has 32 columns per box. The 16-byte pieces
+    of a row are swizzled with the row number.
     """
 
     @emitted(int32, int32)
@@ -323,7 +300,7 @@ def dq_place(rows: int) -> Any:
 
 
 def stage_dq(rows: int) -> Any:
-    """Return ``stage_dq(place, dq)``: it writes a warpgroup's piece of dQ to shared memory.
+    """Return ``stage_dq(place, dq)``, which writes a warpgroup's piece of dQ to shared memory.
 
     The 32 elements that a warp stores at once fall into 32 different banks.
     """
@@ -344,7 +321,7 @@ def reduce_dq(rows: int, wide: int, *, packed: bool) -> Any:
     """Return the function that adds `wide` columns of a staged piece of dQ to the accumulator.
 
     The function is ``reduce_dq(map, source, column, row, head, batch)``. All reductions that the
-    thread starts form one group. For `packed` see `wgmma_tiles.copy_tile`.
+    thread starts form one group. The parameter `packed` is that of `wgmma_tiles.copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -372,10 +349,7 @@ reduce_wait_read = emitted(None)(partial(ptx_hopper.reduce_wait, read=True))
 
 @emitted(None, int64, int32)
 def wait_turn(b: ir.IRBuilder, turn: ir.Value, mine: ir.Value) -> None:
-    """Wait until other blocks have made `mine` additions to a piece of dQ.
-
-    After that, this block may add to the piece.
-    """
+    """Wait until a piece of dQ has got `mine` additions, so that this block may add to it."""
     ptx_hopper.wait_equal(b, turn, mine)
     ptx_hopper.fence_async(b, "global")
 
@@ -396,11 +370,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``: it stores a thread's part of 64 x n sums in shared memory.
-
-    The function that `add_from` returns reads these sums. Consecutive sums of a thread lie `apart`
-    bytes apart.
-    """
+    """Return ``lay_down(place, sums)``, which stores a sum every `apart` bytes in shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:
@@ -411,10 +381,7 @@ def lay_down(n: int, apart: int) -> Any:
 
 
 def add_from(n: int, apart: int) -> Any:
-    """Return ``add_from(sums, place, block) -> sums``: it adds another block's sums.
-
-    The other block belongs to the same cluster, and stored n columns of its sums with `lay_down`.
-    """
+    """Return ``add_from(sums, place, block) -> sums``, which adds sums stored by another block."""
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
@@ -428,10 +395,10 @@ def add_from(n: int, apart: int) -> Any:
 
 
 def unit_of_starts(start: bool) -> Any:
-    """Return ``unit(scale)``: it returns the factor for the log-sum-exp in `load_statistics`.
+    """Return ``unit(scale)``, the factor for the log-sum-exp in `load_statistics`.
 
-    If `start` is true, score accumulators start at the scaled log-sum-exp, and the factor is -1 /
-    scale. Otherwise the factor is -log2 e, because the product is added to the exponent of exp2.
+    With `start`, the factor is -1 / scale, because the product initializes the unscaled scores.
+    Without `start`, the factor is -log2 e, because the product is added to the exponent of exp2.
     """
 
     @emitted(float32, float32)

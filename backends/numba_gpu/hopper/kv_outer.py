@@ -1,7 +1,4 @@
-"""Define the warps of the KV-outer backward that load tiles and that send dQ.
-
-The warps do the same as those of kernels/hopper/kv_outer.cuh.
-"""
+"""Define the KV-outer backward's warps that load tiles and send dQ (as in kv_outer.cuh)."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ def share_of(c: SimpleNamespace) -> Any:
     """Return ``share(group, count) -> member, n, left``, which selects a block's visits.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
-    of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
-    block takes a range of `left` consecutive visits, which begins at visit n of the group's head
-    `member`.
+    of its GQA group, one head after another. The blocks of a cluster divide the visits of a work
+    tile. Each block takes `left` consecutive visits, which begin at visit n of head number `member`
+    in the group.
     """
     blocks = c.cluster
 
@@ -55,20 +52,12 @@ def roles(
     sends: bool,
     start: bool,
 ) -> Any:
-    """Return what a block does: one warpgroup produces, and the others all run `consume`.
+    """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
-    The result is ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``.
-
-    Parameters
-    ----------
-    consume : device function
-        ``consume(a, shared, group)``, the loop of consumer warpgroup number `group`.
-    piece_barriers : tuple of int
-        The named barriers of a piece of dQ: free, and full.
-    sends : bool
-        Whether two warps send dQ from shared memory to HBM.
-    start : bool
-        Passed to `statistics`.
+    One warpgroup produces. Every consumer warpgroup runs ``consume(a, shared, group)``, where
+    `group` is its number. `piece_barriers` are two named barriers, which signal that the staging
+    area for dQ is free, and that it is full. With `sends`, two warps send dQ from shared memory to
+    HBM. For `start`, see the function `statistics`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -107,10 +96,7 @@ def roles(
 
 
 def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamespace) -> Any:
-    """Return ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``, the producer's loop.
-
-    One thread fetches work tiles, and loads each work tile's tiles of Q, K, V and dO.
-    """
+    """Return the producer ``produce(map_q, map_k, map_v, map_dout, a, counter, shared)``."""
     block_q, packed = c.block_q, bool(c.varlen)
     row_bytes, row_bytes_v = c.counted * 2, c.counted_v * 2
     k_at, v_at, q_at, dout_at = map(at.region, ("k", "v", "q", "dout"))
@@ -174,13 +160,13 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
 
     @device
     def bring_keys(map_k, map_v, a, shared, slot, item, head, batch):
-        """Load a work tile's V, and then its K.
+        """Load a work tile's V, and then its K, because the buffer of V becomes free first.
 
-        The buffer of V becomes free before the buffer of K. A block of a cluster has only one work
-        tile, so it need not wait for a previous work tile to free the buffers. Such a wait would
-        even be wrong. A cluster's blocks load each other's tiles, so a block without visits may be
-        done with K and V before its producer reaches the wait. The producer would then mistake this
-        phase of the barrier for the previous phase, and wait forever.
+        A block of a cluster has only one work tile, so its producer need not wait for a previous
+        work tile to free the buffers. In a cluster, the producer must not wait for free buffers. A
+        cluster's blocks load each other's tiles, so a block without visits may be done with K and V
+        before its producer reaches the wait. A producer that waits late mistakes the barrier's
+        current phase for the previous phase, and waits forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -246,9 +232,10 @@ def statistics(
 ) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
-    For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators do not
-    start at these values, and the values for the scores are -lse in base 2.
+    For each visit, the warp loads the initial values of the scores and of dP. The warp arrives at
+    the same barriers as the copies of Q and dO. If `start` is true, the scores' initial values
+    include the log-sum-exp. If `start` is false, the scores' initial values are 0, and the warp
+    loads the negative log-sum-exp in base 2.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
@@ -322,8 +309,8 @@ def sender(
     """Return ``send_dq(map_dq, a, shared, group)``, the loop of a warp that sends dQ to HBM.
 
     As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
-    accumulator in HBM. The argument `barriers` holds two named barriers of the first warpgroup. One
-    signals that the warpgroup's piece is free, and the other that it is full.
+    accumulator in HBM. `barriers` holds two named barriers of the first warpgroup, which signal
+    that its staging area is free, and that it is full.
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

@@ -26,10 +26,7 @@ _FOUR_FLOATS = ir.LiteralStructType([F32] * 4)
 
 
 def barrier_init(b: ir.IRBuilder, barrier: ir.Value, arrivals: int) -> None:
-    """Initialize an 8-byte barrier in shared memory, whose phases end after `arrivals` arrivals.
-
-    The instruction is described in the PTX section "mbarrier.init".
-    """
+    """Initialize an 8-byte barrier with `arrivals` arrivals per phase ("mbarrier.init")."""
     asm(b, f"mbarrier.init.shared::cta.b64 [$0], {arrivals};", "r", [barrier], effects=True)
 
 
@@ -55,7 +52,7 @@ def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
     """Wait until a barrier's phase with this parity is over ("mbarrier.try_wait").
 
     Successive phases have parity 0, 1, 0, and so on. On a new barrier, a wait for parity 1 returns
-    at once.
+    immediately.
     """
     text = (
         "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
@@ -83,25 +80,19 @@ def named_arrive(b: ir.IRBuilder, number: ir.Value, threads: int) -> None:
 def cluster_sync(b: ir.IRBuilder) -> None:
     """Wait for all threads of the cluster that have not ended ("barrier.cluster").
 
-    Earlier writes to shared memory by the cluster's threads are then visible.
+    After the wait, earlier writes to shared memory by the cluster's threads are visible.
     """
     text = "barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;"
     asm(b, text, "", [], effects=True, together=True)
 
 
 def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
-    """Map an address in this block's shared memory to the same place in another block ("mapa").
-
-    The argument `block` is the number of the other block in the cluster.
-    """
+    """Map a shared-memory address to the same address in block `block` of the cluster ("mapa")."""
     return asm(b, "mapa.shared::cluster.u32 $0, $1, $2;", "=r,r,r", [address, block], I32)
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
-    """Load a float32 from the shared memory of another block of the cluster ("ld").
-
-    The float32 lies `further` bytes after `address`, which comes from `address_in`.
-    """
+    """Load a float32 of another block, `further` bytes after a result of `address_in` ("ld")."""
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
 
@@ -125,10 +116,10 @@ def copy_box(
 ) -> None:
     """Start the copy of a tensor's box to shared memory ("cp.async.bulk.tensor").
 
-    The box begins at `coordinates` (column, row, head, batch). Elements of the box that are
-    outside the tensor arrive as zeros. The barrier `barrier` counts the bytes that arrive. In a
-    cluster of `blocks`, the box is copied to the same address in every block, and every block's
-    barrier counts its bytes.
+    The box begins at `coordinates` (column, row, head, batch). Elements of the box that are outside
+    the tensor arrive as zeros. The barrier `barrier` counts the bytes that arrive. In a cluster of
+    `blocks`, the box is copied to the same address in every block, and every block's barrier counts
+    its bytes.
     """
     rank = len(coordinates)
     where = ", ".join(f"${3 + axis}" for axis in range(rank))
@@ -159,10 +150,7 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Make a new group of the reductions that this thread started since its last group.
-
-    The instruction is described in the PTX section "cp.async.bulk.commit_group".
-    """
+    """Group this thread's reductions since its last group ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
@@ -175,7 +163,7 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
 
 
 def fence_async(b: ir.IRBuilder, space: str) -> None:
-    """Order this thread's accesses to `space` with respect to TMA's ("fence.proxy.async").
+    """Order this thread's accesses to `space` relative to those of TMA ("fence.proxy.async").
 
     In shared memory, the fence also orders these accesses relative to those of matrix products.
     """
@@ -186,9 +174,9 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 
 
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """Wait until a 32-bit integer in HBM has a value ("ld.acquire").
+    """Wait until a 32-bit integer in HBM has this value ("ld.acquire").
 
-    Writes that another block released together with this value are then visible.
+    After the wait, writes that another block released together with this value are visible.
     """
     text = (
         "{.reg .pred p; .reg .b32 now; again: ld.acquire.gpu.global.u32 now, [$0]; "
@@ -203,7 +191,7 @@ def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Return a 32-bit integer in HBM and increment it; after `last`, it becomes 0 ("atom")."""
+    """Increment an integer in HBM, or reset it to 0 after `last`; return the old value ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -211,10 +199,7 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Store four 8 x 8 matrices of 16-bit elements to shared memory.
-
-    The instruction is "stmatrix". Its layout is the same as that of `ptx.ldmatrix`.
-    """
+    """Store four 8 x 8 matrices of 16-bit elements, laid out as in `ptx.ldmatrix` ("stmatrix")."""
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
@@ -284,15 +269,12 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset of column 16 `step` in a tile of `rows` rows.
-
-    The offset is in descriptor units of 16 bytes.
-    """
+    """Return the offset of column 16 * `step` in a tile of `rows` rows, in units of 16 bytes."""
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
 def down_rows(step: int) -> int:
-    """Return the offset of row 16 `step` of a tile, in descriptor units of 16 bytes."""
+    """Return the offset of row 16 * `step` of a tile, in units of 16 bytes."""
     return step * 16 * 128 // 16
 
 
@@ -310,33 +292,24 @@ def wgmma(
     right_down: bool = False,
     right_narrow: bool = False,
 ) -> Values:
-    """Queue a warpgroup's C + A B, in steps of 16 along k, as one group ("wgmma.mma_async").
+    """Queue a warpgroup's matrix product C + A B as one group ("wgmma.mma_async").
 
-    The matrix C is 64 x n in float32. Warp w of the four holds rows 16 w to 16 w + 15. Of every 8
-    columns, lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) +
-    1, as in `ptx.mma`. The returned registers hold the sums only after `wgmma_wait`.
+    The product is computed in steps of 16 along k. The matrix C is 64 x n in float32 (`c` is None
+    if C is 0). Warp w of the warpgroup holds rows 16 w to 16 w + 15. Of every 8 columns, lane l of
+    the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) + 1, as in `ptx.mma`.
+    The returned registers hold the sums only after `wgmma_wait`.
+
+    The operand `left` is A (64 x 16 per step). A may be a `descriptor` of a tile, or a list of
+    registers in the layout of `ptx.mma`, four per step. The operand `right` is the descriptor of B
+    (16 x n per step). `left_at` (unused for registers) and `right_at` hold each step's offset from
+    the operand's descriptor, in units of 16 bytes. With `left_down` or `right_down`, the operand's
+    k dimension runs down the rows of its tile instead of along a row. With `right_narrow`, B's tile
+    is stored in chunks of 16 columns (`NARROW`).
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
-    them, because nothing, not even a register move, may come between the fence and a product. Each
-    step adds its own offset to a 64-bit matrix descriptor. If each step combined two 32-bit halves
-    instead, ptxas would move both halves every time.
-
-    Parameters
-    ----------
-    c : list of values, or None
-        None for 0.
-    left : value or list of values
-        A (64 x 16 per step): its `descriptor`, with rows along k; or registers, four per step, in
-        `ptx.mma`'s layout.
-    right : value
-        B (16 x n per step), its descriptor.
-    left_at, right_at : list of int
-        Each step's offset from the operand's descriptor, in descriptor units. `left_at` is only for
-        a `left` that is a descriptor.
-    left_down, right_down : bool
-        Whether the operand's k dimension runs down the rows of its tile instead of along a row.
-    right_narrow : bool
-        Whether B's tile is stored in chunks of 16 columns (`NARROW`).
+    them. Nothing, not even a register move, may come between the fence and a product. Each step
+    adds its offset to a 64-bit matrix descriptor, because ptxas would otherwise move both 32-bit
+    halves of the descriptor at every step.
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))
@@ -383,8 +356,8 @@ def wgmma(
 def wgmma_wait(b: ir.IRBuilder, c: Values, *, pending: int) -> Values:
     """Wait for all groups of products except the last `pending` ("wgmma.wait_group").
 
-    The returned accumulators `c` are then complete. The instruction takes and returns the
-    registers, so that no code can read them before the wait.
+    After the wait, the accumulators `c` are complete. The instruction takes and returns the
+    registers of `c`, so that no code can read them before the wait.
     """
     count = len(c)
     complete = asm(

@@ -13,10 +13,7 @@ ITEM = 48
 
 
 def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
-    """Return how many columns products compute: the larger head_dim, rounded up to `step`.
-
-    A tile in shared memory may have more columns, which TMA pads with zeros.
-    """
+    """Return the larger of head_dim and head_dim_v, rounded up to a multiple of `step`."""
     return -(-max(head_dim, head_dim_v) // step) * step
 
 
@@ -24,8 +21,8 @@ def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
 class SmemLayout(ABC):
     """A kernel's shared-memory layout, as byte offsets.
 
-    Tiles and rows come first, then mbarriers, then slots that hold work tiles. A tile is stored as
-    chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
+    Tiles and per-row values come first, then mbarriers, then slots that hold work tiles. A tile is
+    stored as chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
     """
 
     block_q: int
@@ -40,16 +37,15 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
-        The kinds are in layout order. A "full" barrier waits for the producer's arrival and for the
-        bytes of its copies. A "free" barrier waits for one arrival from each warp that reads the
-        stage.
+        A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
+        barrier waits for one arrival from each warp that reads the stage.
         """
 
     @property
@@ -63,14 +59,14 @@ class SmemLayout(ABC):
         return sum(list(self.regions.values())[:before])
 
     def barrier(self, kind: str) -> int:
-        """Return the shared-memory offset of the first barrier of this kind."""
+        """Return the shared-memory offset of the first of the mbarriers of kind `kind`."""
         before = list(self.arrivals).index(kind)
         counts = [n for n, _ in self.arrivals.values()]
         return sum(self.regions.values()) + sum(counts[:before]) * 8
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """For each barrier's offset, the number of arrivals that end a phase of that barrier."""
+        """A dict from each barrier's offset to its number of arrivals per phase."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -90,10 +86,7 @@ class SmemLayout(ABC):
 
 @dataclass(frozen=True)
 class OnChip(SmemLayout):
-    """The shared-memory layout of the forward kernel.
-
-    A tile of Q stays in shared memory for one work tile. A tile of K or V stays for one visit.
-    """
+    """The forward's shared-memory layout, with Q of a work tile and stages for K and V."""
 
     dv: int
     stages: int
@@ -115,23 +108,23 @@ class OnChip(SmemLayout):
 
     @property
     def k_bytes(self) -> int:
-        """The bytes of one stage of K."""
+        """The number of bytes in one pipeline stage of K."""
         return self.block_k * 128 * self.chunks
 
     @property
     def v_bytes(self) -> int:
-        """The bytes of one stage of V."""
+        """The number of bytes in one pipeline stage of V."""
         return self.block_k * 128 * self.chunks_v
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -142,16 +135,16 @@ class OnChip(SmemLayout):
 
 
 class ByKeys(SmemLayout):
-    """A shared-memory layout of a KV-outer backward kernel."""
+    """The base class of the shared-memory layouts of KV-outer backward kernels."""
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes in a tile of K, or in a tile of V."""
+        """The number of bytes per tile of K, and per tile of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of Q, or in one of dO."""
+        """The number of bytes per pipeline stage of Q, and per stage of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
@@ -162,10 +155,10 @@ class ByKeys(SmemLayout):
     @property
     @abstractmethod
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes.
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory.
 
-        Each range is (the first column of warpgroup 0, the number of columns from there to the
-        first column of the next warpgroup, width).
+        A range is (first, apart, width): warpgroup g writes `width` columns, beginning at column
+        first + g * apart.
         """
 
     @property
@@ -175,24 +168,24 @@ class ByKeys(SmemLayout):
 
     @property
     def row_of_threads(self) -> int:
-        """The bytes from one float of a thread's dK or dV to the next in the exchange area.
+        """The distance in bytes between floats of one thread in the exchange area for dK and dV.
 
-        The exchange area takes the place of the tiles of K, V, Q and dO. A block of a cluster
-        stores its dK and dV in the exchange area, from which the other blocks read them.
+        A block of a cluster stores its dK and dV in the exchange area, and the other blocks read
+        them. The area overlaps the block's tiles of K, V, Q and dO.
         """
         return 128 * self.groups * 4
 
 
 @dataclass(frozen=True)
 class KeysOutside(ByKeys):
-    """The shared-memory layout of the KV-outer backward kernel.
+    """The shared-memory layout of the KV-outer backward for head dims up to 128.
 
     K and V stay in shared memory for one work tile. Q, dO and their row statistics are in ring
     buffers of two stages, and each visit (tile pair) uses one stage. The statistics are the initial
-    values of a row's scores and of its dP. dS^T, which has one row per key, is in another ring
-    buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64 columns of
-    `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate barriers, at
-    which the next visit waits for dS^T.
+    values of a row's scores and of its dP. The matrix dS^T, which has one row per key, is in
+    another ring buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64
+    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, the next visit reads
+    dS^T, and waits for it at separate barriers.
     """
 
     fused: bool
@@ -210,12 +203,12 @@ class KeysOutside(ByKeys):
 
     @property
     def ds_bytes(self) -> int:
-        """The bytes of one stage of dS^T."""
+        """The number of bytes in one pipeline stage of dS^T."""
         return self.block_k * self.block_q * 2 if self.fused else 0
 
     @property
     def split_columns(self) -> bool:
-        """Whether the warpgroups divide the columns of dQ between them instead of its rows."""
+        """Whether each warpgroup computes some columns of dQ; otherwise it computes some rows."""
         return self.d == 128
 
     @property
@@ -225,12 +218,12 @@ class KeysOutside(ByKeys):
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 64 if self.split_columns else 0, 64 if self.fused else 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -240,10 +233,10 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
-        writes a part of dS^T, and each warpgroup reads the rows of all keys.
+        writes a part of dS^T, and each warpgroup reads dS^T for all keys.
         """
         warps = 4 * self.groups
         readers = warps + 1 + (self.groups if self.fused else 0)  # of a work tile
@@ -262,7 +255,7 @@ class ColumnsDivided(ByKeys):
     The two warpgroups divide the columns of dK, dV and dQ. P^T and dS^T, which have one row per
     key, pass through shared memory, in two stages. If dQ is `staged`, each warpgroup has a staging
     area for its columns of dQ, in boxes of 32 columns. With 256 columns, a `fused` kernel has no
-    room for staging areas.
+    space for staging areas.
     """
 
     fused: bool
@@ -276,30 +269,30 @@ class ColumnsDivided(ByKeys):
 
     @property
     def wide(self) -> int:
-        """The number of a warpgroup's columns that lie in whole chunks of 64 columns.
+        """How many of a warpgroup's columns are in chunks that it does not share.
 
-        The first of these columns of the two warpgroups are 128 columns apart.
+        The chunks of warpgroup 1 begin 128 columns after those of warpgroup 0.
         """
         return 128 if self.d == 256 else 64
 
     @property
     def narrow(self) -> int:
-        """The number of a warpgroup's other columns: half of the middle chunk of three."""
+        """How many of a warpgroup's columns are in the chunk that both warpgroups share."""
         return 0 if self.d == 256 else 32
 
     @property
     def scores_bytes(self) -> int:
-        """The bytes of one stage of P^T, or of dS^T."""
+        """The number of bytes per pipeline stage of P^T, and per stage of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 128, self.wide), (64, 32, self.narrow)) if self.staged else ((0, 0, 0),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -309,10 +302,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
-
-        The barrier "full" has the same arrivals as in `KeysOutside`.
-        """
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -326,8 +316,8 @@ class Roles(ByKeys):
     """The shared-memory layout of the fused backward whose warpgroups compute different products.
 
     One warpgroup computes P, dS and dQ, another computes dV, and a third computes dK. P^T, dS^T and
-    dO have one stage each. P^T and dS^T have one row per key. Each chunk of dO has its own
-    barriers. dQ has `dq_wide` columns.
+    dO have one stage each. P^T and dS^T have one row per key. Each 64-column chunk of dO has its
+    own barriers.
     """
 
     dq_wide: int
@@ -336,17 +326,17 @@ class Roles(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The bytes of P^T, or of dS^T."""
+        """The number of bytes of P^T in shared memory, and of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
-        """The one or two ranges of columns in the piece of dQ that a warpgroup writes."""
+        """The one or two ranges of columns of dQ that a warpgroup writes to shared memory."""
         return ((0, 0, self.dq_wide),)
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -356,11 +346,11 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase.
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
         The barrier "full" has the same arrivals as in `KeysOutside`. The warps that compute dK
-        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by that
-        time. The warps that compute dP and those that compute dV read each chunk of dO.
+        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by
+        then. The warps that compute dP and those that compute dV read each chunk of dO.
         """
         chunks = self.chunks
         return {
@@ -390,17 +380,17 @@ class DqAlone(SmemLayout):
 
     @property
     def own_bytes(self) -> int:
-        """The bytes of one piece of Q, and also of one piece of dO."""
+        """The number of bytes per 64 rows of Q, and per 64 rows of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """The bytes of one stage of K, and also of one stage of V."""
+        """The number of bytes per pipeline stage of K, and per stage of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def regions(self) -> dict[str, int]:
-        """The size in bytes of each region of tiles or rows, over all stages, in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -409,7 +399,7 @@ class DqAlone(SmemLayout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """For each kind of mbarrier, the number of barriers and their arrivals per phase."""
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
@@ -419,10 +409,7 @@ class DqAlone(SmemLayout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return two numbers of registers per thread: for producers, and for consumers.
-
-    The block's 128 (groups + 1) threads share the SM's 65,536 registers.
-    """
+    """Return two numbers of registers per thread: those of producers and those of consumers."""
     return (32, 160) if groups == 3 else (40, 232)
 
 

@@ -1,10 +1,9 @@
 """Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products, and output rows.
 
-A ring buffer has two or three stages (`Ring`). The functions for two stages are also available
-directly in this module.
-
-Accumulator fragments have the layout of `mma_tiles`, with a single block of 16 rows per warp;
-`ptx.wgmma` in this package says which of the warpgroup's 64 rows these are.
+A ring buffer of tiles has two or three stages (`Ring`). The functions of a ring buffer with two
+stages are also available directly in this module. Accumulator fragments have the layout of
+`mma_tiles`, with a single block of 16 rows per warp. `ptx.wgmma` says which of the warpgroup's 64
+rows a warp has.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def speaks(b: ir.IRBuilder) -> ir.Value:
 
 
 def registers(count: int, *, more: bool) -> Any:
-    """Return ``registers()``: it sets the warpgroup's number of registers per thread to `count`."""
+    """Return ``registers()``, which sets the warpgroup's registers per thread to `count`."""
     return emitted(None)(partial(ptx_hopper.registers, count=count, more=more))
 
 
@@ -62,8 +61,7 @@ def registers(count: int, *, more: bool) -> Any:
 def barriers_begin(counts: dict[int, int]) -> Any:
     """Return ``barriers_begin(base)``, with which one thread initializes the barriers.
 
-    Each entry of `counts` stands for a barrier. The entry's key is the barrier's offset from
-    `base`, and the entry's value is the number of arrivals per phase.
+    `counts` maps each barrier's offset from `base` to its number of arrivals per phase.
     """
 
     @emitted(None, int32)
@@ -81,31 +79,24 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``, which arrives at the barrier.
-
-    The barrier's phase then also waits for `count` bytes.
-    """
+    """Return ``expect(barrier)``, which arrives, and makes the barrier wait for `count` bytes."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
 class Ring:
     """The device functions of a ring buffer with two or three stages.
 
-    A tile is identified by its *position*. The first tile has position 0, and `after` returns the
-    position of the next tile. The lowest bits of a position are the stage. The bit above them is
-    the parity of the lap, where a lap is one pass over all stages. With three stages positions are
-    0, 1, 2, 4, 5, 6, 8, and so on. Each stage has one mbarrier for "full" and one for "free". One
-    phase of each barrier ends per lap.
+    A tile is identified by its *position*. The first tile has position 0, and ``after(position)``
+    returns the position of the next tile. The lowest bits of a position are the stage, which
+    ``place(position)`` returns. The next higher bit of the position is the parity of the lap, where
+    a lap is one pass over all stages. With three stages positions are 0, 1, 2, 4, 5, 6, 8, and so
+    on.
 
-    Attributes
-    ----------
-    after, place : functions (position) -> int32
-        `after` returns the next tile's position, and `place` returns a tile's stage.
-    stage : function (barriers, position) -> int32
-        The barrier of a tile's stage, among the barriers of one kind.
-    wait_full, wait_free : functions (barriers, position)
-        `wait_full` waits until a tile is in its stage. `wait_free` waits until every reader of the
-        stage's previous tile is done; on the first lap it returns at once.
+    Each stage has one mbarrier for "full" and one for "free". One phase of each of these barriers
+    ends per lap. ``stage(barriers, position)`` returns the barrier of a tile's stage, among the
+    barriers of one kind. ``wait_full(barriers, position)`` waits until a tile is in its stage.
+    ``wait_free(barriers, position)`` waits until every reader of the stage's previous tile is done.
+    On the first lap, ``wait_free`` returns immediately.
     """
 
     def __init__(self, stages: int) -> None:
@@ -166,18 +157,12 @@ def arrive_behind(b: ir.IRBuilder, barrier: ir.Value, condition: ir.Value, alpha
 
 
 def named_sync(threads: int) -> Any:
-    """Return ``named_sync(barrier)``: it arrives at a named barrier, and then waits.
-
-    The wait ends when `threads` threads have arrived.
-    """
+    """Return ``named_sync(barrier)``, which waits at a named barrier for `threads` threads."""
     return emitted(None, int32)(partial(ptx_hopper.named_sync, threads=threads))
 
 
 def named_arrive(threads: int) -> Any:
-    """Return ``named_arrive(barrier)``: it arrives at a named barrier, and does not wait.
-
-    The barrier is for `threads` threads.
-    """
+    """Return ``named_arrive(barrier)``, which arrives at a named barrier without waiting."""
     return emitted(None, int32)(partial(ptx_hopper.named_arrive, threads=threads))
 
 
@@ -225,7 +210,7 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
 
     The tile is copied box by box, in the order of its 64-column chunks. A tensor map for `packed`
     sequences has an additional axis, on which the coordinate of every box is `ROUND`. In a cluster
-    of `blocks`, each block loads some of the boxes, and every block receives all of them.
+    of `blocks`, each block loads some of the boxes to the shared memory of every block.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -262,7 +247,7 @@ def copy_chunks(rows: int, chunks: int, *, packed: bool) -> Any:
 
     The function is ``copy_chunks(to, map, full, free, parity, row, head, batch)``. A chunk's copy
     starts once its readers have released the previous tile. `parity` is the parity of the tile's
-    number. The argument `packed` is that of `copy_tile`.
+    number. The parameter `packed` is that of `copy_tile`.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -298,19 +283,12 @@ uncounted = emitted(int32, int32)(ptx.again)
 def queue_scores(
     bf16: bool, n: int, depth: int, *, rows: int = 64, of: int = 0, more: bool = False
 ) -> Any:
-    """Return ``queue_scores(q, k) -> s``: it queues S = Q K^T of 64 queries by `n` keys.
+    """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
 
-    The caller must wait for the result.
-
-    Parameters
-    ----------
-    n, depth : int
-        The number of rows of K, and the number of columns of both tiles.
-    rows, of : int
-        The number of rows of the whole Q tile, of which 64 are used, and of the whole K tile, of
-        which n are used. If `of` is 0, the K tile has n rows.
-    more : bool
-        If true, the returned function is ``queue_scores(s, q, k) -> s + Q K^T`` instead.
+    The caller must wait for the result S. The tiles of Q and K have `depth` columns. `rows` is the
+    number of rows of the whole Q tile, of which 64 are used. The whole K tile has `of` rows, of
+    which n are used. If `of` is 0, the K tile has n rows. With `more`, the function is
+    ``queue_scores(s, q, k) -> s + Q K^T``.
     """
     steps = range(depth // 16)
     left_at = [ptx_hopper.along_row(x, rows) for x in steps]
@@ -333,17 +311,10 @@ def queue_scores(
 
 
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
-    """Return ``queue_output(o, p, v) -> o``: it queues o + P V, where P is from `round_operand`.
+    """Return ``queue_output(o, p, v) -> o``, which queues o + P V, where P is from `round_operand`.
 
-    The caller must wait for the result.
-
-    Parameters
-    ----------
-    n, depth : int
-        The numbers of columns and of rows of V.
-    of : int
-        The number of rows of the whole tile of V, of which `depth` are used. If `of` is 0, the tile
-        has `depth` rows.
+    The caller must wait for the product. V has `n` columns and `depth` rows. The whole tile of V
+    has `of` rows or, if `of` is 0, `depth` rows.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
@@ -356,19 +327,12 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """Return ``product_wait(c) -> c``: it waits for a product.
-
-    After the wait, the sums `c` are complete. All groups of products except the last `pending`
-    groups are complete, too.
-    """
+    """Return ``product_wait(c) -> c``, which waits for all except the last `pending` groups."""
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
 def round_operand(bf16: bool, n: int) -> Any:
-    """Return ``round_operand(s) -> p``: it rounds sums to 16 bits, to use them as a left operand.
-
-    Two neighbouring elements of the operand share a register.
-    """
+    """Return ``round_operand(s) -> p``, which rounds sums to 16 bits for use as a left operand."""
     return emitted(words(n // 4), floats(n // 2))(partial(rounded, bf16=bf16))
 
 
@@ -381,12 +345,11 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 
 
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
-    """Return the function that rounds and stores 64 rows of output.
+    """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
 
-    The function is ``store_output(address, row_bytes, o, factors, row, stop) -> bytes``. The
-    argument `row` is the warp's first row, and `address` is the address of row 0. Rows from `stop`
-    on, and columns past the width of `row_of`, are not stored. A lane holds pairs of columns. The
-    four lanes of a quad exchange these pairs, so that each lane stores 16 bytes of a row. With
+    The function rounds and stores rows of output, except rows from `stop` on and columns past the
+    row width `row_of`. `row` is the warp's first row, and `address` is the address of row 0. The
+    four lanes of a quad exchange pairs of columns, so that each lane stores 16 bytes of a row. With
     `later`, the function has another parameter: the column at which o begins.
     """
 

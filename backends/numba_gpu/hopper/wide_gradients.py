@@ -1,9 +1,10 @@
-"""Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
+"""Numba intrinsics for the KV-outer backward with a head_dim above 128.
 
-P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. They are transposed,
-so each row belongs to one key and has 64 queries. `backward_wide` computes transposed scores, in
-which each row belongs to a key. `backward_roles` computes scores in which each row belongs to a
-query. Each row of dQ belongs to a query, so the staging of dQ differs from that in `gradients`.
+Warpgroups exchange P and dS of a tile pair through shared memory. In shared memory, P and dS are
+transposed: each row belongs to one key and has 64 queries. `backward_wide` computes transposed
+scores, in which each row belongs to a key. `backward_roles` computes scores in which each row
+belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from that in
+`gradients`.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
     """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
 
-    The function is ``scores_place(tile, group) -> address``. A warpgroup has 32 of the row's 64
-    queries. The result can be passed to `gradients.store_ds`.
+    Each warpgroup computes 32 of the 64 queries in a row. `gradients.store_ds` takes the returned
+    address.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -73,9 +74,9 @@ def column_probabilities(n: int, softcap: bool) -> Any:
 
 
 def column_gradients(bf16: bool, n: int) -> Any:
-    """Return ``column_gradients(p, dp, delta) -> ds``: it computes dS = P (dP + delta), rounded.
+    """Return ``column_gradients(p, dp, delta) -> ds``, which computes dS = P (dP + delta), rounded.
 
-    `delta` holds -delta of each of the lane's columns.
+    `delta` holds the negative delta of each of the lane's columns.
     """
     kind = floats(n // 2)
 
@@ -94,10 +95,10 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     """Return the function that queues a product for the columns of a warpgroup.
 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
-    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
-    its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
-    of the wide columns come first, and then those of the narrow columns. The products of each of
-    these two parts form one group.
+    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T. With `down`, it
+    is transposed, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums of the
+    wide columns come first, and then those of the narrow columns (`ColumnsDivided`). The wide
+    columns and the narrow columns are two groups of products.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -171,11 +172,10 @@ def store_columns(bf16: bool, at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 
 def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
-    """Return the function that adds a warpgroup's columns of dQ to the accumulator in HBM.
+    """Return ``add_columns(address, dq, rows, group) -> bytes``, which adds columns of dQ to HBM.
 
-    The function is ``add_columns(address, dq, rows, group) -> bytes``. `address` is the address of
-    the tile's row 0, and only the tile's first `rows` rows exist. All these columns are wide ones
-    (`ColumnsDivided.wide`).
+    `address` is the address of the tile's row 0 in dQ's accumulator. Only the first `rows` rows of
+    the tile exist.
     """
     assert not at.narrow, "the narrow columns are not added"
 
@@ -210,10 +210,7 @@ def add_columns(at: ColumnsDivided, row_of: RowWidth) -> Any:
 
 @emitted(floats(2), int32)
 def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
-    """Load one float32 for each of this thread's two rows from shared memory.
-
-    The function is ``load_rows(address) -> values``.
-    """
+    """Load one float32 for each of this thread's two rows from shared memory at `address`."""
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane_of(b), i32(2)))
     mine = b.add(address, b.shl(row, i32(2)))
     return [ptx.load_shared_float(b, b.add(mine, i32(32 * half))) for half in range(2)]
@@ -221,10 +218,7 @@ def load_rows(b: ir.IRBuilder, address: ir.Value) -> Values:
 
 @emitted(int32, int32)
 def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
-    """Return the address at which this thread stores the first keys of P^T or dS^T.
-
-    The function is ``keys_place(tile) -> address``.
-    """
+    """Return the address in `tile` at which this thread stores the first keys of P^T or dS^T."""
     lane = lane_of(b)
     key = b.add(b.shl(b.lshr(lane, i32(4)), i32(3)), b.and_(lane, i32(7)))
     piece = b.add(b.shl(_warp(b), i32(1)), b.and_(b.lshr(lane, i32(3)), i32(1)))
@@ -233,12 +227,11 @@ def keys_place(b: ir.IRBuilder, tile: ir.Value) -> ir.Value:
 
 
 def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
-    """Return the function that computes P = exp2(c S - lse) and stores it.
+    """Return ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``: P = exp2(c S - lse).
 
-    The function is ``store_probabilities(place, s, lse, to_log2, cap) -> sloped``. `sloped` is P
-    or, if there is a softcap, P times the softcap's derivative. `lse` holds the negative
-    log-sum-exp, in base 2, of the thread's rows. The function stores 16 keys at a time, while the
-    exponentials of the next 16 keys run.
+    The function stores P, and returns P or, if there is a softcap, P times the softcap's
+    derivative. `lse` holds the negative log-sum-exp, in base 2, of the thread's rows. The function
+    stores 16 keys at a time, while the exponentials of the next 16 keys run.
     """
     kind = floats(n // 2)
 
@@ -267,9 +260,9 @@ def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
 
 
 def store_gradients(bf16: bool, n: int) -> Any:
-    """Return ``store_gradients(place, p, dp, delta)``: it stores dS = P (dP + delta), rounded.
+    """Return ``store_gradients(place, p, dp, delta)``, which stores dS = P (dP + delta), rounded.
 
-    `delta` holds -delta of the thread's rows.
+    `delta` holds the negative delta of each of the thread's rows.
     """
     kind = floats(n // 2)
 
@@ -286,10 +279,7 @@ def store_gradients(bf16: bool, n: int) -> Any:
 
 
 def queue_dq(bf16: bool, n: int, keys: int) -> Any:
-    """Return ``queue_dq(ds, k) -> dq``: it queues the product dQ = dS K.
-
-    dQ has 64 queries and `n` columns.
-    """
+    """Return ``queue_dq(ds, k) -> dq``, which queues dQ = dS K, 64 queries by `n` columns."""
     steps = [ptx_hopper.down_rows(x) for x in range(keys // 16)]
 
     @emitted(floats(n // 2), int32, int32)
@@ -323,8 +313,8 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
     """Return the function that rounds and stores three sums of `queue_sum`, as rows of keys.
 
     The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
-    bytes``. `first` is the tile's first key. The function does not store keys from `stop` on, or
-    columns past the width of `row_of`.
+    bytes``. `first` is the tile's first key. The function skips keys from `stop` on, and columns
+    past the row width `row_of`.
     """
     kind = floats(keys // 2)
 
@@ -373,9 +363,9 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
 def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
     """Return the shared-memory address at which this thread stages its part of dQ.
 
-    The function is ``rows_place(dq) -> address``. A row of the staging area has 32 columns per box.
-    The 16-byte pieces of a row are swizzled with the row number. A thread whose row is odd begins
-    with the other half of a box's columns. Otherwise two rows would use the same banks.
+    A row of dQ's staging area has 32 columns per box. The 16-byte pieces of a row are swizzled with
+    the row number. A thread whose row is odd begins with the other half of a box's columns, because
+    otherwise two rows would use the same banks.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.lshr(lane, i32(2)))
@@ -386,7 +376,7 @@ def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
 
 
 def stage_rows(n: int, rows: int) -> Any:
-    """Return ``stage_rows(place, dq)``: it writes `rows` by `n` columns of dQ to shared memory."""
+    """Return ``stage_rows(place, dq)``, which writes `rows` rows of dQ to shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def stage_rows_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:

@@ -1,8 +1,7 @@
 """Pass work tiles from the producer to the consumers through slots in shared memory.
 
-A work tile is a row tile of one head with all its visits. In a KV-outer kernel, a work tile is a
-column tile with all its visits. A visit is one query tile times one key tile. A slot holds a work
-tile in the layout of `smem_layout`.
+A work tile is a row tile of one head with all its visits, or in a KV-outer kernel a column tile
+with all its visits. A visit is one query tile times one key tile.
 """
 
 from __future__ import annotations
@@ -44,18 +43,20 @@ def item_functions(
 ) -> SimpleNamespace:
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
-    `w` holds the functions of `traversal.walk_functions`. A warp role is the producer's warpgroup
-    or one of the consumers' warpgroups. Each role records its own time stamps.
+    `w` holds the functions of `traversal.walk_functions`. Each warp role (the producer's warpgroup,
+    or one of the consumers' warpgroups) records its own time stamps. If `part` is true, the launch
+    computes only some work tiles of its pass, and otherwise all.
 
-    ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` is the number after
-    its last work tile. If `part` is false, the launch has all work tiles of its pass. ``write(a,
-    slot, number)`` writes a work tile to a slot. ``after(a, counter)`` requests the number of the
-    next work tile. ``take(shared, item)`` waits for a work tile and returns its slot.
-    ``leave(shared, item, speaking)`` signals that a warp is done with the slot. ``visits(slot)``
-    returns the work tile's visits in the form in which ``begin`` of `w` returns them. ``place(row,
-    stop, batch)`` returns the coordinates that a tensor map needs for a row. ``visit_stamps(a,
-    walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the addresses of a role's
-    time stamps.
+    - ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` that of its last
+      work tile plus one.
+    - ``write(a, slot, number)`` writes work tile `number` to a slot of shared memory.
+    - ``after(a, counter)`` requests the number of the next work tile.
+    - ``take(shared, item)`` waits for a work tile and returns its slot.
+    - ``leave(shared, item, speaking)`` signals that a warp is done with the slot of a work tile.
+    - ``visits(slot)`` returns the work tile's visits as ``begin`` of `w` does.
+    - ``place(row, stop, batch)`` returns the coordinates that a tensor map needs for a row.
+    - ``visit_stamps(a, walk, first, role)`` and ``tile_stamps(a, walk, outer, role)`` return the
+      addresses of a role's time stamps.
     """
     # block size of the inner loop's side
     block, varlen = c.block_k if by_row else c.block_q, bool(c.varlen)

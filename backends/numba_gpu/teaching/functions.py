@@ -1,4 +1,4 @@
-"""Generates the teaching kernels' device functions from traced score and mask functions.
+"""Generate the teaching kernels' device functions from traced score and mask functions.
 
 All captured arrays are concatenated into two flat device arrays, one of floats and one of integers.
 The generated text contains the offset of each captured array. Kernels add the gradients of captured
@@ -48,7 +48,7 @@ class TracedFunctions(NamedTuple):
 
 
 def functions_of(problem: Problem) -> TracedFunctions:
-    """Return the mask and score function of a problem, as traced."""
+    """Return a problem's traced mask function and score function."""
     return TracedFunctions(
         problem.mask_graph, problem.score_mod, problem.score_grads, problem.sinks
     )
@@ -57,10 +57,10 @@ def functions_of(problem: Problem) -> TracedFunctions:
 class Compiled(NamedTuple):
     """Device functions that apply the mask and score functions to a single score.
 
-    ``keep(floats, wholes, b, h, q, k)`` returns whether the mask keeps the score. ``score(floats,
-    wholes, s, b, h, q, k)`` returns the new score. ``slope(floats, wholes, sums, s, ds, b, h, q,
-    k)`` returns the gradient of `s`, and adds the gradients of captured arrays to `sums`.
-    ``slope_alone`` only returns the gradient of `s`.
+    - ``keep(floats, wholes, b, h, q, k)`` returns whether the mask keeps the score.
+    - ``score(floats, wholes, s, b, h, q, k)`` returns the new score.
+    - ``slope(floats, wholes, sums, s, ds, b, h, q, k)`` returns the gradient of `s`, and adds the
+      gradients of captured arrays to `sums`. ``slope_alone`` only returns the gradient of `s`.
     """
 
     keep: Any
@@ -71,10 +71,7 @@ class Compiled(NamedTuple):
 
 @lru_cache(maxsize=64)
 def compiled(functions: TracedFunctions) -> Compiled:
-    """Compile the device functions of a mask and score function.
-
-    If the mask or the score function is missing, an identity function takes its place.
-    """
+    """Compile the device functions of a mask and score function (identities if there is none)."""
     places = functions.places()
     score, mask = functions.score, functions.mask
     at, arguments = "b, h, i, j", "floats, wholes"
@@ -114,7 +111,7 @@ class Flat(Written):
         return [f"    {line}" for line in self.statements(numbers)]
 
     def element(self, node: Any) -> str:
-        """Return the text of an index: that of the element that `node` loads, in the flat array."""
+        """Return the text of the index, in the flat array, of the element that `node` loads."""
         return f"{self.places[node.value]} + ({self.offset(node)})"
 
     def read(self, node: Any) -> str:

@@ -2,13 +2,13 @@
 
 The kernels follow Algorithms 1 and 2 of arXiv:2307.08691 step by step, and compute in float32. The
 grid of thread blocks is (tile, batch * heads). The kernels visit the tiles that the schedule's
-tables list. So a kernel does not evaluate the mask to decide which tiles to skip. The kernels run
-on any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
+tables list, and do not evaluate the mask to decide which tiles to skip. The teaching kernels run on
+any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
-The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the sequence on the other side)
-for each row tile and column tile. ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR
-form. A kernel that is built with `counts` also sums the bytes that it moves, in ``tile_counts``
-(heads of the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
+The tables ``rows`` and ``cols`` have four numbers per row tile and column tile: start, stop,
+offset, and the end of the sequence on the other axis. ``ptr``, ``index`` and ``kind`` list the
+visited tiles in CSR form. A kernel that is built with `counts` also sums the bytes that it moves,
+in ``tile_counts`` (heads of the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
 """
 
 from __future__ import annotations
@@ -69,10 +69,7 @@ def _load(tile, X, batch, head, start, stop, width):
 
 @lru_cache(maxsize=64)
 def forward_kernel(shape: TeachingShape) -> Any:
-    """Return the forward kernel.
-
-    Block (i, head) computes row tile i, and each thread computes one row of it.
-    """
+    """Return the forward kernel: block (i, head) computes row tile i, with one thread per row."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad, block_k_pad = d + 1, dv + 1, block_k + 1  # odd strides: no bank conflicts
@@ -162,8 +159,8 @@ def forward_kernel(shape: TeachingShape) -> Any:
 def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
-    Thread r computes row r of the block's row tile. dL is the gradient of the LSE. If the LSE has a
-    gradient, the kernel subtracts dL from delta. Otherwise the kernel does not read dL.
+    Thread r computes row r of the block's row tile. If the LSE has a gradient dL, the kernel
+    subtracts dL from delta.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2
@@ -303,10 +300,7 @@ def dkdv_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def dq_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel that computes dQ alone, without atomics.
-
-    Block (i, head) computes row tile i, and thread r computes the tile's row r.
-    """
+    """Return the kernel for dQ alone: block (i, head) computes row tile i, one thread per row."""
     block_q, block_k, d, dv = shape.block_q, shape.block_k, shape.d, shape.dv
     group, softcap, itemsize, counts = shape.group, shape.softcap, shape.itemsize, shape.counts
     d_pad, dv_pad = d + 1, dv + 1
@@ -389,10 +383,7 @@ def dq_kernel(shape: TeachingShape) -> Any:
 
 @lru_cache(maxsize=64)
 def convert_kernel(shape: TeachingShape) -> Any:
-    """Return the kernel that converts dQ's float32 accumulator to the inputs' type.
-
-    Thread r converts row r of the block's row tile.
-    """
+    """Return the kernel that converts dQ's float32 accumulator to the inputs' type, by rows."""
     d, itemsize, counts = shape.d, shape.itemsize, shape.counts
 
     @cuda.jit

@@ -1,4 +1,4 @@
-"""Launches the teaching kernels on a GPU or, if it is switched on, in Numba's simulator."""
+"""Launch the teaching kernels on a GPU, or in Numba's simulator if the simulator is switched on."""
 
 from __future__ import annotations
 
@@ -48,13 +48,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, direction: str) -> int:
 
 
 def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
-    """Return the requested tiling, or the largest square tiling that fits if none was requested.
-
-    Raises
-    ------
-    TilingError
-        If the tiles do not fit in 48 KiB, or have more rows than a block has threads.
-    """
+    """Return the requested tiling, or the largest square one that fits, or raise `TilingError`."""
     if tiling is not None:
         need = shared_bytes(problem, tiling, direction)
         if need <= SHARED_BYTES and max(tiling.block_q, tiling.block_k) <= 1024:
@@ -65,9 +59,9 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
             if shared_bytes(problem, t, direction) <= SHARED_BYTES
         ]
         raise TilingError(
-            f"{direction} at head_dim={problem.head_dim}: a {tiling} tile needs {need:,} B of "
-            f"shared memory (the teaching kernels allow {SHARED_BYTES:,} B and 1,024 rows); "
-            f"possible tiles: {', '.join(str(t) for t in possible) or 'none'}"
+            f"a {tiling} tile of the {direction} at head_dim={problem.head_dim} needs {need:,} B "
+            f"of shared memory, but the teaching kernels allow {SHARED_BYTES:,} B and 1,024 rows; "
+            f"choose from {', '.join(str(t) for t in possible) or 'none'}"
         )
     largest = 16 if simulated() else 32  # the simulator starts one OS thread per row
     sides = [x for x in _SIDES if x <= largest]
@@ -85,7 +79,7 @@ def choose(problem: Problem, tiling: Tiling | None, direction: str) -> Tiling:
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass."""
+    """Run the forward pass with the teaching kernels."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "forward")
     check(p, tiling)
     _check_functions(job)
@@ -113,7 +107,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward: delta, dkdv and dq or, for "flash2-fused", delta, fused and convert."""
+    """Run the backward pass with the teaching kernels."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
     _check_functions(job)
@@ -159,19 +153,15 @@ def _check_functions(job: Job) -> None:
     p = job.problem
     if not p.has_functions:
         return
-    if job.trace or p.cu_seqlens_q is not None:
-        what = "trace a call" if job.trace else "run packed sequences (cu_seqlens)"
+    if p.cu_seqlens_q is not None:
         raise UnsupportedError(
-            f"the teaching kernels cannot {what} with mask_mod, score_mod or sinks; use "
-            "backend='simulator' or 'numba'"
+            "the teaching kernels cannot run packed sequences (cu_seqlens) with mask_mod, "
+            "score_mod or sinks; use backend='simulator' or 'numba'"
         )
 
 
 def _sinks(job: Job) -> np.ndarray:
-    """Return the sinks as a float32 array (heads,).
-
-    If there are no sinks, the result is a dummy array of one number.
-    """
+    """Return the sinks as a float32 array (heads,), or one unused number if there are none."""
     if not job.problem.sinks:
         return np.zeros(1, np.float32)
     return checks.sinks(job.sinks, job.problem.heads).astype(np.float32)
@@ -204,10 +194,7 @@ class _Simulator:
         return nullcontext()
 
     def taken(self, array: Any) -> Any:
-        """Return a copy of an array, which a kernel can take as an argument.
-
-        A copy is needed because the simulator writes to a kernel's arguments.
-        """
+        """Return a copy of an array, because the simulator writes to a kernel's arguments."""
         return cuda.to_device(array)
 
     def new(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -228,22 +215,14 @@ class _Simulator:
 
 
 class _Gpu:
-    """Handles arrays and launches on the GPU of the job's arrays, on their library's stream.
-
-    Kernels get CuPy arrays that share the caller's memory. Only NumPy arrays are copied.
-    """
+    """Handles arrays and launches on the GPU of the job's arrays, on their library's stream."""
 
     def __init__(self, space: Any) -> None:
         self.space = space
 
     @classmethod
     def of(cls, job: Job) -> _Gpu:
-        """Return the `_Gpu` for the device and stream of a job's arrays.
-
-        Raises
-        ------
-        BackendUnavailable, DTypeError
-        """
+        """Return the `_Gpu` for the device and stream of a job's arrays, or raise an error."""
         failures.require_cupy("numba_cuda")
         from flashsim.backends.cupy_gpu import arrays
         from flashsim.backends.cupy_gpu import engine as cupy_engine
@@ -266,10 +245,7 @@ class _Gpu:
             yield
 
     def taken(self, array: Any) -> Any:
-        """Return an array as a CuPy array, which a kernel can take as an argument.
-
-        Only a NumPy array is copied.
-        """
+        """Return an array as a CuPy array for a kernel. Only a NumPy array is copied."""
         from flashsim.backends.cupy_gpu import arrays
 
         return arrays.as_cupy(array)
@@ -291,10 +267,7 @@ class _Gpu:
         return array.get()
 
     def launch(self, kernel: Any, grid: tuple[int, int], threads: int, arguments: Any) -> None:
-        """Run a kernel on the GPU.
-
-        The first call compiles the kernel, which takes a second and prints a message.
-        """
+        """Run a kernel on the GPU; its first call compiles it and prints a message."""
         compiled, start = len(kernel.overloads), time.perf_counter()
         stream = cuda.external_stream(self.space.stream())
         _launch(kernel, (grid, threads, stream), arguments)
@@ -308,7 +281,7 @@ class _Gpu:
 
 
 def _launch(kernel: Any, where: tuple[Any, ...], arguments: Any) -> None:
-    """Launch a kernel without Numba's warning about low occupancy, since problems are small."""
+    """Launch a kernel without Numba's warning about low occupancy, which small problems cause."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
         kernel[where](*arguments)
@@ -351,7 +324,7 @@ class _Call:
         self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, arguments)
 
     def rows(self, name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a row-wise kernel: a block for each row tile of each head."""
+        """Launch a row-wise kernel with one thread block per row tile and head."""
         tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
         tile_counts, _ = self._report(name, tables, walks)
         arguments = (*arrays, self.place.taken(tables.rows), tile_counts)

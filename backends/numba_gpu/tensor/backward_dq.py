@@ -5,7 +5,7 @@ that the schedule lists, and adds up dS K in registers. The kernel uses no atomi
 give bitwise equal results.
 
 Q, dO, the log-sum-exp L and delta stay in shared memory as long as the block runs. K and V are in
-one or two stages of shared memory. dQ, S, P, dP and dS are in registers.
+one or two stages of shared memory. The matrices dQ, S, P, dP and dS are in registers.
 """
 
 from __future__ import annotations
@@ -39,10 +39,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_dq_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
-
-    Its only parameter is a `launch.ARGS`.
-    """
+    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

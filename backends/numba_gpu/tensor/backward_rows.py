@@ -2,8 +2,8 @@
 
 `flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
 `flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
-float32 accumulator to 16 bits. Block (i, head) handles row tile i. The kernels use no shared
-memory, and every access to a row in HBM is 16 bytes wide.
+accumulator to 16 bits. Block (i, head) handles row tile i. The kernels use no shared memory, and
+every access to a row in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -35,12 +35,11 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which multiplies pieces of rows.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which computes dot products.
 
-    A piece has 8 elements. The function computes the dot product of two pieces for each of up to
-    `DEEP` rows. These rows are `apart` rows apart and begin at `x` and `y`. Only the first `left`
-    rows exist. The result `rows` is the number of existing rows among those that the function
-    reads.
+    Per row, the function computes the dot product of two pieces of 8 elements. The function reads
+    up to `DEEP` rows, the first at `x` and `y`, and each next row `apart` rows further. Only the
+    first `left` rows exist. `rows` is the number of rows that exist.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -68,10 +67,7 @@ def _dots(bf16: bool, apart: int) -> Any:
 
 
 def _lane_sums(lanes: int) -> Any:
-    """Return ``lane_sums(sums)``: it adds up each sum over groups of `lanes` neighbouring lanes.
-
-    `lanes` is a power of two.
-    """
+    """Return ``lane_sums(sums)``, which adds up each sum over `lanes` (a power of two) lanes."""
 
     @emitted(floats(DEEP), floats(DEEP))
     def lane_sums(b: ir.IRBuilder, sums: Values) -> Values:
@@ -85,11 +81,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``: it writes one float32 per row to HBM.
-
-    Successive rows are `apart` rows apart. Only the first `left` rows exist, and the function
-    writes no other rows.
-    """
+    """Return ``write_rows(to, sums, left)``, which writes a float32 per `apart` rows to HBM."""
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
@@ -102,10 +94,10 @@ def _write_rows(apart: int) -> Any:
 
 
 def _less_rows(apart: int) -> Any:
-    """Return ``less_rows(sums, source, left) -> sums``: it subtracts a float32 from each sum.
+    """Return ``less_rows(sums, source, left) -> sums``, which subtracts one float32 per row.
 
-    The function reads one float32 per row from HBM. Successive rows are `apart` rows apart. Only
-    the first `left` rows exist.
+    The function reads the float32 of every `apart`-th row from HBM. Only the first `left` rows
+    exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -120,12 +112,11 @@ def _less_rows(apart: int) -> Any:
 
 
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
-    """Return the function that scales float32 numbers and rounds them to 16 bits.
+    """Return ``convert(to, step, source, first, pieces, scale) -> bytes``, which rounds to 16 bits.
 
-    The function is ``convert(to, step, source, first, pieces, scale) -> bytes``. A row has
-    `per_row` pieces of 8 elements, and all rows together have `pieces` pieces. A call converts up
-    to `DEEP` pieces, which are `apart` pieces apart and begin at piece `first`. The result is the
-    number of stored bytes.
+    The function scales and converts up to `DEEP` pieces of 8 float32. The first is piece number
+    `first`, and each next piece is `apart` pieces further. A row has `per_row` pieces, and all rows
+    together have `pieces` pieces. The result is the number of stored bytes.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
@@ -152,10 +143,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """Return ``zeros_bytes(column)``, which counts the bytes of four float32 that are not padding.
-
-    The four float32 begin at the given column.
-    """
+    """Return ``zeros_bytes(column)``, the bytes of four float32 from `column` on, less padding."""
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:
@@ -165,10 +153,7 @@ def zeros_bytes(row: RowWidth) -> Any:
 
 
 def flash_delta_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
-
-    Its only parameter is a `launch.ARGS`.
-    """
+    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report
@@ -222,10 +207,7 @@ def flash_delta_kernel(kernel: Kernel) -> Any:
 
 
 def flash_convert_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
-
-    Its only parameter is a `launch.ARGS`.
-    """
+    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     row_tile, report = w.row_tile, w.report

@@ -35,10 +35,7 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def flash_forward_kernel(kernel: Kernel) -> Any:
-    """Return the kernel as a Python function, specialised for the constants of `kernel`.
-
-    Its only parameter is a `launch.ARGS`.
-    """
+    """Return the kernel as a Python function of a `launch.ARGS`, for the constants of `kernel`."""
     c = constants(kernel)
     w = walk_functions(c)
     key_row, value_row = rows_of(c)

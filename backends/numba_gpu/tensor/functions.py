@@ -1,8 +1,7 @@
 """Generate device functions that apply mask and score functions to fragments of scores.
 
 One device function computes a single score. For each fragment, a second, generated function calls
-the first function once per element of the lane, with that element's positions. Numba compiles both
-functions.
+the first function once per element of the lane, with that element's positions.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _TYPES: dict[str, ir.Type] = {
 
 
 def _reader(dtype: str) -> Any:
-    """Return ``read(address, index)``: it returns an element in HBM as float32 or int64."""
+    """Return ``read(address, index)``, which returns an element in HBM as float32 or int64."""
     whole = not dtype.startswith(("float", "bfloat"))
 
     @emitted(types.int64 if whole else types.float32, types.int64, types.int64)
@@ -112,7 +111,7 @@ def _return(text: _AtAddresses, n: int | None) -> str:
 
 
 def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
-    """Return ``slope(a, s, dout, b, h, i, j)``: it returns the gradient of the score `s`.
+    """Return ``slope(a, s, dout, b, h, i, j)``, which returns the gradient of the score `s`.
 
     The returned function also adds up the gradients of the captured arrays `wanted`. The addresses
     of these gradients follow the addresses of all `arrays` captured arrays.
@@ -129,10 +128,7 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
 
 
 def _tuple(values: list[str]) -> str:
-    """Return the text of statements that return a tuple of `values`.
-
-    The statements first assign each element to a variable, since Numba needs this.
-    """
+    """Return Python text that assigns `values` to variables and returns these as a tuple."""
     names = [f"x{n}" for n in range(len(values))]
     lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
     return "".join(lines) + f"    return ({', '.join(names)},)\n"
@@ -143,14 +139,17 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 
     The fragment has 16 `blocks` rows and `n` columns. Rows are queries if `by_row` is true, and
     otherwise keys. All functions take the kernel's arguments `a`, the batch entry b, the head h and
-    fragments. They also take the warp's first query and key, and the last query and key that exist.
-    Positions past the last ones are replaced by the last ones.
+    fragments. All functions also take the warp's first query and key, and the last query and key
+    that exist. Positions past the last query or key are replaced by the last one.
 
-    The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and the functions
-    ``mask(a, b, h, s, ...) -> s`` (masked scores are -inf), ``keep(a, b, h, p, ...) -> p`` (masked
-    elements are 0), ``score(a, b, h, s, ...) -> s``, ``alive(t, p) -> p`` (0 where a score is
-    -inf), ``slope(a, b, h, s, ds, ...) -> ds`` and ``slope_alone``, which adds no gradients of
-    captured arrays.
+    The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and these functions:
+
+    - ``mask(a, b, h, s, ...) -> s`` sets masked scores to -inf.
+    - ``keep(a, b, h, p, ...) -> p`` sets masked elements of p to 0.
+    - ``score(a, b, h, s, ...) -> s`` applies the score function.
+    - ``alive(t, p) -> p`` sets elements of p to 0 where the score in t is -inf.
+    - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient of the score function's input s, and
+      adds up gradients of captured arrays. ``slope_alone`` adds no gradients of captured arrays.
     """
     of = kernel.functions
     mask, score = (None, None) if of is None else of.graphs
@@ -194,11 +193,10 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 
 
 def first_rows_of(word: int) -> Any:
-    """Return ``first_rows(a, outer)``, for kernels with packed sequences.
+    """Return ``first_rows(a, outer)``, the first query and key of an outer tile's packed sequence.
 
-    The function returns the first query and the first key of an outer tile's sequence. The 64-bit
-    number `word` after `launch.ARGS` in the kernel's arguments is the address of these pairs for
-    all tiles.
+    The 64-bit number `word` after `launch.ARGS` in the kernel's arguments is the address of a table
+    of these pairs for all tiles.
     """
     text = f"def made(a, outer):\n    at = a.word_{word}\n"
     text += "    return read(at, I32(2 * outer)), read(at, I32(2 * outer + 1))\n"

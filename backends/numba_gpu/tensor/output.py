@@ -13,11 +13,7 @@ from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """Return ``stage(address, row, col, c)``: it rounds accumulators, and writes them to a tile.
-
-    The accumulators are rounded to 16 bits, and written to the shared-memory tile at (row, col).
-    Wide stores later copy the tile to HBM.
-    """
+    """Return ``stage(address, row, col, c)``, which rounds and stores accumulators in a tile."""
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
     def stage_(b: ir.IRBuilder, address: ir.Value, row: ir.Value, col: ir.Value, c: Values) -> None:
@@ -37,10 +33,10 @@ def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
 
 
 def store_rows(blocks: int) -> Any:
-    """Return ``store_rows(address, values, first, stop) -> bytes``: it stores a float32 per row.
+    """Return ``store_rows(address, values, first, stop) -> bytes``, which stores a float32 per row.
 
-    The first lane of each quad stores the values of rows before `stop` to HBM. The argument `first`
-    is the warp's first row, and `address` is the address of row 0.
+    The first lane of each quad stores the values of rows before `stop` to HBM. `first` is the
+    warp's first row, and `address` is the address of row 0.
     """
 
     @emitted(types.int32, types.int64, floats(2 * blocks), types.int32, types.int32)
@@ -63,18 +59,12 @@ def store_rows(blocks: int) -> Any:
 
 
 def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
-    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``: it adds a fragment to HBM.
+    """Return ``reduce_tile(address, c, row, col, rows) -> bytes``, which adds a fragment to HBM.
 
-    The fragment `c` is added to float32 sums in HBM, atomically.
-
-    Parameters
-    ----------
-    row_of : RowWidth
-        The width of the rows in HBM. The function does not add columns past this width.
-    wide : bool
-        Whether one instruction adds four neighbours (sm_90). Two lanes exchange values, so that the
-        even lane adds four values of the left 8-column piece, and the odd lane four values of the
-        right piece.
+    The fragment `c` is added to float32 sums in HBM, atomically. Columns past the width of `row_of`
+    are not added. With `wide`, one instruction adds four neighbours (sm_90). With `wide`, two lanes
+    exchange values: the even lane adds four values of the left 8-column piece, and the odd lane
+    four values of the right piece.
     """
 
     width = row_of.width
@@ -132,10 +122,7 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     def additions(
         b: ir.IRBuilder, first: ir.Value, four: Values, odd: ir.Value, pair: ir.Value
     ) -> list[tuple[ir.Value, Values]]:
-        """Return the columns to which this lane adds, and the values that it adds.
-
-        The lane holds four values of a row, in two 8-column pieces.
-        """
+        """Return the columns to which this lane adds its four values of a row, and the values."""
         if not wide:
             own = b.add(first, b.shl(pair, i32(1)))
             return [(b.add(own, i32(e // 2 * 8 + e % 2)), [x]) for e, x in enumerate(four)]

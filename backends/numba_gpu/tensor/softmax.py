@@ -16,18 +16,15 @@ NEG_INF = float("-inf")
 
 
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return tanh(x) as 1 - 2 / (1 + e^2x).
-
-    The error is a few 1e-7. The error of the instruction tanh.approx is 5e-4.
-    """
+    """Return tanh(x) as 1 - 2 / (1 + e^2x), with an error of a few 1e-7."""
     power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
 
 
 def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
-    """Return ``scale_scores(s, scale, cap) -> s``: it returns cap tanh(scale s / cap).
+    """Return ``scale_scores(s, scale, cap) -> s``: cap tanh(scale s / cap).
 
-    If there is no softcap, the returned function returns scale s.
+    Without a softcap, ``scale_scores`` returns scale s.
     """
     kind = floats(blocks * n // 2)
 
@@ -43,12 +40,11 @@ def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
 
 
 def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
-    """Return the function that sets masked scores to -inf.
+    """Return ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``.
 
-    The function is ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``. Query q sees
-    keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. The arguments `query`
-    and `key` are the first query and key of the warp. A limit (`left` or `right`) that is switched
-    off adds no instructions.
+    The function sets masked scores to -inf. Query q sees keys ``q + offset - left <= k <= q +
+    offset + right`` with k < key_stop. `query` and `key` are the first query and key of the warp. A
+    limit (`left` or `right`) that is switched off adds no instructions.
     """
     kind = floats(blocks * n // 2)
 
@@ -79,7 +75,7 @@ def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
 
 
 def row_max(blocks: int, n: int) -> Any:
-    """Return ``row_max(m, s) -> m``: it updates the running maximum of each of the lane's rows."""
+    """Return ``row_max(m, s) -> m``, which updates the running maximum of the lane's rows."""
 
     @emitted(floats(2 * blocks), floats(2 * blocks), floats(blocks * n // 2))
     def row_max_(b: ir.IRBuilder, m: Values, s: Values) -> Values:
@@ -126,7 +122,7 @@ def row_max_of_bits(n: int) -> Any:
 
 
 def softmax_base(blocks: int) -> Any:
-    """Return ``softmax_base(top, to_log2) -> base``: it converts the row maxima to base 2.
+    """Return ``softmax_base(top, to_log2) -> base``, which converts the row maxima to base 2.
 
     As long as a row has seen no key, `base` is 0. A base of 0 avoids inf - inf: all scores of such
     a row are -inf, and 2^(-inf - 0) = 0.
@@ -142,10 +138,7 @@ def softmax_base(blocks: int) -> Any:
 
 
 def rescaling(blocks: int) -> Any:
-    """Return ``rescaling(m, base, to_log2) -> alpha``: it computes the factor exp(m - m_new).
-
-    The argument `m` holds the maxima before this visit, and `base` holds the new maxima.
-    """
+    """Return ``rescaling(m, base, to_log2) -> alpha``, the factor exp(m - m_new) of old sums."""
     kind = floats(2 * blocks)
 
     @emitted(kind, kind, kind, types.float32)
@@ -156,7 +149,7 @@ def rescaling(blocks: int) -> Any:
 
 
 def scale_rows(blocks: int, n: int) -> Any:
-    """Return ``scale_rows(c, factors) -> c``: it multiplies each of the lane's rows by a factor."""
+    """Return ``scale_rows(c, factors) -> c``, which multiplies each row of the lane by a factor."""
     kind = floats(blocks * n // 2)
 
     @emitted(kind, kind, floats(2 * blocks))
@@ -167,10 +160,10 @@ def scale_rows(blocks: int, n: int) -> Any:
 
 
 def exponentials(blocks: int, n: int) -> Any:
-    """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``: it computes P and row sums.
+    """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``, which computes P and row sums.
 
-    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums only over
-    its own columns. The four lanes of a quad add their sums once, at the end.
+    P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums P only
+    over its own columns. The four lanes of a quad add up their sums after the last visit.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 
@@ -193,11 +186,11 @@ def exponentials(blocks: int, n: int) -> Any:
 def row_by_row(n: int) -> Any:
     """Return ``row_by_row(m, top, s, l, to_log2) -> p, l, alpha``, one online-softmax step.
 
-    The function computes a lane's row 0 first, and then row 1. The function does the work of
+    The function computes a lane's row 0 first, and then row 1. ``row_by_row`` does the work of
     `softmax_base`, `rescaling` and `exponentials`, with the maxima `m` before this visit and `top`
     after it. The assembler ptxas first schedules the instructions that begin the longest dependency
-    chain. Exponentials take the longest time, so exponentials should begin early and never wait.
-    For this reason the sums of row 0 form two chains, and those of row 1 a single chain.
+    chain. Exponentials take the longest time, so they should begin early and never wait. For this
+    reason the sums of row 0 form two chains, and those of row 1 a single chain.
     """
     s_kind, pair = floats(n // 2), floats(2)
 
@@ -227,7 +220,7 @@ def row_by_row(n: int) -> Any:
 
 
 def finish_rows(blocks: int) -> Any:
-    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``: it ends the softmax of each row.
+    """Return ``finish_rows(m, l, to_natural) -> 1 / l, lse``, which ends the softmax of each row.
 
     For a row that sees no key, the two results are 0 and -inf.
     """

@@ -1,15 +1,12 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-The engine runs the forward pass of every `Problem`. It runs the backward pass in two forms: as
-three passes ("flash2"), or fused. The engine computes in the accumulator type: float32, or float64
-for float64 inputs. Every sum has a fixed order, so results do not depend on the number of threads.
+The engine runs the forward pass of every `Problem`. The backward pass is "flash2", in three passes,
+or "flash2-fused". The engine computes in float32, or in float64 for float64 inputs. Every sum has a
+fixed order, so results do not depend on the number of threads.
 
-For this engine, `flashsim.run` has two additional options. The option ``threads`` sets the number
-of threads; the default is the number of CPUs that this process may use. The option ``micro_kernel``
-is "vector" or "plain" (see `micro_kernels`; default: "vector" if the CPU's registers are known) or,
-for bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). For bfloat16, the default is "amx" or
-"avx512_bf16" if the CPU supports that kernel and the kernel is faster there than "vector". With one
-query per head, "amx" and "avx512_bf16" are faster only if many query heads share keys.
+The option ``micro_kernel`` of `flashsim.run` is "vector" or "plain" (see `micro_kernels`) or, for
+bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). The default for bfloat16 is "amx" or
+"avx512_bf16" if that kernel is faster on this CPU than "vector".
 """
 
 from __future__ import annotations
@@ -69,7 +66,7 @@ ROUNDING = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 def forward(job: Job) -> Outcome:
-    """Run the forward pass."""
+    """Run the forward pass of a job on the CPU, tile by tile."""
     engine = _CpuPass.of(job, "forward")
     out, lse = engine.forward()
     return engine.outcome({"out": out, "lse": lse}, {"O": out, "L": lse})
@@ -83,7 +80,7 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
 def backward(
     job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
 ) -> Outcome:
-    """Run the backward pass: in three passes ("flash2"), or fused, with dQ summed in memory."""
+    """Run the backward pass in three passes ("flash2"), or fused, which sums dQ in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
@@ -136,9 +133,8 @@ def _check(job: Job) -> None:
 class _Stage(NamedTuple):
     """One stage's schedule, and its numbers of loops (one per head), outer tiles and visits.
 
-    The field `long` says whether the stage takes so long that Ctrl-C must be able to stop it. The
-    field `parts` contains the stage's tables (`Tiles`) if the next call can reuse them, and is
-    otherwise empty.
+    `long` says whether the stage takes so long that Ctrl-C must be able to stop it. `parts`
+    contains the stage's tables (`Tiles`) if the next call can reuse them.
     """
 
     schedule: Schedule
@@ -163,10 +159,7 @@ class _CpuPass:
 
     @classmethod
     def of(cls, job: Job, direction: str) -> _CpuPass:
-        """Return the `_CpuPass` that runs a job's forward or backward pass.
-
-        Values that do not depend on the job's arrays are cached in the job's memo.
-        """
+        """Return a job's `_CpuPass`; values independent of arrays are cached in the job's memo."""
         cpu = _cpu(job, direction)
         key = direction, job.algorithm, type(cpu), cpu
         known = job.memo.get(key)
@@ -220,10 +213,7 @@ class _CpuPass:
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
     def _functions(self) -> dict[str, Any]:
-        """Return the fields of `Rules` that describe score functions, mask functions and sinks.
-
-        The method also allocates the gradients of the arrays that a score function captures.
-        """
+        """Return the `Rules` fields of functions and sinks; allocate captured arrays' gradients."""
         job, p = self.job, self.job.problem
         per_head = frozenset() if p.mask_mod is None else p.mask_mod.per_head
         by_batch, by_head = "b" in per_head, "h" in per_head
@@ -247,38 +237,25 @@ class _CpuPass:
         }
 
     def wide(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return arrays as flat, contiguous arrays of the accumulator type.
-
-        An array is copied only if necessary.
-        """
+        """Return arrays as flat arrays of the accumulator type, copied only if necessary."""
         real = self.job.problem.compute_dtype
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs as flat, contiguous arrays.
-
-        Inputs of a 16-bit type keep their type; all others are converted to the accumulator type.
-        """
+        """Return inputs as flat arrays; convert all but 16-bit inputs to the accumulator type."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
 
     def flat(self, array: np.ndarray) -> np.ndarray:
-        """Return an array as a one-dimensional view, with the element type that kernels read.
-
-        Arrays of 32-bit and 64-bit numbers keep their type. A 16-bit array is viewed as integers if
-        the kernel multiplies bfloat16 pairs, and otherwise as float32 over the same memory.
-        """
+        """Return a one-dimensional view of an array, with the element type that kernels read."""
         flat = array.reshape(-1)
         if self.pairs and array.dtype == self.result:
             return flat.view(np.uint16)
         return _as_floats(flat)
 
     def forward(self) -> tuple[np.ndarray, np.ndarray]:
-        """Compute out and LSE.
-
-        If each head has only one query, the decode kernel computes them.
-        """
+        """Compute out and LSE, with the decode kernel if each head has only one query."""
         job, p = self.job, self.job.problem
         out = np.empty((p.batch, p.heads, p.n_q, p.head_dim_v), self.result)
         lse = np.empty((p.batch, p.heads, p.n_q), p.compute_dtype)
@@ -290,12 +267,12 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Q and the factor of scores in the decode kernel's form (`kernels_decode`).
+        """Return Q and the factor of scores in the layout of the decode kernel (`kernels_decode`).
 
-        If the decode kernel did not run the forward pass, the returned Q is empty. With the
-        returned Q, the backward pass sums each score in the same order as the forward pass. Kernels
-        for pairs of bfloat16 also get an empty Q: rounding dS to bfloat16 costs far more precision
-        than a different order of summation.
+        With the returned Q, the backward pass sums each score in the same order as the decode
+        kernel did. The returned Q is empty if the decode kernel did not run the forward pass. Q is
+        also empty if kernels multiply bfloat16 pairs: rounding dS to bfloat16 costs far more
+        precision than another order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -307,7 +284,7 @@ class _CpuPass:
         return threads.frozen(rows * np.dtype(real).type(math.ldexp(1.0, power))), factor
 
     def _parts(self) -> tuple[np.ndarray, ...]:
-        """Allocate arrays in which the decode kernel stores O, m and l of each part of the keys."""
+        """Allocate the O, m and l that the decode kernel stores for each part of the keys."""
         p, loops = self.job.problem, self.job.problem.batch * self.job.problem.kv_heads
         parts = kernels_decode.parts_of(loops, self._stage("forward", True).visits)
         heads = parts * p.batch * p.heads
@@ -352,11 +329,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return the `_Stage` of the stage with this name.
-
-        If the problem's mask is a band, the tables depend only on the problem's fields. The result
-        then contains the tables, and is cached.
-        """
+        """Return the stage `name`; if the mask is a band, cache the stage and its tables."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -381,10 +354,7 @@ class _CpuPass:
         return p.batch * p.heads * scores * (p.head_dim + p.head_dim_v)
 
     def note(self, name: str) -> None:
-        """Record a trace of the stage `name`, which NumPy runs on whole arrays instead of a kernel.
-
-        If the pass has no such stage, or if the job requests no trace, the method does nothing.
-        """
+        """Record the trace, if requested, of a stage that NumPy runs on whole arrays."""
         if name not in self._plan or not self.job.trace:
             return
         stage = self._plan[name]
@@ -397,7 +367,7 @@ class _CpuPass:
         self.stages.append(stage_trace(stage, schedule, job.device, steps, visits))
 
     def outcome(self, arrays: dict[str, Any], saved: dict[str, Any] | None = None) -> Outcome:
-        """Return the `Outcome` of this pass."""
+        """Return the `Outcome` of the pass, with a trace if the job requests one."""
         stages = tuple(self.stages) if self.job.trace else None
         kernel = f"numba {type(self.cpu).__name__.lower()}, {self.threads} threads"
         finite = frozenset(self.finite)
@@ -410,10 +380,7 @@ def _is_one(p: Problem, direction: str) -> bool:
 
 
 def _one_query(p: Problem) -> bool:
-    """Return whether the decode kernel (`kernels_decode`) runs the forward pass.
-
-    That kernel supports problems with one query per head and no functions and sinks.
-    """
+    """Return whether a problem has one query per head, and no offsets, functions or sinks."""
     return p.n_q == 1 and not p.cu_seqlens_q and not p.has_functions
 
 
@@ -423,11 +390,10 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 
 
 def _as_floats(flat: np.ndarray) -> np.ndarray:
-    """Return a float32 view of the memory of an array of 16-bit numbers, two numbers per float.
+    """Return a float32 view of an array of 16-bit numbers; return other arrays unchanged.
 
-    Arrays of other types are returned unchanged. If the number of 16-bit elements is odd, the last
-    element lies past the end of the view. Kernels can still read that last element, because kernels
-    do not check bounds.
+    If the array has an odd number of elements, the last one lies past the end of the view, but
+    kernels, which do not check bounds, can read it.
     """
     if flat.dtype.itemsize != 2:
         return flat

@@ -38,10 +38,7 @@ def tiling(
     direction: str,
     suits: tuple[Tiling, ...],
 ) -> Tiling:
-    """Return the requested tiling, or a default tiling if none is requested.
-
-    If the requested tiling does not fit on chip, the function raises an error.
-    """
+    """Return the requested tiling, which must fit on chip, or by default a tiling that fits."""
     if requested is not None:
         requested.check(problem, device, algorithm, direction)
         return requested
@@ -52,10 +49,7 @@ def tiling(
 
 
 def thread_count(requested: Any, problem: Problem) -> int:
-    """Return the requested number of threads, or the default.
-
-    The default is the number of CPUs, or 1 for a small pass.
-    """
+    """Return the requested number of threads; by default, all CPUs, or 1 for a small pass."""
     if requested is None:
         p = problem
         scores = p.batch * p.heads * p.n_q * p.n_kv
@@ -71,11 +65,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return an object whose type selects the micro-kernel for which Numba compiles a pass.
+    """Return the kernels' argument `cpu`, whose type selects the micro-kernel that Numba compiles.
 
-    With `one_query` per head, the function chooses a bfloat16 micro-kernel only if the caller
-    requests such a micro-kernel, or if it is faster than "vector". If few heads share keys, a
-    bfloat16 micro-kernel is not faster, because memory bandwidth limits the decode kernel.
+    With `one_query` per head, a bfloat16 micro-kernel is the default only if many heads share keys.
+    If few heads share keys, memory bandwidth limits the decode kernel, and a bfloat16 micro-kernel
+    is not faster.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -90,35 +84,32 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
     best = registers.best(problem.compute_dtype, plain=micro_kernel == "plain")
     if micro_kernel == "vector" and isinstance(best, registers.Plain):
         raise BackendUnavailable(
-            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, and Numba "
-            "must be allowed to use these instructions (see NUMBA_CPU_NAME and "
-            "NUMBA_CPU_FEATURES); use micro_kernel='plain', which runs on any CPU"
+            "micro_kernel='vector' needs a CPU with AVX2 and FMA, AVX-512 or NEON, which Numba "
+            "may use (see NUMBA_CPU_NAME and NUMBA_CPU_FEATURES); use micro_kernel='plain', "
+            "which runs on any CPU"
         )
     return best
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return the variant of `cpu` for the decode kernel, whose panels are as wide as one register.
-
-    With AMX, a panel must have a lane for each of the 16 heads that an AMX tile holds.
-    """
+    """Return the decode kernel's variant of `cpu`, with panels as wide as one register."""
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:
         raise BackendUnavailable(
-            f"{type(cpu).__name__} decodes {SIDE} heads at a time, but panels of {panel.width} "
-            f"lanes ({type(panel).__name__}) are too narrow; its entry in registers.NARROW must "
-            f"have a multiple of {SIDE} lanes"
+            f"a panel of {panel.width} lanes ({type(panel).__name__}) is too narrow for "
+            f"{type(cpu).__name__}, which decodes {SIDE} heads at a time; set its entry in "
+            f"registers.NARROW to a multiple of {SIDE} lanes"
         )
     return panel
 
 
 def arithmetic_limits(problem: Problem, most: int) -> bool:
-    """Return whether float arithmetic, rather than memory bandwidth, would limit the decode kernel.
+    """Return whether arithmetic, rather than memory bandwidth, would limit the decode kernel.
 
     Each element of K and V is multiplied once per query head that reads it. Softmax and other work
-    on one score costs as much as 96 columns of products. If an element needs more than `most`
-    multiplications, the multiplications take longer than loading the element.
+    on one score costs as much as 96 columns of products. With more than `most` multiplications per
+    element, arithmetic takes longer than loading.
     """
     heads, d = problem.group, min(problem.head_dim, problem.head_dim_v)
     return heads * (d + 96) > most * d

@@ -64,16 +64,12 @@ from flashsim.schedule.schedule import MASKED
 def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, turns):
     """Compute dK, dV and, if `fused`, dQ; each lane of a panel holds one key.
 
-    Each thread owns some key tiles of a key head. For each visit (tile pair), the thread computes S
-    = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T += Q^T dS. If `fused`, the thread also adds dS K
-    to the query tile's dQ in memory (``grads.dq``). Several threads add to the same tile of dQ, so
-    ``turns[head, row tile]`` counts the additions, and each thread waits for its turn. So every sum
-    has a fixed order, and the results are the same for any number of threads. Threads cannot
-    deadlock, because the order in which threads take and process key tiles is the order of the
-    turns.
-
-    A thread processes a run of neighbouring column tiles (key tiles) together. So the thread reads
-    Q, dO and dQ of a row tile (query tile) from memory only once for the whole run.
+    For each visit (tile pair), a thread computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T +=
+    Q^T dS. If `fused`, the thread also adds dS K to the query tile's dQ in memory (``grads.dq``).
+    ``turns[head, row tile]`` counts the additions to dQ, and each thread waits for its turn, so
+    every sum has the same order for any number of threads. Threads cannot deadlock, because they
+    take and process key tiles in the order of the turns. A thread processes a run of neighbouring
+    key tiles together, so it reads Q, dO and dQ of a query tile from memory only once per run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -184,10 +180,7 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 def key_visit(
     cpu, inputs, grads, shape, tiles, rules, own, sums, others, work, scales, j, at, h, fused
 ):
-    """Add the terms of one tile pair to dK and dV, one panel of keys at a time.
-
-    If `fused`, the function also writes all of the tile's dS, which `dq_visit` reads.
-    """
+    """Add a tile pair's terms to dK and dV, panel by panel; if `fused`, keep dS for `dq_visit`."""
     (K, V), (dK, dV), (Q, Q_T, dO, dO_T) = own, sums, others
     S, dS, P, dS_left, gate, raw = work
     w, d, dv, i = cpu.width, shape.d, shape.dv, tiles.inner[at]
@@ -237,11 +230,9 @@ def key_visit(
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
-    The terms of each score are added in the same order as in the forward pass (`decode`). A
-    different order of summation would change the last bits of scores. With different last bits,
-    each row of P would not sum to exactly 1. Then, in dQ, a component that all keys have in common
-    would not cancel. Kernels for pairs of bfloat16 do not call this function; the method `along` in
-    `engine` explains the reason.
+    The terms of each score are added in the same order as in the forward pass (`decode`). In
+    another order of addition, the last bits of scores would change, and rows of P would not sum to
+    exactly 1. A component that all keys share cancels in dQ only if rows of P sum to 1.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(
@@ -275,8 +266,8 @@ def dq_visit(cpu, grads, shape, tiles, of_ds, K, k0, scales, j, at, h, turns, co
 def grad_queries(cpu, inputs, grads, shape, tiles, rules, notes, counter):
     """Compute dQ and the bias's gradient; each lane of a panel holds one query.
 
-    Each thread processes one row tile (query tile) at a time. For each visit (tile pair), the
-    thread computes S^T = K Q^T, dP^T = V dO^T and dQ^T += K^T dS^T.
+    For each visit (tile pair) of a query tile, a thread computes S^T = K Q^T, dP^T = V dO^T and
+    dQ^T += K^T dS^T.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most = shape.heads // shape.kv_heads, panels_of(cpu, shape.block_q) * w
@@ -375,8 +366,8 @@ def row_dot(a, a0, b, b0, n):
 def delta_rows(cpu, out, dout, dlse, delta, shape, tiles, rules, notes, counter):
     """Compute delta = rowsum(dO o O) - dlse, the first stage of a backward pass.
 
-    The array `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is
-    that score's P. So dS = P (dP - delta) includes the gradient of the LSE.
+    `dlse`, the gradient of the LSE, may be empty. The derivative of the LSE by a score is that
+    score's P, so dS = P (dP - delta) includes the gradient of the LSE.
     """
     dv, size = shape.dv, shape.block_q * shape.dv
     rooms = (

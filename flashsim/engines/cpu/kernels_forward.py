@@ -1,12 +1,9 @@
 """The forward kernel of the CPU engine: the code that each thread runs.
 
-Threads take work tiles from a shared counter until none is left. A work tile is a run of
-neighbouring outer tiles and a set of heads. Results do not depend on which thread takes which work
-tile. The schedule's tables alone decide which tiles are visited, in which order, and with which
-masks. If a trace is requested, a kernel writes down the size of every tile that it visits, and the
-module `notes` builds the trace from these sizes. The module `operands` decides whether a kernel
-multiplies floats or pairs of bfloat16. The file `kernels_backward.py` has the backward kernels,
-which are built in the same way.
+Threads take work tiles (runs of neighbouring outer tiles, for a set of heads) from a shared counter
+until none is left. Results do not depend on which thread takes which work tile. The schedule's
+tables alone decide which tiles are visited, in which order, and with which masks. For a trace, a
+kernel writes down the size of every tile that it visits, and the module `notes` builds the trace.
 """
 
 from __future__ import annotations
@@ -55,12 +52,11 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
     """Run FlashAttention-2's Algorithm 1 with one query per lane: S^T = K Q^T, O^T += V^T P^T.
 
     All arrays are flat; the function writes out and lse. Each thread keeps Q^T, O^T, m, l and alpha
-    of its row tiles (query tiles), and one panel of S^T, which P^T overwrites. For 16-bit inputs,
-    each thread also keeps K and V of one or several (`slots_of`) column tiles (key tiles),
-    converted to operands of matrix products. A thread processes a run of neighbouring row tiles
-    together. The thread reads a column tile's K and V from memory once for all row tiles of the
-    run. Each row tile visits only the column tiles that the schedule lists for it, in the
-    schedule's order.
+    of its query tiles, and one panel of S^T, which P^T overwrites. For 16-bit inputs, each thread
+    also keeps K and V of one or several (`slots_of`) key tiles, converted to operands of matrix
+    products. A thread processes a run of neighbouring query tiles together, so it reads a key
+    tile's K and V from memory once per run. Each query tile visits only the key tiles that the
+    schedule lists for it, in the schedule's order.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, lse.dtype, rules.rounding
     real, group = dtype.type, shape.heads // shape.kv_heads
@@ -154,11 +150,10 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
-    """Process some column tiles (key tiles) of a row tile, one panel of queries at a time.
+    """Process the given visits of a query tile, one panel of queries at a time.
 
-    For each column tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O
-    + P V. The array `near` contains the number of the column tile whose K and V each slot holds.
-    The argument `h` is the query head's number, counted over the whole batch.
+    For each key tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O +
+    P V. For each slot of K and V, `near` contains the number of the key tile in the slot.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -197,11 +192,10 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_work_tile(tiles, counter):
-    """Take the next work tile; return the bounds of its outer tiles and of its heads, four numbers.
+    """Take the next work tile; return its range of outer tiles and its range of heads.
 
-    A pair of bounds is the number of the first outer tile (or head), and that of the last plus 1.
-    Heads are returned as positions in `tiles.sets`. An empty range of outer tiles means that no
-    work is left, or that the call was stopped.
+    A range is two numbers, first and last + 1. The heads' numbers are positions in `tiles.sets`. An
+    empty range of outer tiles means that no work is left, or that the call was stopped.
     """
     n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
     if number >= len(tiles.runs) * n_sets or stopped(counter):
@@ -218,10 +212,10 @@ def stopped(counter):
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the numbers of the next column tiles of a run to `near`, and return how many these are.
+    """Write the numbers of a run's next key tiles to `near`, and return how many it wrote.
 
-    For each row tile of the run, `at` contains the position of its next visit. The function writes
-    to `then` the position at which each row tile continues after these column tiles.
+    `at` contains the position of each query tile's next visit. `then` receives the position at
+    which each query tile continues after the key tiles in `near`.
     """
     for i in range(end - begin):
         then[i] = at[i]
@@ -241,11 +235,7 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the number of the inner tile that a run of outer tiles visits next, or -1 at the end.
-
-    For each outer tile, `at` contains the position of its next visit. The argument `descending`
-    says whether the kernel processes inner tiles in descending order.
-    """
+    """Return a run's next inner tile, or -1 at the end; `at` has each outer tile's next visit."""
     best = -1
     for i in range(begin, end):
         if at[i - begin] < tiles.ptr[i + 1]:

@@ -17,26 +17,17 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: Stage, schedule: Schedule, device: Device, steps: np.ndarray, visits: np.ndarray
 ) -> StageTrace:
-    """Return the trace of one stage, from the notes of its kernel.
+    """Return the trace of one stage, from the tile sizes that its kernel wrote down.
 
-    Parameters
-    ----------
-    steps : int64 (loops, T)
-        The number of rows of each outer tile (of columns if the loop is KV-outer), noted by each
-        loop.
-    visits : int64 (loops, members, n)
-        For each visit (tile pair), its number of rows times `NOTE`, plus its number of columns. The
-        number is 0 if the kernel skipped the visit.
-
-    Raises
-    ------
-    MemoryModelError
-        If two heads did not visit the same tiles, which is a bug in the engine.
+    `steps`, int64 (loops, T), contains the number of rows of each outer tile, or of columns if the
+    loop is KV-outer. `visits`, int64 (loops, members, n), contains rows * `NOTE` + columns for each
+    tile pair, or 0 if the kernel skipped the pair. `MemoryModelError` is raised if two heads did
+    not visit the same tiles.
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():
         raise MemoryModelError(
-            f"stage {stage.name!r}: two heads did not visit the same tiles; this is a bug in "
-            "flashsim's CPU engine"
+            f"in stage {stage.name!r}, two heads did not visit the same tiles; this is a bug in "
+            "flashsim's CPU engine, so please report it"
         )
     size, note = steps[0], visits[0]
     if stage.whole_rows:

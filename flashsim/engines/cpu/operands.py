@@ -1,13 +1,11 @@
 """Operands of matrix products: floats, or bfloat16 pairs if the CPU multiplies such pairs.
 
-Each function in this module has a variant for floats and, in the package `bf16_dot`, a variant for
-pairs. The type of the argument `cpu` decides which variant is compiled, so the source of a kernel
-exists only once. Kernels use float inputs in place. If the CPU does not multiply pairs, kernels
-convert 16-bit inputs to floats first. Pairs are packed into whole tiles, padded with zeros.
-
-A left operand contains one scalar or pair for each row of the result and each term of the sum. A
-right operand contains a row of lanes for each term of the sum. The modules `micro_kernels.plain`
-and `bf16_dot.operations` explain lanes and pairs.
+Each function has a variant for floats and, in the package `bf16_dot`, a variant for pairs. The type
+of the argument `cpu` decides which variant is compiled, so a kernel's source exists only once.
+Kernels use float inputs in place; they convert 16-bit inputs to floats first, or pack them as pairs
+into whole tiles, padded with zeros. A left operand contains one scalar or pair for each row of the
+result and each term of the sum. A right operand contains a row of lanes for each term of the sum.
+`micro_kernels.plain` and `bf16_dot.operations` explain lanes and pairs.
 """
 
 from __future__ import annotations
@@ -59,7 +57,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """Make compiled code call `of_pairs` instead, if the CPU multiplies pairs of bfloat16."""
+    """Decorate a function: compiled code calls `of_pairs` instead if the CPU multiplies pairs."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -76,19 +74,13 @@ def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
 
 @or_pairs(lambda cpu: 2)
 def per_term(cpu):
-    """Return how many numbers of a row of an operand form one term of a sum.
-
-    The result is 2 if operands are pairs, and 1 if they are floats.
-    """
+    """Return how many numbers of an operand form one term of a sum: 1 for floats, 2 for pairs."""
     return 1
 
 
 @or_pairs(lambda cpu: SIDE)
 def side(cpu):
-    """Return the side of a tile, to whose multiples the rows and terms of operands are padded.
-
-    If operands are floats, which are not padded, the result is 1.
-    """
+    """Return the multiple to which operands' rows and terms are padded; 1 for float operands."""
     return 1
 
 
@@ -106,65 +98,49 @@ def terms(cpu, n):
 
 @part
 def whole(cpu, n):
-    """Return n plus the number of zeros that pad n numbers to whole terms and whole tiles.
-
-    A panel that becomes an operand has this number of rows.
-    """
+    """Return n rounded up, so that n numbers of an operand fill whole terms and whole AMX tiles."""
     return terms(cpu, n) * per_term(cpu)
 
 
 @part
 def aligned(cpu, first):
-    """Return the last row, at most `first`, at which an operand of a matrix product can begin."""
+    """Round `first` down to a row at which an operand of a matrix product can begin."""
     return first - first % (side(cpu) * per_term(cpu))
 
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """Return for how many column tiles, of `keys` keys each, one matrix product computes P V."""
+    """Return how many key tiles, of `keys` keys each, share one matrix product P V."""
     return 1
 
 
 @or_pairs(lambda cpu, keys: min(2 * pair_tiles_of(keys), CHUNK))
 def chunk_of(cpu, keys):
-    """Return the number of keys of a key tile whose scores are computed at the same time.
-
-    The key tile has `keys` keys.
-    """
+    """Return how many of a key tile's `keys` keys have their scores computed at the same time."""
     return keys
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, np.uint32))
 def operand_room(cpu, n, dtype):
-    """Allocate memory for n terms of right operands."""
+    """Allocate memory for right operands that have n terms in total."""
     return panel_array(n, dtype)
 
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Allocate memory for a left operand with rows of n numbers.
-
-    If the inputs are floats, the function returns an empty array, because kernels use float inputs
-    in place.
-    """
+    """Allocate a left operand with rows of n numbers; it is empty if inputs are floats."""
     return room_for(rows * n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype, rounding: panel_array(0, dtype))
 def wide_room(cpu, n, dtype, rounding):
-    """Allocate memory for n numbers that a kernel converts from a 16-bit type to float.
-
-    If the kernel multiplies pairs, the function returns an empty array.
-    """
+    """Allocate n floats, to convert 16-bit numbers to; the result is empty if kernels use pairs."""
     return room_for(n, dtype, rounding)
 
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, dtype))
 def pairs_room(cpu, n, dtype):
-    """Allocate memory for n elements, which only kernels that multiply pairs need.
-
-    For other kernels, the function returns an empty array.
-    """
+    """Allocate n elements for kernels that multiply bfloat16 pairs; empty for other kernels."""
     return panel_array(0, dtype)
 
 
@@ -175,8 +151,7 @@ def pairs_room(cpu, n, dtype):
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
     """Return n rows of X (.., d) as a left operand, for sums over d.
 
-    If the CPU multiplies pairs, the function writes them to `room` from row `first` on, and returns
-    all of `room` as the operand.
+    Pairs are written to `room` from row `first` on, and all of `room` is the returned operand.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, d, 1)
@@ -186,8 +161,8 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Return the columns of X as a left operand, for sums over its n rows.
 
-    Pairs are written to `room`, whose rows have `row` terms; each row receives `block` terms, from
-    term `first` on.
+    Pairs are written to `room`, whose rows have `row` terms. In each row, `block` terms are
+    written, from the term of number `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -195,10 +170,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return a left operand that contains the columns of X.
-
-    The argument `left` is a left operand that contains the rows of X.
-    """
+    """Return the columns of X as a left operand; `left` already contains the rows of X."""
     return Left(left.array, left.start, left.step, left.row)
 
 
@@ -217,10 +189,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of panels to a row of X, times the lane's factor.
-
-    Unless X has 16-bit numbers in a float array, also check the results for NaN and infinity.
-    """
+    """Write each lane of panels, times a factor, to a row of X; check for NaN and infinity."""
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
 
@@ -229,10 +198,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part
 def set_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
-    """Compute C = A B, where A begins at row r0 and column x0 of a left operand.
-
-    The product C has `rows` rows, and its elements are sums over n numbers.
-    """
+    """Compute C = A B with sums over n numbers; A starts at (r0, x0) of the left operand."""
     a0 = left.start + r0 * left.row + x0 // per_term(cpu) * left.step
     product_set(
         *(cpu, C, c0, ldc, left.array, a0, left.row, left.step),
@@ -252,18 +218,14 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Multiply scores by ``scale[0]`` if operands are pairs.
-
-    For float operands, the scale was already applied when the operands were copied.
-    """
+    """Multiply scores by ``scale[0]`` if operands are pairs; float operands were already scaled."""
 
 
 @or_pairs(steps.right_of_panel)
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel of P or dS to the inputs' type, and return it as a right operand.
+    """Round a panel of P or dS to the inputs' type, as a right operand for sums over its rows.
 
-    The operand is for sums over the panel's rows. The function returns the operand's array, offset
-    and stride. Pairs are stored in the array `P`.
+    The function returns the operand's array, offset and stride. Pairs are stored in the array `P`.
     """
     round_panel(cpu, X, x0, ld, rows, rounding)
     return X, x0, ld
@@ -274,11 +236,7 @@ def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
 
 @or_pairs(steps.scaled)
 def scaled(cpu, S, rows, plain, scales):
-    """Return an array with the factor, the scale or 1, by which the softmax must multiply scores.
-
-    Kernels for pairs apply the softmax scale in the softmax if no step (softcap, bias, function or
-    mask) comes before the softmax, and if the scale is not negative.
-    """
+    """Return an array with the factor (the scale, or 1) by which the softmax multiplies scores."""
     return rest(scales, 1)
 
 
@@ -286,10 +244,10 @@ def scaled(cpu, S, rows, plain, scales):
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
-    V's rows for this panel start at `key`. For pairs, P stays in memory until `weigh` multiplies P
-    by V. The tuple `waiting` contains the first and last + 1 pair of keys whose P is not yet
-    multiplied by V. The function returns the new `waiting`. If a maximum has changed, or keys in
-    between were skipped, the function itself multiplies the waiting pairs by V.
+    The rows of V for the panel's keys start at row `key`. For pairs, P stays in memory until
+    `weigh` multiplies it by V. `waiting` is the range (first, last + 1) of the key pairs whose P is
+    kept, and the function returns the new range. If a lane's maximum has changed, or keys were
+    skipped, the kept P is multiplied by V first.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -312,18 +270,12 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @or_pairs(steps.left_of_lanes)
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
-    """Store a panel of dS as columns of a left operand, for sums over lanes.
-
-    The function copies only pairs of bfloat16; float operands are used in place.
-    """
+    """Store a panel of dS as columns of a left operand of pairs; for floats, do nothing."""
 
 
 @or_pairs(steps.prepare_dq)
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the product ``dS K`` as far as possible before this thread's turn to add to dQ.
-
-    For pairs, the function computes the whole product; for floats, it does nothing.
-    """
+    """Compute dS K before this thread's turn to add to dQ, if operands are pairs."""
 
 
 @or_pairs(steps.add_dq)

@@ -1,9 +1,8 @@
 """Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The lanes of a panel are either queries or keys; this module's functions work for either case. Each
-element (row r, lane c) of a panel is the score of one query and one key. The score's index in the
-bias, its index in the mask's bits and its distance from the diagonal are linear in r and c. So the
-code describes each such position by a start and two strides.
+The lanes of a panel are either queries or keys. Three numbers are linear in a score's row and lane,
+so a start and two strides describe each: the score's index in the bias, its index in the mask's
+bits, and its distance from the diagonal.
 """
 
 from __future__ import annotations
@@ -22,29 +21,15 @@ from flashsim.schedule.tables import MASKED
 class Rules(NamedTuple):
     """The scale, softcap, mask and bias that a problem applies to its scores.
 
-    Attributes
-    ----------
-    scale : scalar of the accumulator type
-    softcap : ndarray (1,)
-        The softcap, or 0 if the problem has none.
-    left, right : int
-        The band: score (q, k) is kept if ``-left <= k - (q + offset) <= right``.
-    banded : bool
-        Whether the mask consists only of a band; otherwise MASKED tiles have mask bits.
-    rounding : int
-        The type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`; or None for other inputs.
-    bias : ndarray, flat, accumulator type
-        The bias of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. The
-        array is empty if the problem has no bias.
-    keep_batch, keep_head, keep_slots : int
-        A tile's mask bits have shape (rows of a panel, keep_slots, lanes). The bits of
-        (batch, head) are in slot ``batch * keep_batch + head * keep_head``.
-    calls : int64 (3,)
-        The addresses of the score function and its derivatives (see `functions`), or 0.
-    captured : int64
-        The address of a table, which lists the arrays that the score function reads or adds to.
-    sinks : ndarray (heads,), accumulator type
-        The sink of each query head; the array is empty if the problem has no sinks.
+    A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. `banded` says whether
+    the mask is only a band. If `banded` is false, MASKED tiles have mask bits of shape (rows of a
+    panel, keep_slots, lanes). In the mask bits, (batch, head) has slot ``batch * keep_batch + head
+    * keep_head``. The flat `bias` of (batch, head) starts at element ``batch * bias_batch + head *
+    bias_head``. Without a bias, `bias` is empty; without sinks, `sinks` (heads,) is empty; without
+    a softcap, `softcap` (1,) is 0. `rounding` is the type of 16-bit inputs, `float16.BFLOAT16` or
+    `FLOAT16`, or None for other inputs. `calls` contains the addresses of the score function and
+    its derivatives (see `functions`), or zeros without a score function. `captured` contains the
+    addresses of the arrays that score functions read or add to.
     """
 
     scale: float
@@ -65,14 +50,13 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The positions of row 0, lane 0 of a panel, and the positions' strides per row and per lane.
+    """The positions of a panel's row 0, lane 0, and their strides per row and per lane.
 
-    The field `rel` is k - (q + offset), the distance from the diagonal. The field `bias` is an
-    index into the bias. The field `keep` is an index into the mask's bits, or -1 if the tile has no
-    mask bits. The fields `b`, `h`, `q` and `k` are the arguments of a score function. If lanes are
-    queries, q increases by 1 per lane and k by 1 per row; otherwise q increases per row and k per
-    lane. The field `edge` is an index into `Tiles.edges`. Mask bits that are 0 occur only in the
-    panel's rows `hide_first` to `hide_last` - 1.
+    `rel` is k - (q + offset), the distance from the diagonal. `bias` is an index into the bias, and
+    `keep` an index into the mask's bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k`
+    are a score function's arguments. If lanes are queries, q increases by 1 per lane, and k by 1
+    per row; if lanes are keys, k increases per lane, and q per row. `edge` is an index into
+    `Tiles.edges`. Mask bits that are 0 occur only in rows `hide_first` to `hide_last` - 1.
     """
 
     rel: int
@@ -101,10 +85,7 @@ def is_plain(cpu, rules, masked, lanes):
 
 @part
 def visible_rows(rules, rel, rel_row, rows, lanes):
-    """Return the bounds (first, last + 1) of the rows of a panel in which the band keeps any score.
-
-    The panel belongs to a MASKED tile.
-    """
+    """Return the rows (first, last + 1) of a panel in which the band keeps any score."""
     if rel_row > 0:  # rows are keys
         return max(0, -rules.left - rel), min(rows, rules.right - rel + lanes)
     return max(0, rel - rules.right), min(rows, rel + lanes + rules.left)
@@ -112,10 +93,7 @@ def visible_rows(rules, rel, rel_row, rows, lanes):
 
 @part
 def kept_rows(tiles, position, rows):
-    """Return the bounds (first, last + 1) of the rows of a panel in which mask bits keep any score.
-
-    If the panel has no mask bits, these are the bounds of all its rows.
-    """
+    """Return the rows (first, last + 1) of a panel in which mask bits, if any, keep any score."""
     if position.keep < 0:
         return 0, rows
     return tiles.edges[position.edge], tiles.edges[position.edge + 1]
@@ -123,12 +101,10 @@ def kept_rows(tiles, position, rows):
 
 @part
 def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, rows, lanes):
-    """Return the bounds (first, last + 1) of the rows of a panel in which the mask keeps any score.
+    """Return the rows (first, last + 1) of a panel in which the mask keeps any score.
 
-    The panel belongs to the tile of visit v. The first row is rounded down to a row at which an
-    operand can begin. The rounding adds only rows whose scores are all masked. If the mask keeps no
-    score, the second returned number is at most the first. The docstring of `place_of` explains the
-    arguments.
+    The first row is rounded down to a row at which an operand can begin. If the mask keeps no
+    score, the second number is at most the first. The arguments are those of `place_of`.
     """
     first, last = 0, rows
     if tiles.kind[v] == MASKED:
@@ -144,11 +120,7 @@ def rows_in_mask(cpu, rules, shape, tiles, v, h, own, other, q_lanes, panel, row
 
 @part
 def only_if_hiding(rules, position, masked, first, last):
-    """Return whether the mask of a panel must be applied to rows first .. last - 1.
-
-    For a band, the function returns `masked`. Otherwise, it returns whether the panel's mask bits
-    may hide a score of these rows.
-    """
+    """Return whether the mask of a panel must be applied to rows first .. last - 1."""
     if rules.banded or not masked:
         return masked
     return position.keep >= 0 and max(first, position.hide_first) < min(last, position.hide_last)
@@ -156,10 +128,7 @@ def only_if_hiding(rules, position, masked, first, last):
 
 @part
 def hides(rules, rel, rows, lanes):
-    """Return whether the band hides any score of a panel with one query per lane.
-
-    The first row and lane have the distance `rel` from the diagonal.
-    """
+    """Return whether the band hides a score of a panel of queries; `rel` is as in `Place`."""
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 
@@ -167,9 +136,9 @@ def hides(rules, rel, rows, lanes):
 def finish_scores(cpu, S, s0, ld, first, last, lanes, rules, position, masked, bits, gate, raw):
     """Apply softcap, bias, score function and mask to rows first .. last - 1 of a panel.
 
-    Lanes after the first `lanes` are padding, and are masked. If there is a softcap, the function
-    writes the softcap's derivative, 1 - tanh^2, to `gate`. If there is a score function, its input
-    scores are written to `raw`. The arrays `gate` and `raw` have the layout of S, or are None.
+    Lanes after the first `lanes` are padding, and are masked. The softcap's derivative, 1 - tanh^2,
+    is written to `gate`, and the inputs of the score function to `raw`. The arrays `gate` and `raw`
+    have the layout of S, or are None.
     """
     if rules.softcap[0] > 0:
         x0 = s0 + first * ld
@@ -258,9 +227,9 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
 def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
     """Return the `Place` (the positions) of a panel's scores, from the panel's row `row0` on.
 
-    The panel belongs to the tile of visit v. The argument `h` is the query head's number, counted
-    over the whole batch. If `q_lanes`, each lane of the panel is a query, each row is a key, and
-    `own` is a row tile. Otherwise each lane is a key, each row is a query, and `own` is a column
+    The panel is a part of the tile pair of visit v. `h` is the query head's number, counted over
+    the whole batch. With `q_lanes`, each lane of the panel is a query, each row is a key, and `own`
+    is a row tile. Without `q_lanes`, each lane is a key, each row is a query, and `own` is a column
     tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads

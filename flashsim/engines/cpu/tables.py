@@ -1,7 +1,4 @@
-"""The named tuples that compiled kernels receive as arguments.
-
-They contain a problem's sizes, the tables of tiles, the arrays, and the notes for a trace.
-"""
+"""The named tuples of sizes, tables of tiles and arrays that compiled kernels receive."""
 
 from __future__ import annotations
 
@@ -33,38 +30,22 @@ class Shape(NamedTuple):
 class Tiles(NamedTuple):
     """A schedule's tables, and the division of the schedule's tiles among threads.
 
-    Attributes
-    ----------
-    own, other : int32 (T, 5)
-        One row per outer (`own`) or inner (`other`) tile. A row has the columns start, stop,
-        offset, .., and the start of the tile's sequence.
-    ptr, inner, kind : int32
-        The inner tiles of each outer tile and the kinds of these visits, in CSR form.
-    keep_at : int64 (visits,)
-        The start of a visit's (tile pair's) mask bits in `keep`; -1 if it has no mask bits.
-    keep : uint8
-        The mask bits of all visits, one visit after the other; those of one visit have shape (rows,
-        slots, columns). If the mask is the same for all batch entries and heads, there is one slot;
-        otherwise there is one slot per batch entry or head.
-    edges_at : int64 (visits,)
-        The start of a visit's `edges`.
-    edges : int32
-        Four numbers for each panel and slot of a visit with mask bits. The first two are the first
-        and the last + 1 row in which the mask keeps a score. The other two are the first and the
-        last + 1 row in which it hides a score.
-    turn : int32 (visits,)
-        Minus the number of visits to the same row tile that are left, including this visit. This
-        number fixes the order in which the terms of dQ are added.
-    runs : int64 (n, 2)
-        Runs of neighbouring outer tiles, (first, last + 1), in the order in which threads take
-        them. One thread processes a run as one work tile.
-    set_ptr, sets : int64
-        The heads of each set, in CSR form. A work tile processes the heads of a set one after the
-        other, because these heads add to the same memory.
-    longest : int
-        The number of outer tiles in the longest run.
-    descending : bool
-        Whether a kernel processes inner tiles from the last to the first.
+    The five columns of `own` (outer tiles) and `other` (inner tiles) are: start, stop, offset, stop
+    on the other axis, and start of the sequence. In CSR form, `ptr` and `inner` list the inner
+    tiles of each outer tile, and `kind` lists the kinds of these visits (tile pairs). `keep`
+    contains the mask bits of each visit, (rows, slots, columns). The bits of a visit start at index
+    `keep_at`, which is -1 if the visit has none. There is one slot if all batch entries and heads
+    have the same mask; otherwise, one for each different mask. For each panel and slot of a visit
+    with mask bits, `edges` contains four numbers, from index `edges_at` on. The numbers in `edges`
+    are two ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in
+    which it hides one. `turn` fixes the order in which a row tile's visits add to dQ (see
+    `work_tiles.turns`).
+
+    `runs` are neighbouring outer tiles, (first, last + 1), in the order in which threads take them;
+    the longest run has `longest` tiles. `set_ptr` and `sets` list the heads of each set, in CSR
+    form. One thread processes a work tile (a run and a set), because the heads of a set add to the
+    same memory. `descending` says whether a kernel processes inner tiles from the last to the
+    first.
     """
 
     own: np.ndarray
@@ -85,22 +66,16 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """The sizes of tiles that a kernel writes down, from which the engine builds a trace.
-
-    The array `steps` has shape (head loops, outer tiles), and `visits` has shape (heads, visits).
-    Both arrays are empty if no trace is requested.
-    """
+    """Tile sizes for a trace: arrays `steps` (loops, outer tiles) and `visits` (heads, visits)."""
 
     steps: np.ndarray
     visits: np.ndarray
 
 
 class BackwardInputs(NamedTuple):
-    """The flat arrays that the kernels of a backward pass read.
+    """The flat arrays that backward kernels read; the LSE is 0 for rows that saw no key.
 
-    The LSE is 0 for rows that saw no key. If the decode kernel (`kernels_decode`) ran the forward
-    pass, `along` and `factor` are the Q and the factor of scores that the decode kernel used.
-    Otherwise `along` is empty.
+    `along` and `factor` are the arrays that `_CpuPass.along` in `engine.py` returns.
     """
 
     q: np.ndarray
@@ -116,9 +91,8 @@ class BackwardInputs(NamedTuple):
 class Grads(NamedTuple):
     """The flat arrays that the kernels of a backward pass write.
 
-    The array `dbias` is empty if the problem has no bias. `dq_stride` is the length of one row of
-    `dq`. In the fused backward pass, which sums dQ in memory, `dq_stride` is head_dim rounded up to
-    whole panels.
+    `dbias` is empty without a bias. `dq_stride` is the length of one row of `dq`: head_dim, which
+    the fused pass rounds up to whole panels.
     """
 
     dq: np.ndarray

@@ -1,10 +1,9 @@
 """A pool of threads that persist between kernel calls; it controls on which CPUs threads wake.
 
-When a caller wakes a sleeping thread, Linux often runs the thread on the caller's CPU. Linux moves
-the thread to another CPU only a few milliseconds later, when a short kernel has already ended
-(docs/notebooks/cpu.md). So before a caller wakes threads, it restricts these threads to CPUs on
-which the caller does not run. As soon as a woken thread runs, the thread may use all CPUs again. So
-Linux can move the thread if other processes are busy.
+Linux often wakes a thread on its caller's CPU, and moves it to another CPU only a few milliseconds
+later, when a short kernel has already ended (docs/notebooks/cpu.md). So a caller first restricts
+sleeping threads to CPUs on which the caller does not run. A woken thread may use all CPUs again, so
+Linux can still move it.
 """
 
 from __future__ import annotations
@@ -22,10 +21,7 @@ HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at the same time.
-
-    A thread that wakes after the task is over does not make the call.
-    """
+    """A call that several threads make at once; a thread that wakes too late skips the call."""
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -46,20 +42,14 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Keep more threads from beginning the call, and wait for those that have begun it.
-
-        The number `ended` says for how many of these threads the caller has already waited.
-        """
+        """Let no more threads begin the call; wait for all but `ended` of those that began it."""
         with self.lock:
             self.over = True
         for _ in range(self.begun - ended):
             self.wait()
 
     def wait(self) -> None:
-        """Wait until one thread has ended its call, and raise that thread's error, if any.
-
-        The wait also ends at an interrupt (Ctrl-C).
-        """
+        """Wait until one thread has ended its call, or until Ctrl-C; raise that thread's error."""
         error: BaseException | None = None
         waiting = True
         while waiting:
@@ -98,9 +88,9 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads at the same time.
 
-        If `wait` is false, the caller's thread is one of these threads. If `wait` is true, the
-        caller only waits, and an interrupt (Ctrl-C) can end this wait. After an interrupt, the
-        other threads continue until their call ends.
+        If `wait` is true, only workers make the call; otherwise, the caller's thread makes it too.
+        With `wait`, an interrupt (Ctrl-C) can end the caller's wait, while the threads continue
+        until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -127,7 +117,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Restrict sleeping workers to this thread's CPUs, except the CPU on which it runs now."""
+    """Restrict sleeping workers to the caller's CPUs, except the CPU that the caller runs on."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:

@@ -47,12 +47,11 @@ _ALL: dict[str, Callable] = {
 
 
 def _entry(name: str, kernel: Callable, sources: str) -> Any:
-    """Return a kernel's compiled function, which is also cached on disk.
+    """Return a kernel's compiled function, which is also cached on disk in files called `name`.
 
-    Numba notices edits to the file that contains a cached function. It does not notice edits to
-    other files that the function calls into. So the compiled function has a free variable,
-    `sources`, which is a digest of all source files of the kernels. Numba includes free variables
-    in the cache's key. The cache files are named after the argument `name`.
+    Numba notices edits only to the file that contains a cached function. So the function has a free
+    variable, `sources`, with a digest of all the kernels' source files. Numba includes free
+    variables in the cache's key.
     """
 
     def entry(cpu, *args):
@@ -80,7 +79,7 @@ def folder() -> Path | None:
 
 
 def compiled() -> dict[str, int]:
-    """Return how often each kernel was compiled in this process; a load from the cache counts 0."""
+    """Return how often this process compiled each kernel, without loads from the disk cache."""
     return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
@@ -99,11 +98,10 @@ def most() -> int:
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
     """Run one kernel on `threads` threads; compile the kernel first if necessary.
 
-    Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread
-    computes only in short kernels. In a `long` kernel, the calling thread only waits for the
-    threads that compute. If the calling thread is interrupted, it stops the other threads
-    (`kernels_forward.stopped`) through the kernel's argument `counter`. When no work tiles are
-    left, the calling thread does not wait for threads that have not begun.
+    Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread of
+    a `long` kernel only waits for the threads that compute. When interrupted, the calling thread
+    stops the others through the argument `counter` (`kernels_forward.stopped`). When no work tiles
+    are left, the calling thread does not wait for threads that have not begun.
     """
     call = partial(_call, _KERNELS[name])
     if threads == 1 and not long:
@@ -145,10 +143,7 @@ def _kind(x: Any) -> Any:
 
 
 def frozen(array: np.ndarray) -> np.ndarray:
-    """Return a flat, read-only view of an array.
-
-    Numba compiles a kernel only once if all its arrays are flat and read-only.
-    """
+    """Return a flat, read-only view of an array, so that Numba compiles a kernel only once."""
     view = np.ascontiguousarray(array).reshape(-1)[:]  # a flat view of one column would be strided
     floats = view[: view.size // 2 * 2].view(np.float32) if view.itemsize == 2 else view
     if not floats.flags.aligned:
@@ -158,15 +153,14 @@ def frozen(array: np.ndarray) -> np.ndarray:
 
 
 class _Notice(threading.local, Listener):
-    """Prints a message if the compilation of a kernel takes longer than `PATIENCE` seconds.
+    """Prints a message on a terminal if a kernel compiles for longer than `PATIENCE` seconds.
 
-    The message appears only on a terminal. During compilation, the class also pauses Python's
-    garbage collection. Numba's objects live until compilation ends, so garbage collections would
-    free nothing, but would take a tenth of the compilation time.
+    During compilation, Python's garbage collection is paused: it would free nothing, but would take
+    a tenth of the compilation time.
     """
 
     def on_start(self, event: Event) -> None:
-        """Pause garbage collection and start the timer; Numba calls this before compiling."""
+        """Pause garbage collection and start the timer, before Numba compiles a kernel."""
         if event.data["dispatcher"] not in _KERNELS.values():
             return
         self.collects = gc.isenabled()
@@ -177,7 +171,7 @@ class _Notice(threading.local, Listener):
             self.timer.start()
 
     def on_end(self, event: Event) -> None:
-        """Resume garbage collection and stop the timer; Numba calls this after compiling."""
+        """Resume garbage collection and stop the timer, after Numba has compiled a kernel."""
         if event.data["dispatcher"] not in _KERNELS.values():
             return
         if self.collects:

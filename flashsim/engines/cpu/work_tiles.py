@@ -1,7 +1,4 @@
-"""Divides a stage into work tiles (outer tiles and heads), in the order in which threads take them.
-
-A work tile is a run of neighbouring outer tiles and a set of heads.
-"""
+"""Divides a stage into work tiles, each a run of neighbouring outer tiles for a set of heads."""
 
 from __future__ import annotations
 
@@ -30,11 +27,10 @@ def tiles(
 ) -> Iterator[Tiles]:
     """Yield a stage's tables: its tiles, and their division among threads.
 
-    The function yields one `Tiles` or, with a mask function, several `Tiles`, each of which has its
-    own mask bits. The argument `lanes` is the width of a panel. With `one_query` per head, all
-    query heads that share a key head form one work tile. If only the problem's fields determine the
-    tables, the tables are cached between calls. Tables with a mask function's bits are not cached,
-    because the results of the mask function may change.
+    With a mask function, several `Tiles` are yielded, each with its own mask bits. Tables with mask
+    bits are not cached between calls, because the mask function's results may change. `lanes` is
+    the width of a panel. With `one_query` per head, all query heads that share a key head form one
+    work tile.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -43,10 +39,7 @@ def tiles(
 
 
 def known(schedule: Schedule) -> Schedule:
-    """Return a recently used schedule that equals `schedule`, whose tables can be reused.
-
-    Otherwise return `schedule` itself.
-    """
+    """Return a recently used, equal schedule, whose tables can be reused, or `schedule` itself."""
     return _same(schedule) if schedule.problem.mask is None else schedule
 
 
@@ -84,10 +77,7 @@ def _tiles(
 
 
 def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
-    """Return the table of row tiles and that of column tiles, each with one more column.
-
-    This column contains the start of each tile's sequence.
-    """
+    """Return the tables of row tiles and column tiles, to which the sequences' starts are added."""
     sequences = schedule.problem.sequences
     extended = []
     for table, starts, ends in (
@@ -100,10 +90,7 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return how many of a loop's n outer tiles form a run, which one thread processes together.
-
-    The results of a pass do not depend on the length of runs.
-    """
+    """Return how many outer tiles form a run for one thread; the number changes no result."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
@@ -118,10 +105,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return the heads in sets, in CSR form; one thread processes the heads of a set in sequence.
-
-    The heads of a set add to the same bias gradient.
-    """
+    """Return, in CSR form, sets of heads that add to the same bias gradient (a set per thread)."""
     p = problem
     heads = p.heads if by_row else p.kv_heads
     numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
@@ -140,9 +124,9 @@ def runs(
 ) -> np.ndarray:
     """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    Runs with the most visits come first. In a fused backward pass, runs are in the order in which
-    their tiles add to dQ. With `spread`, each tile of the last run becomes a run of its own, so
-    that threads finish at about the same time.
+    In a fused backward pass, runs are in the order in which their tiles add to dQ; otherwise, runs
+    with the most visits come first. With `spread`, each tile of the last run becomes a run of its
+    own, so that threads finish at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -160,8 +144,8 @@ def runs(
 def turns(schedule: Schedule, csr: Csr) -> np.ndarray:
     """Return for each visit a number, its turn, which fixes when it adds to its row tile's dQ.
 
-    A visit's turn is minus the number of visits to its row tile that are left, including the visit
-    itself. Column tiles take turns in the order of the outer loop.
+    A turn is minus the number of visits to the row tile that are left, including the visit itself.
+    Column tiles take turns in the order of the outer loop.
     """
     row = csr[1]
     order = np.argsort(row, kind="stable")
@@ -213,11 +197,10 @@ def _masks(
 def _bits(
     schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield each visit's number, mask bits and `Tiles.edges`, for visits `at` of tiles (i, j).
+    """For each visit in `at` that hides a score, yield its number, mask bits and `Tiles.edges`.
 
-    The function leaves out visits whose scores are all kept. A visit's bits have shape (columns,
-    slots, rows) or, in a KV-outer loop, (rows, slots, columns). So the bits of the lanes of one row
-    of a panel are adjacent in memory.
+    The bits have shape (columns, slots, rows) or, in a KV-outer loop, (rows, slots, columns), so
+    the bits of the lanes of one panel row are adjacent in memory.
     """
     kept = schedule.kept_tiles(i, j)
     kept = kept.reshape(len(at), -1, *kept.shape[3:])  # the slots
@@ -244,8 +227,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
 
-    If no row of a panel has a True, both returned numbers are the same. A tile has `rows` rows; the
-    array `flags` may have more rows, which repeat the tile's last row.
+    If no row of a panel has a True, its two numbers are equal. Rows of `flags` after the first
+    `rows` are copies of the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)
@@ -258,10 +241,7 @@ _NO_BITS = np.zeros(0, np.uint8)
 
 
 def _table(array: np.ndarray) -> np.ndarray:
-    """Return a read-only view of a table.
-
-    Numba compiles a kernel only once if all its tables are read-only.
-    """
+    """Return a read-only view of a table, so that Numba compiles a kernel only once."""
     view = np.ascontiguousarray(array).view()
     view.setflags(write=False)
     return view

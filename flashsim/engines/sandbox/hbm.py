@@ -31,7 +31,7 @@ class Remote:
 
     @property
     def width(self) -> int:
-        """The number of elements per row of the tensor, or 1 if the tensor is a vector."""
+        """Return the number of elements per row of the tensor, or 1 if the tensor is a vector."""
         return self.shape[1] if len(self.shape) > 1 else 1
 
     def __repr__(self) -> str:
@@ -61,14 +61,16 @@ class Remote:
     def __getattr__(self, name: str) -> Any:
         if not name.startswith("_") and hasattr(np.ndarray, name):
             self._refuse()
-        raise AttributeError(f"a tensor in HBM has no {name!r}; it has name, shape, dtype, width")
+        raise AttributeError(
+            f"a tensor in HBM has no attribute {name!r}; choose from name, shape, dtype, width"
+        )
 
 
 class OpenHbm:
     """The tensors of one run, as attributes: ``hbm.Q``, ``hbm.O`` and those that `new` allocates.
 
-    HBM contains `samples` sets of inputs side by side; bytes are counted for one set. The argument
-    `most` limits the bytes of workspaces per set.
+    HBM contains `samples` sets of inputs side by side; bytes are counted for one set. `most` limits
+    the bytes of workspaces per set.
     """
 
     def __init__(self, problem: Problem, samples: int = 1, most: int | None = None) -> None:
@@ -83,14 +85,16 @@ class OpenHbm:
 
     @property
     def tensors(self) -> dict[str, Remote]:
-        """The handles of all tensors, by name."""
+        """Return the handles of all tensors, by name."""
         return dict(self._remotes)
 
     def __getattr__(self, name: str) -> Remote:
         remotes = self.__dict__.get("_remotes", {})
         if name in remotes:
             return remotes[name]
-        raise MemoryModelError(f"HBM holds no tensor {name!r}; {choices(name, remotes)}")
+        raise MemoryModelError(
+            f"HBM holds no tensor {name!r}; choose from {choices(name, remotes)}"
+        )
 
     def _taped(self) -> dict[str, int]:
         return {"space": 0}
@@ -130,8 +134,8 @@ class OpenHbm:
         nbytes = math.prod((p.batch, heads, *sides)) * numpy_dtype(kind).itemsize
         if self._most is not None and nbytes > self._most:
             raise OptionError(
-                f"workspace {name!r} of {nbytes:,} B is too large: the grader allows "
-                f"{self._most:,} B more"
+                f"workspace {name!r} of {nbytes:,} B is too large, because the grader allows only "
+                f"{self._most:,} B more; use a smaller workspace"
             )
         self._most = None if self._most is None else self._most - nbytes
         try:
@@ -140,17 +144,13 @@ class OpenHbm:
         except (MemoryError, ValueError):  # NumPy raises the latter above 2**63 bytes
             raise OptionError(
                 f"this computer has too little memory for a workspace {name!r} of "
-                f"{(p.batch, heads, *sides)} elements"
+                f"{(p.batch, heads, *sides)} elements; use a smaller workspace"
             ) from None
         self._code(name, SIDES[along])
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add a tensor to HBM, from an array of shape (batch, heads, n[, width]).
-
-        If `written` is true, an algorithm may read its numbers at once. Otherwise, the algorithm
-        must first store them.
-        """
+        """Add a tensor (batch, heads, n[, width]) to HBM; unless `written`, it has no values."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)
@@ -161,7 +161,7 @@ class OpenHbm:
         return self._remotes[name]
 
     def _code(self, name: str, axis: int = ROW) -> int:
-        """Return the code of a tensor or buffer in events; an unknown name gets a new code."""
+        """Return a tensor's or buffer's number in events; an unknown name gets a new number."""
         if name in CODES:
             return CODES[name]
         if name not in self._codes:
@@ -208,8 +208,8 @@ class OpenHbm:
         part = self._mask(tensor, rows, cols, member)
         if part is not None and not part.all():
             raise MemoryModelError(
-                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so it holds no "
-                "numbers to read or to add to; store it first, or clear it by "
+                f"{tensor.name}, rows {rows.start}:{rows.stop}, was never stored, so there are no "
+                "numbers to read or to add to; store these rows first, or clear them by "
                 f"sram.store(hbm.{tensor.name}, rows, 0.0)",
                 "unstored",
             )
@@ -230,7 +230,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Return which rows of a result were stored: "all", "none", or a text of missing rows."""
+        """Return which rows of a result were stored: "all", "none", or a text of those missing."""
         written = self._written[name]
         if not written.any():
             return "none"

@@ -20,11 +20,7 @@ REPLAYED: ContextVar[int] = ContextVar("replayed", default=0)
 
 
 def line_at_work() -> int:
-    """Return the number of the user's line that is running, or 0 if there is none.
-
-    This is the line of the innermost call outside the machine's own code and NumPy. The line may be
-    in a file other than the algorithm's.
-    """
+    """Return the number of the user's line that is running, in any file, or 0 if there is none."""
     if line := REPLAYED.get():
         return line
     frame: FrameType | None = sys._getframe(1)
@@ -34,7 +30,7 @@ def line_at_work() -> int:
 
 
 def at_work() -> str:
-    """Return the result of `line_at_work` as text, such as "line 7"."""
+    """Return, as text, which line of the user's code is running, such as "line 7"."""
     return f"line {line_at_work() or '?'}"
 
 

@@ -109,7 +109,8 @@ class OpenMachine:
             )
         if len(self._stages) >= MOST_STAGES:
             raise MemoryModelError(
-                f"more than {MOST_STAGES} stages; move the loop inside a single stage instead"
+                f"an algorithm may have at most {MOST_STAGES} stages; move the loop inside a "
+                "single stage instead"
             )
         plan = plans.Stage(name, outer, per=per)
         schedule = Schedule(self._problem, tiling or self._tiling, outer)
@@ -123,18 +124,18 @@ class OpenMachine:
         self._stages.append(done)
 
     def row_tiles(self) -> list[slice]:
-        """The slices of rows of all query tiles; each tile has up to `tiling.block_q` queries."""
+        """Return the slices of rows of all query tiles, each of up to `tiling.block_q` queries."""
         return _cut(self._problem.n_q, self._tiling.block_q)
 
     def key_tiles(self) -> list[slice]:
-        """The slices of rows of all key tiles; each tile has up to `tiling.block_k` keys."""
+        """Return the slices of rows of all key tiles, each of up to `tiling.block_k` keys."""
         return _cut(self._problem.n_kv, self._tiling.block_k)
 
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
         """Return booleans (rows, cols) that say which scores of a tile the mask keeps.
 
-        If the mask keeps all of them, the result is None. An algorithm need not visit a tile that
-        is fully masked. The mask depends only on positions, so reading it moves no bytes.
+        The result is None if the mask keeps all scores of the tile. An algorithm need not visit a
+        tile that is fully masked. The mask depends only on positions, so reading it moves no bytes.
         """
         p = self._problem
         q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))

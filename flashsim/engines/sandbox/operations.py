@@ -26,27 +26,27 @@ class TileBase:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the tile for one head."""
+        """Return the shape of the tile for one head."""
         return self._view.shape[2:]
 
     @property
     def ndim(self) -> int:
-        """Number of axes."""
+        """Return the number of axes of the tile for one head."""
         return self._view.ndim - 2
 
     @property
     def size(self) -> int:
-        """The number of elements of the tile for one head."""
+        """Return the number of elements of the tile for one head."""
         return math.prod(self.shape)
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of the tile's numbers: the accumulator type, or bool."""
+        """Return the type of the tile's numbers: the accumulator type, or bool."""
         return self._view.dtype
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the tile or view for one head, in the accumulator type."""
+        """Return the bytes of the tile or view for one head, in the accumulator type."""
         return self.size * self._view.itemsize
 
     def __len__(self) -> int:
@@ -70,8 +70,8 @@ class TileBase:
         if room.gone:
             raise MemoryModelError(
                 f"the tile {room.name!r} made at {room.made} is used after its memory was freed "
-                f"({room.gone}); to keep numbers for a later iteration, write them into a tile "
-                "allocated before the loop: O[:] = ..., m[:] = ...",
+                f"({room.gone}); to keep numbers for later iterations, write them into a tile "
+                "allocated before the loop, such as O[:] = ...",
                 "freed",
             )
         return room
@@ -132,8 +132,8 @@ def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -
     right = right[..., :, None] if col else right
     if left.shape[-1] != right.shape[-2]:
         raise ShapeError(
-            f"{a.shape} @ {b.shape}: the inner dimensions differ, so the tiles cannot be "
-            "multiplied; transpose or slice one of them"
+            f"tiles of shapes {a.shape} and {b.shape} cannot be multiplied with @, because their "
+            "inner dimensions differ; transpose or slice one of them"
         )
     if left.shape[-2] * right.shape[-1] > room.sram._most // 4:
         room.sram._require_room("temp", 4 * left.shape[-2] * right.shape[-1])
@@ -147,7 +147,9 @@ def product(a: Any, b: Any, *, out: TileBase | None = None, add: bool = False) -
         result = held(out, room)
         if result.shape != view.shape[2:]:
             raise ShapeError(
-                f"{a.shape} @ {b.shape} has shape {view.shape[2:]}, but out has {result.shape}"
+                f"the product of tiles of shapes {a.shape} and {b.shape} has shape "
+                f"{view.shape[2:]}, but out= has shape {result.shape}; pass a tile of the "
+                "product's shape as out="
             )
         if add:
             result._view[...] += view
@@ -168,13 +170,16 @@ def reduced(tile: TileBase, name: str, axis: Any, keepdims: bool, outs: Any = ()
     try:
         lead = tuple(2 + range(tile.ndim)[int(axis_number)] for axis_number in axes)
     except IndexError:
-        raise ShapeError(f"{name}: a tile of shape {tile.shape} has no axis {axis}") from None
+        raise ShapeError(
+            f"{name} got axis {axis}, but a tile of shape {tile.shape} has no such axis; pass one "
+            "of the tile's axes"
+        ) from None
     view = ufunc.reduce(tile._view, axis=lead, keepdims=keepdims) if lead else tile._view.copy()
     if outs:
         result = outs[0]
         if not isinstance(result, TileBase):
             raise MemoryModelError(
-                f"{name}(..., out=...) must get a tile; allocate one by sram.alloc(name, shape)"
+                f"out= of {name} must be a tile; allocate a tile by sram.alloc(name, shape)"
             )
         result[...] = room.sram._made(_own_type(view, room))  # type: ignore[index]
     else:
@@ -196,7 +201,10 @@ def chosen(condition: Any, value: Any, other: Any) -> Any:
         view = np.where(*operands)
     except ValueError:
         shapes = ", ".join(str(x.shape) for x in inputs if hasattr(x, "shape"))
-        raise ShapeError(f"np.where: the shapes {shapes} do not broadcast") from None
+        raise ShapeError(
+            f"the arguments of np.where have shapes {shapes}, which do not broadcast; use equal "
+            "shapes, or sides of length 1"
+        ) from None
     result = room.sram._made(_own_type(view, room))
     room.sram._note(priced("", 0, sum(x.nbytes for x in tiles), result.nbytes))
     return result
@@ -258,10 +266,7 @@ def outsider(what: str, x: Any) -> Any:
 
 
 def flags(part: Any) -> Any:
-    """Return one part of the index in ``tile[index] = value``, after checking its type.
-
-    The part may be a boolean mask.
-    """
+    """Return one part of a tile's index; raise unless it is a slice, integer or boolean mask."""
     basic = part is None or isinstance(part, (int, np.integer, slice, EllipsisType, TileBase))
     if basic or (isinstance(part, np.ndarray) and part.dtype == bool):
         return part

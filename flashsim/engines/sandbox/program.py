@@ -1,9 +1,8 @@
 """Records a user's algorithm as a program without numbers, and replays it with any numbers.
 
-An algorithm cannot depend on the numbers in its tiles. So one run, on tiles that are all NaN,
-contains all the algorithm's instructions. The function `record` returns the instructions of that
-run as text. The function `replay` performs the instructions on another machine, which checks each
-as if the algorithm itself ran.
+An algorithm cannot depend on the numbers in its tiles, so one run, on tiles that are all NaN,
+contains all the algorithm's instructions. `record` returns the instructions as text. `replay`
+performs the instructions on another machine, which checks each as if the algorithm itself ran.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text is not a recorded program, or its replay takes too long."""
+    """A text is no recorded program, or the program's replay takes too long."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Setting:
     def machine(
         self, arrays: Mapping[str, np.ndarray], *, samples: int = 1, most: int | None = MOST
     ) -> OpenMachine:
-        """Return a machine with these inputs, `samples` sets of them along the first axis."""
+        """Return a machine whose HBM contains `samples` sets of inputs, along the first axis."""
         p = self.problem
         machine = OpenMachine(
             p, self.tiling, self.device, samples=samples, most=most, most_hbm=MOST_HBM
@@ -69,13 +68,7 @@ class Setting:
 
 
 def record(algorithm: Callable[[OpenMachine], None], name: str, setting: Setting) -> list[str]:
-    """Run an algorithm on tiles that are all NaN, and return its program.
-
-    Raises
-    ------
-    Exception
-        Any error that the algorithm raises; errors of the machine name the line.
-    """
+    """Run an algorithm on tiles that are all NaN, and return its program."""
     one_argument(algorithm, name)
     machine, tape = setting.blank(), Tape()
     before = TAPE.set(tape)
@@ -96,14 +89,9 @@ def replay(
 ) -> None:
     """Perform a recorded program on a machine, until a deadline of `time.monotonic`.
 
-    For error messages, `name` is the algorithm's name, and `source` contains the lines of its file.
-
-    Raises
-    ------
-    FlashSimError
-        If the machine refuses an instruction; the message names its line.
-    ProgramError
-        If the text is no program, or the deadline passed.
+    Error messages quote the algorithm's `name` and its file's lines, `source`. A refused
+    instruction raises `FlashSimError`; a text that is no program, or a passed deadline, raises
+    `ProgramError`.
     """
     player, before = _Player(machine), REPLAYED.set(0)
     try:
@@ -118,7 +106,7 @@ def replay(
         if player.open:
             raise ProgramError(
                 "the recorded program ends inside a step, a visit or another scope that was not "
-                "closed"
+                "closed; open each scope in a `with` statement"
             )
     except ProgramError:
         raise
@@ -127,16 +115,16 @@ def replay(
         text = source[line - 1] if 0 < line <= len(source) else ""
         raise located(error, name, line, text) from None
     except Exception as error:  # any other error means that no tape wrote the text
-        raise ProgramError(f"the recorded program is malformed ({type(error).__name__})") from None
+        raise ProgramError(
+            "flashsim cannot replay the recorded program, because it is malformed "
+            f"({type(error).__name__}); let only flashsim's machine write it"
+        ) from None
     finally:
         REPLAYED.reset(before)
 
 
 class _Player:
-    """Performs instructions on a machine.
-
-    The attribute `tiles` contains the tiles to which the algorithm still refers.
-    """
+    """Performs instructions on a machine; `tiles` contains the tiles that are still referred to."""
 
     def __init__(self, machine: OpenMachine) -> None:
         self.machine = machine
@@ -148,7 +136,10 @@ class _Player:
     def perform(self, text: str | bytes) -> None:
         """Perform one instruction."""
         if len(text) > MOST_LINE:
-            raise ProgramError(f"an instruction has more than {MOST_LINE:,} characters")
+            raise ProgramError(
+                f"an instruction of the recorded program has more than {MOST_LINE:,} characters; "
+                "let only flashsim's machine write it"
+            )
         line, name, arguments, named = json.loads(text)
         REPLAYED.set(int(line))
         if name == "drop":
@@ -194,7 +185,10 @@ def _mask(encoded: Any) -> np.ndarray:
 def _type(name: str) -> np.dtype:
     kind = numpy_dtype(name) if name in ("bfloat16", "float16") else np.dtype(name)
     if kind.kind not in "biuf" and name != "bfloat16":
-        raise ProgramError(f"tiles cannot have type {name}")
+        raise ProgramError(
+            f"the recorded program has a tile of type {name}, which no tile can have; let only "
+            "flashsim's machine write it"
+        )
     return kind
 
 

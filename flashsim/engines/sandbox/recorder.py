@@ -1,9 +1,8 @@
 """Runs a student's file and returns its result: a program, answers, or an error as text.
 
-The command ``python -m flashsim.engines.sandbox.recorder`` does so in a separate process,
-restricted by the module `walls`. That process has the machine and the problem's sizes. The process
-has no inputs, no reference results, no right answers and no marks, so student code cannot find or
-change them.
+``python -m flashsim.engines.sandbox.recorder`` runs the file in a separate process, restricted by
+the module `walls`. The separate process has no inputs, reference results, right answers or marks,
+so student code cannot find or change them.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ WORDS = 2000
 class Handed:
     """The result of running a student's solution.
 
-    If the solution cannot be graded, `kind` and `words` say why. The field `program` contains the
-    instructions for `program.replay`. The field `answers` is None unless the file has a dict
-    ANSWERS; in it, a value that is no integer is replaced by its text. The field `name` is the name
-    of the student's function.
+    If the solution cannot be graded, `kind` and `words` say why. `program` contains the
+    instructions for `program.replay`. If the file has a dict ANSWERS, `answers` is that dict, with
+    text instead of values that are not integers. Without ANSWERS, `answers` is None.
     """
 
     program: Iterable[str | bytes] = ()
@@ -44,10 +42,7 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """The task of the separate process: run a text as a Python file.
-
-    If `setting` is None, the file has a dict ANSWERS instead of an algorithm.
-    """
+    """A text to run as a Python file, which has a dict ANSWERS if `setting` is None."""
 
     text: str
     file: str
@@ -57,10 +52,7 @@ class Order(NamedTuple):
 
 
 def from_text(text: str, file: str, setting: Setting | None) -> Handed:
-    """Run the text of a student's file.
-
-    If `setting` is None, the file contains a dict ANSWERS instead of an algorithm.
-    """
+    """Run the text of a student's file, which has a dict ANSWERS if `setting` is None."""
     try:
         code = compile(text, file, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -105,10 +97,7 @@ def from_answers(mapping: Any) -> Handed:
 
 
 def kind_of(error: BaseException) -> str:
-    """Return a word for the kind of an error.
-
-    For an error of the machine, the word names the rule that was broken.
-    """
+    """Return a word for the kind of an error, such as the rule of the machine that was broken."""
     if isinstance(error, MemoryModelError):
         return error.kind
     kinds = {SramOverflow: "overflow", MemoryError: "memory", ShapeError: "shape"}
@@ -136,8 +125,8 @@ def of_error(error: BaseException) -> str:
 def main() -> None:
     """Read an `Order` from the standard input, and write the result to the output.
 
-    The first line of the output is the result as JSON; the program follows. Text that the student's
-    file prints goes to the standard error.
+    The first line of the output is the result as JSON; the program follows. The file's own prints
+    go to stderr.
     """
     from flashsim.engines.sandbox import walls  # not available in a browser
 

@@ -13,10 +13,9 @@ from flashsim.engines.sandbox.tape import Tape
 class Room:
     """The SRAM bytes in which one tile and all its views lie.
 
-    The attribute `gone` is "" while the memory is allocated; after that, it says where the memory
-    was freed. For a tile that was loaded from a narrower tensor, `narrow` is that tensor's type.
-    Such a tile takes only the bytes of the narrower type, so numbers written to it are rounded to
-    that type.
+    `gone` is "" while the memory is allocated; after that, it says where the memory was freed.
+    `narrow` is the type of the narrower tensor from which the tile was loaded, if any: the tile
+    takes only that type's bytes, and numbers written to it are rounded to that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
@@ -33,8 +32,8 @@ class Room:
 class Lease:
     """A reference to a `Room`, which the tile and all its views hold.
 
-    The bytes of a temporary are freed when the tile and all its views are gone. The attribute
-    `tape` is the `Tape` on which the tiles are numbered, and `numbers` are the tiles' numbers.
+    A temporary's bytes are freed when the tile and all its views are gone. `numbers` are the
+    numbers by which the `tape` refers to the tile and its views.
     """
 
     __slots__ = ("numbers", "room", "tape")

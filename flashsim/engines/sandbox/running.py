@@ -28,10 +28,7 @@ def size(p: Problem, name: str) -> tuple[int, ...]:
 def put(
     machine: OpenMachine, arrays: Mapping[str, np.ndarray], outputs: Iterable[str]
 ) -> list[str]:
-    """Put inputs and empty outputs in HBM; return the names of outputs that need not be stored.
-
-    The optional output is L, which an algorithm that stores O may store as well.
-    """
+    """Put inputs and empty outputs in HBM; return the names of optional outputs (L or none)."""
     p, hbm = machine.problem, machine.hbm
     for name, array in arrays.items():
         hbm._put(name, array, dtype_of(p, name), written=True)
@@ -46,13 +43,13 @@ def put(
 
 
 def one_argument(algorithm: Callable[..., None], name: str) -> None:
-    """Raise `DTypeError` unless the function can be called with only the machine."""
+    """Raise `DTypeError` unless the function can be called with the machine as only argument."""
     try:
         inspect.signature(algorithm).bind("machine")
     except TypeError as error:
         raise DTypeError(
-            f"{name} must accept a call with one argument, the machine, but: {error}; pass its "
-            "other arguments with functools.partial or as defaults"
+            f"{name} must accept a call with one argument, the machine ({error}); pass its other "
+            "arguments with functools.partial or as defaults"
         ) from None
     except ValueError:  # a function written in C without a signature
         pass
@@ -76,10 +73,7 @@ def run(algorithm: Callable[[OpenMachine], None], name: str, machine: OpenMachin
 
 
 def located(error: FlashSimError, name: str, line: int, text: str) -> FlashSimError:
-    """Return a copy of an error; the copy's text begins with the name and line of the user's code.
-
-    The argument `text` is that line's source, if known.
-    """
+    """Return a copy of an error, with the user's function, line number and line before its text."""
     quoted = f", `{text.strip()}`" if text.strip() else ""  # unknown for code typed at a prompt
     told = type(error)(f"{name}, line {line}{quoted}: {error}")
     vars(told).update({key: value for key, value in vars(error).items() if key != "__notes__"})
@@ -90,7 +84,7 @@ def require_stored(name: str, machine: OpenMachine, asked: Iterable[str]) -> Non
     """Raise `MemoryModelError` unless the algorithm stored all of its results."""
     if not machine.stages:
         raise MemoryModelError(
-            f"{name} ran no stage; open one by `with machine.stage(name) as sram:`", "unstored"
+            f"{name} ran no stage; open a stage by `with machine.stage(name) as sram:`", "unstored"
         )
     for output in asked:
         state = machine.hbm._stored(output)

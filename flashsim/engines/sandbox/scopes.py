@@ -62,10 +62,7 @@ class Scopes:
     @taped_scope("strip")
     @contextmanager
     def strip(self) -> Iterator[None]:
-        """Open a scope inside a step or a visit (tile pair).
-
-        The end of the scope frees the tiles allocated inside.
-        """
+        """Open a scope inside a step or a visit; its end frees the tiles allocated inside."""
         with self._scope(self._here(), computes=False):
             yield
 
@@ -103,8 +100,8 @@ class Scopes:
         if own[i < 0] != max(i, j):
             side = "query" if i >= 0 else "key"
             raise MemoryModelError(
-                f"a visit to {side} tile {own[i < 0]} within the step of {side} tile {max(i, j)}: "
-                f"open a step for each {side} tile",
+                f"a visit to {side} tile {own[i < 0]} cannot lie within the step of {side} tile "
+                f"{max(i, j)}; open a step for each {side} tile",
                 "scope",
             )
         self._visits += 1

@@ -39,8 +39,9 @@ def tile_number(which: int | slice, side: str, schedule: Schedule, stage: str) -
     if first != last:
         name = "block_q" if side == "queries" else "block_k"
         raise ShapeError(
-            f"{side} {part.start}:{part.stop} lie in more than one tile of {block} {side}; loop "
-            f"over tiles of machine.tiling.{name} {side}, or set another tile size for the stage "
-            f"by machine.stage({stage!r}, tiling=flashsim.Tiling(block_q, block_k))"
+            f"a slice of {side} must lie in one tile, but {part.start}:{part.stop} reaches past "
+            f"the end of a tile of {block} {side}; loop over tiles of machine.tiling.{name} "
+            f"{side}, or set larger tiles by machine.stage({stage!r}, "
+            "tiling=flashsim.Tiling(block_q, block_k))"
         )
     return first

@@ -69,9 +69,7 @@ class OpenSram(Scopes):
 
     @taped("alloc")
     def alloc(self, name: str, shape: Any, fill: float | None = None) -> SramTile:
-        """Allocate one tile of the accumulator type.
-
-        If `fill` is not passed, the tile's numbers are NaN until they are written.
+        """Allocate a tile of the accumulator type, filled with `fill`, or with NaN until written.
 
         Raises
         ------
@@ -114,10 +112,10 @@ class OpenSram(Scopes):
 
     @taped("positions")
     def positions(self, rows: slice) -> SramTile:
-        """Return the positions of queries or keys as a tile.
+        """Return the positions of queries or keys, such as 0 to 63, as a tile.
 
-        With them, write ``S[rows > cols[:, None]] = 0`` and the like. The positions are computed,
-        not loaded, but the tile takes memory on chip.
+        With positions as tiles, a mask is, for example, ``S[rows > cols[:, None]] = 0``. The
+        positions are computed, not loaded, but the tile takes memory on chip.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)
@@ -139,25 +137,19 @@ class OpenSram(Scopes):
         product(a, b, out=out)
 
     def rounded(self, name: str, tile: SramTile) -> SramTile:
-        """Round an operand of a product ("P" or "dS") to the type in which the product uses it.
-
-        A tile with another name stays unchanged.
-        """
+        """Round "P" or "dS" to the type in which products use it; return other tiles unchanged."""
         if name not in ("P", "dS"):
             return tile
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:
-        """Print a tile's numbers for the first head.
-
-        The method returns nothing, so no number leaves the chip.
-        """
+        """Print a tile's numbers for the first head; the algorithm itself does not get them."""
         tile._alive()
         recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
         print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
-        """Add the cost of an operation to the innermost open scope that counts."""
+        """Add the cost of an operation to the innermost scope that is open and counts costs."""
         if self._sums:
             self._sums[-1] += costs
 
@@ -245,7 +237,7 @@ class OpenSram(Scopes):
         *,
         member: int | None = None,
     ) -> None:
-        """Copy a tile SRAM -> HBM, rounded once to the tensor's type. A number fills the tile."""
+        """Copy a tile from SRAM to HBM, rounded to the tensor's type; a number fills the tile."""
         rows, cols, value = self._outgoing(tensor, rows, cols, tile, member)
         inside = self._hbm._behind(tensor)
         if inside.data.shape[1] < self._lead[1]:
@@ -299,7 +291,7 @@ class OpenSram(Scopes):
             if tile.shape != shape[2:]:
                 raise ShapeError(
                     f"rows {rows.start}:{rows.stop} of {tensor.name} have shape {shape[2:]}, but "
-                    f"the tile has {tile.shape}"
+                    f"the tile has shape {tile.shape}; store a tile of the same shape as the rows"
                 )
             return rows, cols, tile._view
         if isinstance(tile, (int, float, np.integer, np.floating)):
@@ -312,16 +304,12 @@ class OpenSram(Scopes):
         )
 
     def _check_heads(self, tensor: Remote, member: int | None) -> None:
-        """Raise an error unless `member` fits the stage and the tensor.
-
-        If each step of the stage works on a whole group of query heads, `member` must select one
-        head, whose tile is then moved.
-        """
+        """Raise an error unless `member` selects one query head in a stage that works on groups."""
         heads, group = self._hbm._behind(tensor).data.shape[1], self._schedule.problem.group
         if heads > self._lead[1] and member is None:
             raise MemoryModelError(
-                f"stage {self._stage.name!r} works for all query heads of a KV head at once; name "
-                f"the query head whose {tensor.name} you mean with member=g, for g in "
+                f"stage {self._stage.name!r} works for all query heads of a KV head at once; "
+                f"choose the query head whose {tensor.name} you mean by member=g, for g in "
                 "range(machine.problem.group)"
             )
         if member is not None and not 0 <= member < group:

@@ -1,9 +1,7 @@
 """Records an algorithm's calls to the machine, one instruction per call.
 
-The decorators `taped` and `taped_scope` mark the operations of which programs consist. While the
-variable `TAPE` holds a `Tape`, each successful call is recorded with its line;
-`flashsim.engines.sandbox.program` replays the record. Instructions refer to tiles by number, in the
-order in which they were created.
+While `TAPE` holds a `Tape`, each successful call of an operation that `taped` or `taped_scope`
+marks is recorded with its line. Instructions refer to tiles by number, in the order of creation.
 """
 
 from __future__ import annotations
@@ -65,7 +63,7 @@ class Tape:
         self._length += len(text)
         if self._length > MOST:
             raise MemoryModelError(
-                f"the program takes more than {MOST:,} characters; use larger tiles"
+                f"the recorded program has more than {MOST:,} characters; use larger tiles"
             )
         self.instructions.append(text)
 

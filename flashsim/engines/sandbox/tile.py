@@ -1,11 +1,10 @@
 """`SramTile`: a tile of numbers in simulated SRAM.
 
-Each arithmetic operation on tiles creates a new tile, which takes memory.
-
-Numbers never leave the simulated chip: every way to copy them out (`np.asarray`, `float`, `list`,
-`tolist`, pickling ...) raises an error, and arrays from outside cannot be used. Using a tile after
-the end of its scope is also an error. Users do not see the leading axes for heads: a tile of 64
-rows of 32 elements has the shape (64, 32), however many heads are simulated at once.
+Each arithmetic operation on tiles creates a new tile, which takes memory. Numbers never leave the
+simulated chip: every way to copy them out (`np.asarray`, `float`, `list`, `tolist`, pickling ...)
+raises an error, and arrays from outside cannot be used. Using a tile after the end of its scope is
+also an error. Users do not see the leading axes for heads: a tile of 64 rows of 32 elements has the
+shape (64, 32), however many heads are simulated at once.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ _LEAD = (slice(None), slice(None))
 
 
 class SramTile(TileBase, NDArrayOperatorsMixin):
-    """A tile of numbers on chip, which `load`, `alloc` or arithmetic created.
-
-    The module's docstring says which operations a tile allows.
-    """
+    """A tile of numbers on chip, which `load`, `alloc` or arithmetic created."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -54,13 +50,13 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
     @property
     @taped("T")
     def T(self) -> SramTile:
-        """The tile with its axes reversed, as a view."""
+        """Return a view of the tile with its axes reversed."""
         return self._seen(self._view.transpose(0, 1, *range(self._view.ndim - 1, 1, -1)))
 
     @property
     @taped("mT")
     def mT(self) -> SramTile:
-        """The tile with its last two axes exchanged, as a view."""
+        """Return a view of the tile with its last two axes exchanged."""
         return self._seen(self._view.mT)
 
     @taped("part")
@@ -110,7 +106,8 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
             except (ValueError, IndexError) as error:
                 shapes = [self.shape, *([value.shape] if isinstance(value, SramTile) else [])]
                 raise ShapeError(
-                    f"tile[...] = value: the shapes {shapes} do not broadcast ({error})"
+                    f"in tile[...] = value, the shapes {shapes} do not broadcast ({error}); "
+                    "assign a number, or a tile of the same shape"
                 ) from None
         self._rounded()
         read = value.nbytes if isinstance(value, SramTile) else 0
@@ -213,7 +210,7 @@ class SramTile(TileBase, NDArrayOperatorsMixin):
     def __getattr__(self, name: str) -> Any:
         if name in _LEAKS:
             self._refuse()
-        raise AttributeError(f"a tile has no {name!r}; it has {', '.join(_PUBLIC)}")
+        raise AttributeError(f"a tile has no attribute {name!r}; choose from {', '.join(_PUBLIC)}")
 
 
 #: The methods by which an array copies its numbers out.

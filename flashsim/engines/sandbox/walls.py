@@ -1,9 +1,9 @@
 """Restricts this process before it runs untrusted code.
 
-The function `limit` limits CPU time and memory, except on Windows. On Linux, the function `close`
-sets up Landlock, which prevents all writes and allows reading only Python and its packages. It also
-sets up a seccomp filter, which prevents new processes, signals and network access. A process cannot
-undo either restriction. A process that must start compilers and write caches calls only `limit`.
+`limit` limits CPU time and memory. On Linux, `close` sets up Landlock, which prevents all writes
+and allows reading only Python and its packages, and a seccomp filter, which prevents new processes,
+signals and network access. A process can undo neither Landlock nor seccomp. A process that must
+start compilers and write caches calls `limit`, but not `close`.
 """
 
 from __future__ import annotations
@@ -59,9 +59,8 @@ def limit(*, seconds: float, memory: int | None = None) -> None:
 def close() -> list[str]:
     """Block this process's access to files, other processes and the network.
 
-    Modules of Python and its packages can still be imported, but no other file can be read. The
-    process can write only to files that are already open. The function returns the names of the
-    kinds of access that this system could block.
+    Imports of Python's packages and writes to open files stay possible. The function returns the
+    names of the kinds of access that this system could block.
     """
     if sys.platform == "win32":
         return []
@@ -97,7 +96,7 @@ def _readable() -> list[str]:
 
 
 def _landlock(libc: ctypes.CDLL, readable: Iterable[str]) -> bool:
-    """Allow this process to read only below these paths; see landlock(7)."""
+    """Allow this process to read only below the paths `readable`; see landlock(7)."""
     create, add, restrict = 444, 445, 446  # numbers of system calls, on every architecture
     version = libc.syscall(create, None, 0, 1)
     if version < 1:
@@ -126,7 +125,7 @@ class _Filter(ctypes.Structure):
 
 
 def _seccomp(libc: ctypes.CDLL, calls: dict[str, tuple[int | None, ...]]) -> bool:
-    """Make these system calls of this process fail with EPERM; see seccomp(2)."""
+    """Make the system calls `calls` of this process fail with EPERM; see seccomp(2)."""
     known = _ARCHITECTURES.get(platform.machine())
     if known is None:
         return False

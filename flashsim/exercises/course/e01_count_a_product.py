@@ -2,10 +2,11 @@
 
 The product is S = Q Kᵀ in float32. Q has 40 rows of 16 elements; K has 48 rows of 16 elements.
 A thread block (a *step*) owns a tile of 8 rows of Q, and loads it once. Then the step loops
-over the keys in tiles of 16: it loads a tile, multiplies, and stores the 8 × 16 tile of S. A
-step keeps nothing else on chip, and steps share nothing on chip.
+over K in tiles of 16 rows: it loads a tile of K, multiplies, and stores the 8 × 16 tile of S. A
+step keeps nothing else on chip, and no step can use what another step loaded.
 
-Fill in ANSWERS: numbers of bytes and FLOPs, as integers. One multiply-add counts as two FLOPs.
+Fill in ANSWERS. All answers are integers: numbers of bytes or FLOPs. One multiply-add counts as
+two FLOPs.
 """
 
 from flashsim.exercises.exercise import Exercise, Question, Task
@@ -15,7 +16,7 @@ from flashsim.schedule.tiling import Tiling
 
 
 def reference(machine):
-    """Run the loop that the questions are about."""
+    """Compute S = Q K^T with the loop that the questions describe."""
     hbm, p = machine.hbm, machine.problem
     with machine.stage("scores") as sram:
         for rows in machine.row_tiles():

@@ -1,8 +1,8 @@
 """Softmax of whole rows.
 
 The matrix of scores, S, is in HBM. Store P, where P[i, j] = exp(S[i, j]) / Σ exp(S[i, :]). A
-tile of 8 complete rows fits on chip. No score is so large that exp overflows, so use this
-formula as it is. Load S once, store P once.
+tile of 8 complete rows fits on chip. The scores are small enough that exp does not overflow, so
+use this formula directly. Load S once, store P once.
 """
 
 import numpy as np
@@ -28,7 +28,7 @@ def reference(machine):
 
 
 def weights(arrays, p, dtype):
-    """Return P without the division by each row's sum: the result of a common mistake."""
+    """Return the result of a common mistake: P without the division by each row's sum."""
     return {"P": np.exp(arrays["S"].astype(dtype))}
 
 

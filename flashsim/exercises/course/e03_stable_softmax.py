@@ -1,7 +1,7 @@
 """Softmax of large scores.
 
-As in the last exercise, compute P = softmax(S); but now the scores reach 200, and exp(200) is
-infinity in float32. Subtract each row's largest score before exp; it cancels in the quotient.
+As in the last exercise, compute P = softmax(S). But now scores reach 200, and exp(200) is
+infinity in float32. So subtract each row's largest score before exp; this does not change P.
 Complete rows fit on chip, so again load S once and store P once.
 """
 
@@ -29,7 +29,7 @@ def reference(machine):
 
 
 def weights(arrays, p, dtype):
-    """Return P without the division by each row's sum: the result of a common mistake."""
+    """Return the result of a common mistake: P without the division by each row's sum."""
     s = arrays["S"].astype(dtype)
     return {"P": np.exp(s - s.max(axis=-1, keepdims=True))}
 

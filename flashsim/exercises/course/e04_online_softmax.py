@@ -1,9 +1,10 @@
 """Online softmax: one pass for the maximum and the sum.
 
-A row of scores no longer fits on chip; only tiles of 8 × 16 scores do. Computing the maximum,
-then the sum, then the quotient would take three passes over S. Instead, keep a running maximum
-m and a running sum l per row, and rescale l whenever m grows. Then two passes over S are
-enough; the second pass computes P. Load S twice, store P once.
+In this exercise, a row of scores does not fit on chip, but a tile of 8 × 16 scores does.
+Computing the maximum, then the sum, then the quotient would take three passes over S. Instead,
+keep a running maximum m and a running sum l per row, and rescale l whenever m grows. Then two
+passes over S are enough: the first computes m and l, the second computes P. Load S twice, store
+P once.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Softmax and product in one pass.
 
-Compute O = softmax(S) V in one pass; P never leaves the chip. S is in HBM, and is loaded in
-tiles of 8 × 16. Keep O, m and l of eight rows on chip; when the maximum grows, rescale O as
-well as l. Load each score of S only once.
+Compute O = softmax(S) V in one pass over S. P is never stored in HBM. S is in HBM, and is
+loaded in tiles of 8 × 16. Keep O, m and l of eight rows on chip. Whenever the running maximum m
+grows, rescale both O and l. Load each score of S only once.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def reference(machine):
 
 
 def undivided(arrays, p, dtype):
-    """Return Σ exp(S - m) V, without the division by l: the result of a common mistake."""
+    """Return the result of a common mistake: Σ exp(S - m) V without the division by l."""
     s = arrays["S"].astype(dtype)
     return {"O": np.exp(s - s.max(axis=-1, keepdims=True)) @ arrays["V"].astype(dtype)}
 

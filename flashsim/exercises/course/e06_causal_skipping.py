@@ -1,9 +1,10 @@
 """Causal attention that skips empty tiles.
 
-Query i sees keys 0 … i. About half of the tiles of scores are empty: do not load the keys of an
-empty tile. `machine.keep(rows, cols)` returns a boolean array: True for each score that the
-mask keeps in this tile. The method returns None if the mask keeps the whole tile. Compute O =
-softmax(S) V as in the last exercise, but now compute S = scale · Q Kᵀ on chip. Store O.
+Query i sees keys 0 … i. So about half of the tiles of scores have no visible score. Do not load
+the keys of these empty tiles. `machine.keep(rows, cols)` returns a boolean array for a tile:
+True for each score that the mask keeps. The method returns None if the mask keeps the whole
+tile. Compute O = softmax(S) V as in the last exercise. But S is not an input now: compute S =
+scale · Q Kᵀ on chip. Store O.
 """
 
 import numpy as np
@@ -55,7 +56,8 @@ def reference(machine):
 
 
 def budget(task):
-    """Return the bytes for full marks, by FlashAttention-2's closed form without L."""
+    """Return the bytes for full marks: FlashAttention-2's closed form, without the bytes of
+    L."""
     counted = count(task.problem, tiling=task.tiling).bytes()
     return counted - whole_bytes(task.problem, "L")
 

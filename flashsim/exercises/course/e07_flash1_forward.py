@@ -1,11 +1,11 @@
 """FlashAttention-1: the outer loop runs over keys.
 
-Swap the loops, as the first paper does (arXiv:2205.14135, Algorithm 1). A step owns a tile of
-keys, loads K and V *once*, and loops over the queries. O, l and m of every row then pass
-through HBM in every iteration: load them, update them, store them. Before the loop, a separate
-stage (kernel) must initialize them in HBM: O = 0, l = 0, m = -inf.
+Swap the two loops, as the first FlashAttention paper does (arXiv:2205.14135, Algorithm 1). A
+step owns a tile of keys, loads K and V *once*, and loops over the queries. Every iteration
+loads O, l and m of the iteration's query rows from HBM, updates them, and stores them. Before
+the loops, a separate stage (kernel) must set O = 0, l = 0 and m = -inf in HBM.
 
-Store O (normalised, as in the paper), l and m.
+Store O (divided by l, as in the paper), l and m.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """delta, the first stage of the backward pass.
 
-delta_i = Σ_j P_ij dP_ij, a sum over N keys, equals Σ_x dO_ix O_ix, a sum over head_dim (because
-dP = dO Vᵀ and O = P V). So computing delta does not need P: load O and dO once, and store
-delta.
+The backward pass needs delta_i = Σ_j P_ij dP_ij, a sum over N keys. Because dP = dO Vᵀ and O =
+P V, this equals Σ_x dO_ix O_ix, a sum over head_dim. So computing delta does not need P: load O
+and dO once, and store delta.
 """
 
 from flashsim.exercises.exercise import Exercise, Task

@@ -2,9 +2,9 @@
 
     dS_ij = P_ij (dO_i V_jᵀ - delta_i)        dQ_i = scale Σ_j dS_ij K_j
 
-dQ is a sum over keys. With an outer loop over queries, dQ stays on chip, as O does in the
-forward pass, and no atomic addition is needed. A step owns a tile of queries with their dO, L
-and delta.
+dQ is a sum over keys. If the outer loop runs over queries, dQ stays on chip during the inner
+loop, like O in the forward pass. So no atomic addition is needed. A step owns a tile of
+queries, and loads their Q, dO, L and delta once.
 """
 
 import numpy as np

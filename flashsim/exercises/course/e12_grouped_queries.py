@@ -5,7 +5,7 @@ four times as often as needed. In a stage (kernel) with ``per="group"``, a step 
 heads: `sram.load(hbm.Q, rows, member=g)` loads the tile of query head g of the group, and
 `sram.store` takes `member` too. Load K and V without the argument `member`.
 
-Store O; load K and V once for each tile of rows, not once for each head.
+Store O. For each tile of query rows, load K and V once for all four heads.
 """
 
 import numpy as np

@@ -1,7 +1,7 @@
 """Decoding: the keys are split over thread blocks.
 
-One query attends to a cache of 96 keys. A single step (thread block) would keep one SM busy,
-and leave all others idle. So no step may load more than a quarter of K. Each of four steps
+One query attends to a cache of 96 keys. A single step (thread block) would use one SM, and
+leave all other SMs idle. So no step may load more than a quarter of K. Each of four steps
 computes attention over 24 keys, and stores a partial O and LSE in a workspace. A second stage
 (kernel) merges the partial results:
 
@@ -23,7 +23,7 @@ PARTS = 4
 
 
 def reference(machine):
-    """Run Flash-Decoding's two steps; each part of the keys is one tile."""
+    """Run Flash-Decoding's two kernels. Each part of the keys is one tile."""
     hbm, p = machine.hbm, machine.problem
     query, parts = slice(0, 1), machine.key_tiles()  # four slices of 24 keys
     O_split = hbm.new("O_split", len(parts), p.head_dim_v)
@@ -56,7 +56,8 @@ def reference(machine):
 
 
 def budget(task):
-    """Return the bytes for full marks: Q once per part, partial results twice, others once."""
+    """Return the bytes for full marks: Q once per part, partial results twice, the rest
+    once."""
     p = task.problem
     once = sum(whole_bytes(p, name) for name in ("K", "V", "O", "L"))
     partial = whole_bytes(p, "O") + whole_bytes(p, "L")
@@ -64,7 +65,7 @@ def budget(task):
 
 
 def in_parallel(trace):
-    """Return a complaint if a step loads more than its share of the keys, else ""."""
+    """Return an error text if a step loads more than a quarter of the keys, else ""."""
     share = whole_bytes(trace.problem, "K") // PARTS
     for stage in trace.stages:
         e = stage.events

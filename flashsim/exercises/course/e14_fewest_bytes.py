@@ -3,7 +3,8 @@
 Compute attention of 192 queries and 192 keys with head_dim 16 in float32, with 3 KiB on chip.
 Store O only. You choose the tiles: by `machine.stage(name, tiling=flashsim.Tiling(block_q,
 block_k))`, by plain slices, or by `sram.strip()` for smaller pieces inside a visit (one tile
-pair). Which data must stay on chip all the time, and which can be loaded again?
+pair). Think about which data must stay on chip all the time, and which data can be loaded
+again.
 
 You get full marks for moving as few bytes as the reference; fewer bytes improve your place on
 the leaderboard. With 3 KiB on chip, no algorithm that adds up 16 products per score can move
@@ -69,10 +70,10 @@ def solution(machine):
 
 
 def bound(task):
-    """Return a lower bound on the bytes of any algorithm: the larger of two bounds.
+    """Return a lower bound on the bytes of any algorithm.
 
-    The first bound counts Q, K, V and O once each. The second bound is the proven lower bound for
-    an SRAM of this size.
+    The bound is the larger of two numbers: the bytes of Q, K, V and O, and the proven bound for
+    this SRAM size.
     """
     p = task.problem
     once = sum(whole_bytes(p, name) for name in "QKVO")

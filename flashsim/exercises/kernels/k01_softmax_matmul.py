@@ -3,8 +3,8 @@
 Write O = softmax(S) V as one kernel, for S of shape (batch, d1, d2) and V of shape (batch, d2,
 d3). The softmax runs along the last axis of S. Each program (thread block) computes BLOCK_1
 rows of O, and loops over d2 in tiles of BLOCK_1 x BLOCK_2. A program loads each tile of S once,
-and stores nothing but O: keep a running maximum and a running sum. d1 and d2 need not be
-multiples of the tile sizes; d3 is a power of two.
+and stores only O, so it needs a running maximum and a running sum. The sizes d1 and d2 need not
+be multiples of the tile sizes; d3 is a power of two.
 """
 
 from flashsim.exercises.exercise import Task

@@ -1,10 +1,10 @@
 """A FlashAttention-2 forward kernel.
 
 Write forward(q, k, v, causal), which returns O and L = m + log l, the log-sum-exp of each row's
-scaled scores. q, k and v are (heads, n, d); causal is always False in this exercise. Each
-program (thread block) computes a tile of queries of one head. A program loads its tile of Q
-once, loops over K and V in tiles, and divides by l once, at the end. n need not be a multiple
-of the tile size; d is a power of two.
+scaled scores. The shape of q, k and v is (heads, n, d). In this exercise, causal is always
+False. Each program (thread block) computes a tile of queries of one head. A program loads its
+tile of Q once, loops over K and V in tiles, and divides by l once, at the end. The size n need
+not be a multiple of the tile size; d is a power of two.
 """
 
 from flashsim.exercises.exercise import Task

@@ -1,8 +1,8 @@
 """A causal forward kernel that skips tiles.
 
-Extend your forward(q, k, v, causal): if causal is True, query i sees keys 0 to i. Neither load
-nor compute key tiles that lie entirely above the diagonal: the loop ends at the last tile that
-the mask keeps. In tiles on the diagonal, mask element by element.
+Extend your forward(q, k, v, causal): if causal is True, query i sees keys 0 to i. Skip key
+tiles that lie entirely above the diagonal: end the loop at the last tile with a visible score.
+In tiles on the diagonal, mask the individual scores.
 """
 
 from dataclasses import replace

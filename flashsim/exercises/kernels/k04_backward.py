@@ -1,10 +1,10 @@
 """Three backward kernels.
 
-Write backward(q, k, v, o, lse, do, causal), which returns dQ, dK and dV, as three kernels. The
-first kernel stores delta = rowsum(dO O). In the second kernel, each program (thread block) has
-a tile of keys, loops over the queries, and stores dK and dV. In the third kernel, each program
-has a tile of queries, loops over the keys, and stores dQ. Use no atomic operations. The second
-and third kernels skip tiles that the causal mask removes entirely.
+Write backward(q, k, v, o, lse, do, causal), which launches three kernels and returns dQ, dK and
+dV. The first kernel stores delta = rowsum(dO O). In the second kernel, each program (thread
+block) has a tile of keys, loops over the queries, and stores dK and dV. In the third kernel,
+each program has a tile of queries, loops over the keys, and stores dQ. Use no atomic
+operations. The second and third kernels skip tiles that the causal mask removes entirely.
 """
 
 from flashsim.exercises.exercise import Task

@@ -1,11 +1,9 @@
 """Counts the bank conflicts and the memory sectors of one warp's request to memory.
 
-Bank conflicts occur in shared memory, and sectors are the units in which global memory is read.
-
 Shared memory has 32 banks of 4 bytes: word w is in bank w % 32. Per cycle, shared memory serves one
 *wavefront*: at most one word from each bank. If lanes request different words of the same bank,
-each of these words needs its own wavefront. If several lanes request the same word, it is sent to
-all of them at once. Global memory is read in sectors of 32 bytes.
+each of these words needs its own wavefront. A word that several lanes request is sent to all of
+them in one wavefront. Global memory is read in sectors of 32 bytes.
 
 >>> from flashsim import banks
 >>> banks.access("column", "row-major").wavefronts

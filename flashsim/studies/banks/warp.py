@@ -43,7 +43,6 @@ class Access:
 
     Attributes
     ----------
-    pattern, layout : str
     addresses : ndarray of int, (32,)
         The address of the first byte that each lane reads.
     width : int
@@ -62,12 +61,11 @@ class Access:
     _repr_html_ = report.card
 
     def fronts(self) -> np.ndarray:
-        """Return an array that says which wavefront serves each word that a lane requests.
+        """Return one row (address // 4, lane, wavefront) for each 4-byte word that a lane requests.
 
-        Each row of the array is (address // 4, lane, wavefront).
-
-        The hardware serves lanes in groups whose bytes fill a wavefront: all 32 lanes at 4 bytes, 8
-        at 16. For each group, each bank serves one word per wavefront, the lowest address first.
+        The hardware serves lanes in groups whose bytes fill a wavefront: 32 lanes at 4 bytes each,
+        8 lanes at 16 bytes each. In each wavefront, each bank serves one word to the group. Words
+        with lower addresses are served first.
         """
         group, wavefronts, first = max(1, FRONT // max(self.width, WORD)), [], 0
         for start in range(0, LANES, group):
@@ -86,7 +84,7 @@ class Access:
 
     @property
     def wavefronts(self) -> int:
-        """The number of wavefronts, which is the number of cycles that shared memory is busy."""
+        """The request's number of wavefronts: the cycles for which shared memory is busy."""
         return int(self.fronts()[:, 2].max()) + 1
 
     @property
@@ -134,8 +132,8 @@ def access(
     columns : int, optional
         Elements per row; default: as many as fill 128 bytes.
     pad : int, optional
-        Elements that "padded" adds to a row; default: 1. If lanes read 16 bytes, the default is 16
-        bytes, because such reads must begin at a multiple of 16.
+        Elements that "padded" adds to a row; default: 1, or 16 bytes if lanes read 16 bytes,
+        because 16-byte reads must begin at a multiple of 16.
 
     Raises
     ------
@@ -165,8 +163,8 @@ def access(
     rows, at = _where(pattern, item)
     if at.max() + width > row_bytes:
         raise OptionError(
-            f"{pattern} reads {at.max() + width} bytes of a row, but a row of {columns} {dtype} "
-            f"elements has only {row_bytes} bytes; use more columns"
+            f"the access pattern {pattern} reads {at.max() + width} bytes of a row, but a row of "
+            f"{columns} elements of type {dtype} has only {row_bytes} bytes; use more columns"
         )
     if pitch % min(width, PIECE):
         raise OptionError(
@@ -214,10 +212,7 @@ def table(
     pad: int | None = None,
     pattern: str | None = None,
 ) -> Table:
-    """Return a table of bank conflicts, with one row per access pattern and shared-memory layout.
-
-    Layouts that do not allow a pattern are left out.
-    """
+    """Return a table of bank conflicts, with one row per access pattern and layout of the tile."""
     names = [*PATTERNS] if pattern is None else [checks.one_of("pattern", pattern, PATTERNS)]
     result = Table(
         "A warp's request to shared memory, and to global memory",

@@ -29,8 +29,6 @@ class TiledStage:
 
     Attributes
     ----------
-    stage : str
-    tiling : Tiling
     outer : int
         Number of tiles (of queries, or of keys) in the outer loop of one head. Each has its own
         thread block.
@@ -39,12 +37,11 @@ class TiledStage:
     sram : int
         On-chip bytes per thread block.
     blocks : int
-        Number of thread blocks that run on an SM at the same time, or 0 if not even one block fits.
+        Number of thread blocks that run on an SM at the same time; 0 if not even one block fits.
     bytes : int
         Requested bytes, for all heads.
     seconds : float or None
-        Predicted time of flashsim's portable kernels, or None if these kernels do not support the
-        tile.
+        Predicted time of flashsim's portable kernels; None if they do not support the tile.
     """
 
     stage: str
@@ -71,7 +68,7 @@ class BlockSizes(report.Tabled):
     def best(self, stage: str) -> TiledStage:
         """Return the cost of a stage with the tile size that makes the stage fastest.
 
-        If times are unknown, return the cost with the tile size that moves the fewest bytes.
+        If no predicted time exists, the method returns the cost with the fewest bytes.
         """
         rows = [b for b in self.found if b.stage == stage and (b.blocks or b.seconds)]
         if not rows:
@@ -82,7 +79,7 @@ class BlockSizes(report.Tabled):
         return min(timed or rows, key=lambda b: (b.seconds or 0, b.bytes))
 
     def table(self) -> Table:
-        """Return a table of the costs, with one row per stage and tile size."""
+        """Return a table with one row per stage and tile size."""
         table = Table(
             f"{self.algorithm} {self.direction}, {in_words(self.problem)} on {self.device.name}",
             ("stage", "tile", "tiles", "visits", "SRAM B", "blocks/SM", "requested B", "ms"),
@@ -117,18 +114,15 @@ def sizes(
     direction: str = "forward",
     device: str | Device = "H200",
 ) -> BlockSizes:
-    """Return a table of what each stage (kernel) of a pass costs with each tile size.
+    """Return what each stage (kernel) of a pass costs with each tile size.
 
-    The costs are the inner loop's iterations, the thread blocks per SM, the bytes and the time.
-
-    The result leaves out stages without an inner loop (delta).
+    The result contains no stage without an inner loop, such as delta.
 
     Parameters
     ----------
     problem : Problem
     sides : sequence of int
-        The numbers to try as a tile's number of rows and as its number of columns. Every pair of
-        these numbers is tried.
+        The numbers of rows and of columns that a tile can have. Every pair of them is tried.
     tilings : sequence of Tiling, optional
         The tiles to try, instead of `sides`.
     algorithm, direction : str
@@ -162,8 +156,8 @@ def mixed(
 
     The argument `tilings` maps stages to tilings, such as ``{"dkdv": ..., "dq": ...}``.
 
-    The stages of a backward pass exchange only delta, one value per row. So a stage moves the same
-    bytes as in a pass whose stages all have the same tile size as this stage.
+    Stages exchange only delta, one value per row. So the tile size of one stage does not change the
+    bytes that another stage moves.
 
     Raises
     ------
@@ -222,10 +216,7 @@ def _blocks(
 def _times(
     problem: Problem, tiling: Tiling, algorithm: str, direction: str, device: Device
 ) -> dict[str, float]:
-    """Return a dict of each stage's predicted seconds in flashsim's portable kernels.
-
-    The dict is empty if these kernels cannot run the pass.
-    """
+    """Return each stage's predicted seconds with portable kernels, or {} if none can run."""
     if algorithm not in ("flash2", "flash2-fused"):
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Checks statements from well-known write-ups on FlashAttention, and says why each is right or not.
+"""Checks statements from well-known texts on FlashAttention, and says why each is right or wrong.
 
 No verdict is stored: each check computes the correct figure and compares it with the statement.
 
@@ -31,7 +31,7 @@ def judge(name: str) -> Finding:
         If no claim has that name; the message lists all names.
     """
     if not isinstance(name, str) or name not in CLAIMS:
-        raise OptionError(f"there is no claim {shown(name)}; {choices(name, CLAIMS)}")
+        raise OptionError(f"there is no claim {shown(name)}; choose from {choices(name, CLAIMS)}")
     return CLAIMS[name].check()
 
 
@@ -56,7 +56,7 @@ def table(*names: str) -> Table:
 
 @own_errors
 def overview(full: Table) -> Table:
-    """Return the same table as `table`, without its long column of reasons."""
+    """Return the table of claims without its last column, the long reasons."""
     return Table(
         full.title,
         full.columns[:-1],

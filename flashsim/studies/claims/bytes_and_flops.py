@@ -1,4 +1,4 @@
-"""Checks of claims about bytes, FLOPs, times and on-chip sizes."""
+"""Checks write-ups' claims about bytes, FLOPs, times and on-chip sizes, by computing them."""
 
 from __future__ import annotations
 
@@ -48,10 +48,7 @@ def _beyond_the_peak() -> Finding:
 
 
 def _blocks() -> Finding:
-    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes.
-
-    If the element size halves, B in this rule grows by a factor of sqrt(2).
-    """
+    """Check the rule B = sqrt(M / c) for the side B of square tiles, at two element sizes c."""
     side, printed = 128, (64, 45)
     ours = side, isqrt(side**2 // 2)
     quarter = isqrt(side**2 // 4), isqrt(side**2 // 8)

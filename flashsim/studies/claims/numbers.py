@@ -1,4 +1,4 @@
-"""Checks of claims about numerical results, by computing these results."""
+"""Checks write-ups' claims about numerical results, by computing the results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _HALF_A_UNIT = 2.0**-9  # the relative error of one rounding to bfloat16's 8 bit
 
 
 def _inputs() -> tuple[np.ndarray, ...]:
-    """Return four random arrays q, k, v and dout, each of shape (64, 16) and type float64."""
+    """Return random q, k, v and dout, each of shape (64, 16) and type float64."""
     return tuple(np.random.default_rng(0).standard_normal((4, _N, _D)))
 
 
@@ -27,10 +27,7 @@ def _worst(computed: np.ndarray, true: np.ndarray) -> float:
 
 
 def _hadamard(n: int) -> np.ndarray:
-    """Return the orthogonal n x n matrix H / sqrt(n) for the Hadamard matrix H.
-
-    The size n must be a power of two.
-    """
+    """Return the orthogonal n x n matrix H / sqrt(n) for a Hadamard matrix H; n is a power of 2."""
     H = np.ones((1, 1))
     while len(H) < n:
         H = np.block([[H, H], [H, -H]])
@@ -38,13 +35,7 @@ def _hadamard(n: int) -> np.ndarray:
 
 
 def _incoherent() -> Finding:
-    """Check the claim of FlashAttention-3, section 3.3, about a random orthogonal matrix M.
-
-    The paper multiplies q and k by M before it rounds them to 8 bits.
-
-    The product q M (k M)^T equals q k^T, and M spreads outliers over all columns before the
-    rounding.
-    """
+    """Check that an orthogonal matrix spreads outliers of q and k (FlashAttention-3, section 3)."""
     q, k = _inputs()[:2]
     q[:, 3] *= 30  # a column of outliers
     rng = np.random.default_rng(1)
@@ -129,10 +120,7 @@ def _underflow() -> Finding:
 
 
 def _online(S: np.ndarray, m_type: str, l_type: str) -> np.ndarray:
-    """Return the weights that an online softmax computes if it rounds m and l at each tile.
-
-    The maximum m is rounded to `m_type`, and the sum l to `l_type`.
-    """
+    """Return the weights of an online softmax; each tile rounds m to `m_type` and l to `l_type`."""
     narrow = lambda x, kind: x.astype(numpy_dtype(kind)).astype(np.float32)  # noqa: E731
     m, l = np.full((len(S), 1), -np.inf, np.float32), np.zeros((len(S), 1), np.float32)
     for j in range(0, S.shape[1], _BLOCK):
@@ -168,11 +156,7 @@ def _rounded_state(m_type: str, l_type: str) -> float:
 
 
 def _advance() -> Finding:
-    """Check along which axis a block pointer to K^T, of shape (d, N), must advance.
-
-    The check computes the output twice: once if the pointer advances along d, and once along N.
-    Past the end of K^T, the pointer reads zeros.
-    """
+    """Check along which axis, d or N, a block pointer to K^T of shape (d, N) must advance."""
     q, k, v, _ = _inputs()
     true = _softmax(q @ k.T) @ v
 

@@ -1,10 +1,8 @@
 """The ladder from softmax to FlashAttention: algorithms ("rungs") that are run and counted.
 
-The first rungs are softmax (naive, stable, online, and with whole rows on chip). The next rungs
-fuse softmax with the product P V. Attention without its softmax, attention with whole rows of
-scores on chip, standard attention and FlashAttention follow. Each rung runs on the simulated
-memory. The rung's bytes are predicted in closed form, and the rung's result is compared with
-float64.
+The first rungs are a softmax alone; the next rungs fuse softmax with the product P V; the last
+rungs are standard attention and FlashAttention. Closed forms predict each rung's bytes, and each
+rung's result is compared with float64.
 
 >>> from flashsim import ladder
 >>> print(ladder.climb(n_q=256, n_kv=512, head_dim=32))  # doctest: +SKIP

@@ -1,7 +1,6 @@
-"""The simulated machine on which the ladder's algorithms ("rungs") run.
+"""The simulated machine on which the ladder's algorithms ("rungs") run one attention head.
 
-The machine runs one attention head. Its outer loop runs over row tiles of the score matrix, and its
-inner loop over all tiles of a row.
+The outer loop runs over row tiles of the score matrix, the inner loop over all tiles of a row.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ class Bench:
     hbm : Hbm
         Tensors by name. The inputs are S (n_q, n_kv), or Q, K and V. The output is P (n_q, n_kv) or
         O (n_q, head_dim).
-    schedule : Schedule
-        All tiles of the score matrix, row by row.
     transfers : dict
         Bytes moved so far, ``{(op, tensor): bytes}``.
     peak : int
@@ -45,7 +42,7 @@ class Bench:
 
     @contextmanager
     def kernel(self, name: str) -> Iterator[Sram]:
-        """Open a context for one kernel, and yield an empty SRAM of the device's capacity."""
+        """Yield an empty SRAM with the device's capacity for one kernel; record the transfers."""
         sram = Sram(self.schedule, Stage(name, "queries", (), dense=True), self.device, record=True)
         yield sram
         events = sram.done().events
@@ -56,42 +53,22 @@ class Bench:
         self.peak = max(self.peak, sram.peak)
 
     def steps(self, sram: Sram) -> Iterator[tuple[int, slice]]:
-        """Yield the number and the rows of each row tile, in the order of the outer loop.
-
-        When the loop advances to the next row tile, all tiles of the last one on chip are freed.
-        """
+        """Yield each row tile's number and rows. The SRAM is emptied after each row tile."""
         for i in range(self.schedule.t_r):
             with sram.step(i):
                 yield i, self.schedule.row_slice(i)
 
     def visits(self, sram: Sram, i: int) -> Iterator[slice]:
-        """Yield the columns of each score tile in row tile `i`, in the order of the inner loop.
-
-        When the loop advances, the tiles that were loaded for the last score tile are freed.
-        """
+        """Yield the columns of each score tile in row tile `i`, then free the loaded data."""
         for visit in self.schedule.visits(i):
             with sram.visit(visit):
                 yield visit.cols
 
     def require_row(self, what: str, score: int, per_row: int = 0, per_tile: int = 0) -> None:
-        """Raise `SramOverflow` unless `block_q` whole rows of scores fit on chip.
+        """Raise `SramOverflow`, which states the longest possible row, if a row tile does not fit.
 
-        Parameters
-        ----------
-        what : str
-            The name of the rung, for the message.
-        score : int
-            On-chip bytes of one score.
-        per_row : int
-            On-chip bytes of one row in addition to the row's scores.
-        per_tile : int
-            On-chip bytes that do not grow with the rows.
-
-        Raises
-        ------
-        SramOverflow
-            If the rows do not fit. The message states the longest row that fits, at this tile
-            height and at height 1.
+        On chip, each score takes `score` bytes, each row takes another `per_row` bytes, and the
+        whole tile another `per_tile` bytes. The message calls the rung `what`.
         """
         height = min(self.tiling.block_q, self.problem.n_q)
         need = height * (self.problem.n_kv * score + per_row) + per_tile
@@ -103,8 +80,7 @@ class Bench:
 
         n, device = self.problem.n_kv, self.device
         raise SramOverflow(
-            f"{what} keeps {height} whole rows of {n:,} scores on chip: {need:,} B, but a thread "
-            f"block of {device.name} has {device.sram_bytes:,} B; the longest row that fits is "
-            f"{longest(height):,} at block_q={height} and {longest(1):,} at block_q=1; for longer "
-            "rows use an online softmax, whose on-chip memory does not grow with the row"
+            f"{what} keeps {height} whole rows of {n:,} scores on chip ({need:,} B), but a thread "
+            f"block of {device.name} has {device.sram_bytes:,} B; use rows of at most "
+            f"{longest(height):,} scores (with block_q=1, {longest(1):,}), or an online softmax"
         )

@@ -1,7 +1,4 @@
-"""Algorithms between a separate softmax and product, and attention in one fused kernel.
-
-These algorithms show which HBM transfers are saved if operations are fused into one kernel.
-"""
+"""Algorithms that show which HBM transfers are saved if softmax and products share one kernel."""
 
 from __future__ import annotations
 
@@ -55,8 +52,8 @@ def softmax_product(bench: Bench) -> None:
 def without_softmax(bench: Bench) -> None:
     """Compute O = (scale Q K^T) V in one kernel, with FlashAttention's loops but no rescaling.
 
-    Because there is no softmax, Q (K^T V) has the same result at a cost linear in the length. In
-    attention, the softmax between the two products rules out this order.
+    Without a softmax, Q (K^T V) has the same result at a cost proportional to the length. In
+    attention, K^T V cannot be computed first, because a softmax is between the two products.
     """
     hbm, p = bench.hbm, bench.problem
     with bench.kernel("Q K^T V") as sram:
@@ -76,7 +73,7 @@ def without_softmax(bench: Bench) -> None:
 def whole_row_attention(bench: Bench) -> None:
     """Compute attention with a plain softmax, with all scores of a row tile on chip at once.
 
-    This kernel moves as few bytes as FlashAttention, but its use of SRAM grows with the number of
+    The kernel moves as few bytes as FlashAttention, but needs SRAM in proportion to the number of
     keys.
     """
     hbm, p = bench.hbm, bench.problem

@@ -33,16 +33,13 @@ class Rung:
 
     Attributes
     ----------
-    name, title : str
     result : {"P", "softmax V", "Q K^T V", "attention"}
         The quantity that the rung computes, which selects the float64 result to compare with.
     page : callable or None
-        The function that runs the rung on a `Bench`, or None if the rung is one of flashsim's own
-        algorithms.
+        The function that runs the rung on a `Bench`; None for flashsim's own algorithms.
     scores : (int, int, int)
-        How often each element of S is loaded, each element of P is stored, and each element of P is
-        loaded. The closed form of a rung with a `page` is computed from these; `traffic` has the
-        closed forms of flashsim's algorithms.
+        How often the rung loads each element of S, stores each element of P, and loads each element
+        of P. The closed form of a rung with a `page` follows from these numbers.
     """
 
     name: str
@@ -59,10 +56,7 @@ class Rung:
         return (self.scores[0] > 0) + (self.scores[1] > 0)
 
     def predict(self, problem: Problem, tiling: Tiling, device: Device) -> Moves:
-        """Return the bytes that the rung moves, by closed-form formulas.
-
-        The result is a dict ``{(op, tensor): bytes}``.
-        """
+        """Return the bytes that the rung moves, from closed forms, as ``{(op, tensor): bytes}``."""
         if self.page is None:
             counted = traffic.count_schedule(problem, tiling, self.name, "forward", device)
             return by_operation(counted.transfers)
@@ -116,11 +110,10 @@ RUNGS: dict[str, Rung] = {
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Step:
-    """The result of running one rung.
+    """The result of running one rung (algorithm) of the ladder.
 
     Attributes
     ----------
-    rung : Rung
     out : ndarray, (n_q, n_kv) for a softmax, else (n_q, head_dim)
     error : float
         Largest difference from the same quantity in float64.
@@ -141,10 +134,7 @@ class Step:
         return f"<Step {self.rung.name}: {self.bytes():,} B moved, error {self.error:.2g}>"
 
     def bytes(self, op: str | None = None, tensor: str | None = None) -> int:
-        """Return the number of bytes that the rung moved.
-
-        With `op` or `tensor`, only the transfers of that operation or tensor are counted.
-        """
+        """Return the bytes that the rung moved, in total or for one operation or tensor."""
         return sum(
             nbytes
             for (its_op, its_tensor), nbytes in self.moved.items()
@@ -152,10 +142,7 @@ class Step:
         )
 
     def accesses(self, n_scores: int, itemsize: int) -> tuple[float, float]:
-        """Return two numbers: how often the rung loads and stores each score, on average.
-
-        These are the numbers in arXiv:1805.02867; for the naive softmax, they are 2 and 1.
-        """
+        """Return how often the rung loads and stores each score on average (naive: 2 and 1)."""
         loads, stores = (sum(self.bytes(op, tensor) for tensor in "SP") for op in ("load", "store"))
         return loads / (n_scores * itemsize), stores / (n_scores * itemsize)
 
@@ -195,7 +182,7 @@ class Climb(report.Tabled):
         return table
 
     def _loops(self) -> str:
-        """Return a note for the table on which tensors FlashAttention-1 and -2 load repeatedly."""
+        """Return a note that says which tensors FlashAttention-1 and -2 load repeatedly."""
         if not {"flash1", "flash2"} <= set(self.steps):
             return ""
         grid = Schedule(self.problem, self.tiling, dense=True)
@@ -221,7 +208,7 @@ def climb(
 ) -> Climb:
     """Run the ladder on one head of random Q, K and V.
 
-    Rungs that compute only a softmax start from S = scale Q K^T.
+    Rungs that compute only a softmax get S = scale Q K^T as input.
 
     Parameters
     ----------
@@ -234,7 +221,7 @@ def climb(
     rungs : sequence of names in `RUNGS`, optional
         Default: all.
     magnify : float
-        A factor on Q. With 100, the scores are large enough to overflow the naive softmax.
+        A factor on Q; with 100, the scores overflow the naive softmax.
     seed : int
 
     Raises
@@ -246,7 +233,8 @@ def climb(
     """
     if rungs is not None and (not isinstance(rungs, (tuple, list)) or not rungs):
         raise OptionError(
-            f"rungs= must be a non-empty list of names, got {shown(rungs)}; {choices(rungs, RUNGS)}"
+            f"rungs= must be a non-empty list of names, got {shown(rungs)}; choose from "
+            f"{choices(rungs, RUNGS)}"
         )
     names = tuple(RUNGS) if rungs is None else tuple(rungs)
     for name in names:
@@ -283,25 +271,19 @@ def climb(
 
 
 class _Inputs:
-    """The inputs Q, K and V of a rung, and its scores if needed. The class also computes errors.
-
-    An error is the difference of a result from the same result in float64.
-    """
+    """The inputs Q, K and V of a rung."""
 
     def __init__(self, problem: Problem, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> None:
         self.problem, self.q, self.k, self.v = problem, q, k, v
 
     @cached_property
     def s(self) -> np.ndarray:
-        """The score matrix S as it is stored in HBM, an array of shape (1, 1, n_q, n_kv)."""
+        """The score matrix S as HBM stores it, an array of shape (1, 1, n_q, n_kv)."""
         rows = [self._scores(rows).astype(self.q.dtype) for rows in self._blocks()]
         return np.concatenate(rows)[None, None]
 
     def error(self, result: str, out: np.ndarray) -> float:
-        """Return the largest difference between `out` and the same result computed in float64.
-
-        The float64 result is computed block by block.
-        """
+        """Return the largest difference between `out` and the same result computed in float64."""
         worst = [
             np.abs(out[rows].astype(np.float64) - self._expected(result, rows)).max()
             for rows in self._blocks()

@@ -1,10 +1,7 @@
-"""The ladder's algorithms that compute only the softmax of each row of a score matrix.
+"""The ladder's softmax algorithms: they read the scores S (n_q, n_kv) and write P (n_q, n_kv).
 
-They read the scores S from HBM and write P to HBM.
-
-The matrices S and P are (n_q, n_kv). The algorithms' names and pass counts follow Milakov and
-Gimelshein, "Online normalizer calculation for softmax", arXiv:1805.02867. A pass count is how often
-each element is transferred between HBM and SRAM.
+Names and pass counts follow Milakov and Gimelshein, "Online normalizer calculation for softmax",
+arXiv:1805.02867. A pass count is how often each element is transferred between HBM and SRAM.
 """
 
 from __future__ import annotations
@@ -15,9 +12,9 @@ from flashsim.studies.ladder.bench import Bench
 
 
 def naive(bench: Bench) -> None:
-    """Run Algorithm 1 (naive): sum exponentials, then divide; 2 loads and 1 store per element.
+    """Run Algorithm 1 (naive): sum exponentials, then divide. Each element has 2 loads and 1 store.
 
-    The exponential exp(s) overflows float32 at s = 89, so this algorithm is not used in practice.
+    The exponential exp(s) overflows float32 at s = 89.
     """
     hbm = bench.hbm
     with bench.kernel("naive softmax") as sram:
@@ -31,7 +28,7 @@ def naive(bench: Bench) -> None:
 
 
 def stable(bench: Bench) -> None:
-    """Run Algorithm 2 (stable): maximum, sum, then divide; 3 loads and 1 store per element."""
+    """Run Algorithm 2 (stable): maximum, sum, then divide. Each element has 3 loads and 1 store."""
     hbm = bench.hbm
     with bench.kernel("stable softmax") as sram:
         for i, rows in bench.steps(sram):
@@ -51,10 +48,9 @@ def stable(bench: Bench) -> None:
 
 
 def online(bench: Bench) -> None:
-    """Run Algorithm 3 (online): maximum and sum in one pass; 2 loads and 1 store per element.
+    """Run Algorithm 3 (online): maximum and sum in one pass. Each element has 2 loads and 1 store.
 
-    The pass reads a row in chunks. If a chunk raises the maximum, the sum so far is rescaled: l =
-    exp(m_old - m) l + sum(chunk).
+    If a chunk of a row raises the maximum, the sum is rescaled: l = exp(m_old - m) l + sum(chunk).
     """
     hbm = bench.hbm
     with bench.kernel("online softmax") as sram:
@@ -75,7 +71,7 @@ def online(bench: Bench) -> None:
 
 
 def whole_row(bench: Bench) -> None:
-    """Compute a softmax with each row kept on chip, if it fits: 1 load and 1 store per element."""
+    """Compute a softmax with whole rows on chip. Each element has 1 load and 1 store."""
     hbm = bench.hbm
     bench.require_row("softmax of whole rows", score=bench.problem.itemsize)
     with bench.kernel("whole-row softmax") as sram:

@@ -1,7 +1,6 @@
-"""Random inputs for the precision laboratory, of several kinds.
+"""Random inputs of several kinds for the precision laboratory.
 
-Normally distributed scores alone would not suffice, because with them the running maximum rarely
-changes.
+Several kinds are needed: with normally distributed scores, the running maximum rarely changes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ KINDS = {
 
 
 class Drawn(NamedTuple):
-    """A set of random inputs q, k, v and dout in float64, each (1, heads, n, head_dim)."""
+    """Random inputs q, k, v and dout in float64, each (1, heads, n, head_dim)."""
 
     q: np.ndarray
     k: np.ndarray

@@ -1,7 +1,4 @@
-"""Runs attention with one intermediate result in lower precision, and measures the error.
-
-The module lowers one rounding point at a time, and compares the results with float64.
-"""
+"""Runs attention with one rounding point at a time in lower precision, and measures the errors."""
 
 from __future__ import annotations
 
@@ -40,8 +37,6 @@ class LoweredPoint:
     ----------
     point : str
         The rounding point that was lowered, or `NOTHING`, or the name of a published kernel.
-    kind : str
-        The kind of input.
     n : int
         The number of queries and of keys.
     errors : dict of float
@@ -58,7 +53,7 @@ class LoweredPoint:
     row_sum: float
 
     def row(self) -> tuple[report.Cell, ...]:
-        """Return the errors of this rounding as one row of a table."""
+        """Return the errors of the lowered rounding point as one row of a table."""
         each = (self.errors[name] for name in RESULTS)
         return (self.kind, self.n, self.point, *each, self.row_sum)
 
@@ -66,16 +61,7 @@ class LoweredPoint:
 @own_errors
 @dataclass(frozen=True, repr=False)
 class Laboratory(report.Tabled):
-    """All findings of the laboratory; prints as tables.
-
-    Attributes
-    ----------
-    dtype : str
-        The type to which points were lowered.
-    algorithm : str
-    head_dim : int
-    findings : tuple of LoweredPoint
-    """
+    """The errors with each rounding point in turn lowered to the type `dtype`; prints as tables."""
 
     dtype: str
     algorithm: str
@@ -83,16 +69,17 @@ class Laboratory(report.Tabled):
     findings: tuple[LoweredPoint, ...]
 
     def of(self, point: str, kind: str | None = None, n: int | None = None) -> LoweredPoint:
-        """Return the errors that were measured for one lowered rounding point.
+        """Return the errors of one lowered rounding point.
 
-        Without `kind` or `n`, the method returns the first finding that matches.
+        If several findings match, the method returns the first one.
         """
         for f in self.findings:
             if f.point == point and kind in (None, f.kind) and n in (None, f.n):
                 return f
         known = dict.fromkeys(f.point for f in self.findings)
         raise OptionError(
-            f"there are no results for the rounding point {point!r}; {choices(point, known)}"
+            f"there are no results for the rounding point {point!r}; choose from "
+            f"{choices(point, known)}"
         )
 
     @property
@@ -114,8 +101,8 @@ class Laboratory(report.Tabled):
     def tables(self) -> list[report.Table]:
         """Return up to two tables of errors: one compares lengths N, the other kinds of input.
 
-        The first table is for the first kind of input, and the second for the largest N. A table is
-        left out if it would compare only one length or one kind.
+        The table of lengths uses the first kind of input, and the table of kinds the largest N. A
+        table that would compare only one length or one kind of input is left out.
         """
         first, longest = self.kinds[0], max(f.n for f in self.findings)
         result = []
@@ -159,10 +146,8 @@ def laboratory(
 ) -> Laboratory:
     """Measure the errors that arise if one intermediate result is rounded to a lower precision.
 
-    Attention is run once per intermediate result ("rounding point"), and each result is compared
-    with float64.
-
-    The inputs, and all rounding points that are not lowered, are float32.
+    Attention runs once per intermediate result ("rounding point"), and its results are compared
+    with float64. The inputs and all other rounding points are float32.
 
     Parameters
     ----------
@@ -180,10 +165,6 @@ def laboratory(
     tiling : Tiling, optional
         Default: 64 x 64.
     seed : int
-
-    Returns
-    -------
-    Laboratory
 
     Raises
     ------
@@ -226,10 +207,7 @@ KERNELS = {
 def presets(
     n: int = 1024, *, dtype: str = "bfloat16", head_dim: int = 64, seed: int = 0
 ) -> report.Table:
-    """Return a table of the errors that published kernels' roundings cause, on every kind of input.
-
-    See `Precision.preset`.
-    """
+    """Return a table of the errors that published kernels' roundings (`Precision.preset`) cause."""
     n, head_dim = checks.positive_int("n", n), checks.positive_int("head_dim", head_dim)
     table = report.Table(
         f"Error of published kernels' roundings, {dtype}, N = {n:,}, d = {head_dim}",
@@ -254,7 +232,7 @@ def _findings(
     tiling: Tiling,
     seed: int,
 ) -> list[LoweredPoint]:
-    """Return one finding for each set of lowered rounding points; all runs have the same inputs."""
+    """Run attention with each `Precision` in `lowered`, on the same inputs; return the errors."""
     x = draw(kind, n, head_dim, seed=seed)
     q, k, v, dout = (part.astype(np.float32) for part in x)
     problem = Problem(n, head_dim=head_dim, causal=causal)
@@ -275,7 +253,7 @@ def _findings(
 
 
 def _error(got: np.ndarray, truth: np.ndarray) -> float:
-    """Return the error's root mean square, divided by the true result's root mean square."""
+    """Return the root mean square (RMS) of the error, divided by the RMS of the true result."""
     with np.errstate(all="ignore"):
         square = ((got.astype(np.float64) - truth) ** 2).mean() / (truth**2).mean()
     return float(np.sqrt(square))

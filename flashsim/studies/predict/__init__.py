@@ -1,9 +1,8 @@
-"""Predicts the time of `flashsim.backends`' GPU kernels.
+"""Predicts the time of `flashsim.backends`' GPU kernels, and of standard attention.
 
-The model takes into account how the units of an SM overlap, and that the last wave of thread blocks
-may leave SMs idle. It also predicts standard attention's time. The function `when` finds the
-lengths at which FlashAttention is faster. The page docs/reference/predictions.md says how the model
-was calibrated, and what its errors are on other shapes.
+In the model, the units of an SM work at the same time, and the last wave of thread blocks may leave
+SMs idle. The function `when` finds the lengths at which FlashAttention is faster. The page
+docs/reference/predictions.md describes the model's calibration and its errors.
 """
 
 from flashsim.problem.links import LINKS, Link

@@ -15,27 +15,17 @@ def makespan(
     processors: int,
     together: int,
 ) -> tuple[float, float]:
-    """Return two times: when a launch's last thread block ends, and an SM's mean busy time.
+    """Return when a launch's last thread block ends, and an SM's mean busy time, in seconds.
 
     A block that shares its SM with k - 1 others takes ``k * work + latency``: the blocks share the
-    SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs; when a
-    block ends, the next block starts in its slot. A head group has `clump` loops. The kernel
-    finishes the loops of one head group before it begins the loops of the next head group. Within a
-    head group, the longest tiles start first. When no block is left to start, blocks that remain on
-    an SM become faster.
+    SM's units, but their latencies overlap. Blocks start in order, distributed over the SMs. When a
+    block ends, the next block starts on the same SM. Head groups run one after another, and within
+    a head group the longest tiles start first. When no block is left to start, blocks that remain
+    on an SM become faster.
 
-    Parameters
-    ----------
-    work, latency : sequence of float
-        Seconds on an SM, by outer tile, in launch order.
-    walks : int
-        The number of loops over all tiles (for example one per head).
-    clump : int
-        The number of loops per head group.
-    processors : int
-        The number of SMs.
-    together : int
-        The number of blocks that run on an SM at the same time.
+    `work` and `latency` are seconds per outer tile, in launch order. `walks` is how often the outer
+    tiles are all processed (for example once per head), and `clump` how often per head group. An SM
+    runs `together` blocks at the same time.
     """
     items = len(work) * walks
     if not items:
@@ -59,18 +49,12 @@ def makespan(
 def in_launches(
     launches: Sequence[tuple[float, int, int, int]], processors: int
 ) -> tuple[float, float]:
-    """Return two times of several overlapping launches: their end, and an SM's mean busy time.
+    """Return when the last of several overlapping launches ends, and an SM's mean busy time (s).
 
     As soon as no block of the current launch is left to start, an SM starts blocks of the next
     launch. The blocks of a cluster start together, on SMs that become free at about the same time.
-
-    Parameters
-    ----------
-    launches : sequence of (float, int, int, int)
-        For each launch: seconds per work tile, the number of work tiles, the SMs that share a work
-        tile, and the work tiles that run at the same time.
-    processors : int
-        The number of SMs.
+    Each launch is (seconds per work tile, work tiles, SMs that share a work tile, work tiles that
+    run at the same time); `processors` is the number of SMs.
     """
     free = [0.0] * processors
     for seconds, items, cluster, places in launches:
@@ -81,8 +65,8 @@ def in_launches(
 def _alone(blocks: list[tuple[float, float, float]], share: int) -> float:
     """Return the time at which the last thread block on an SM ends.
 
-    The end times in `blocks` assume that `share` blocks share the SM until the end. This function
-    corrects for the time at the end in which fewer blocks share the SM, and so run faster.
+    The end times in `blocks` assume that `share` blocks always share the SM. Near the end of the
+    launch, fewer blocks share the SM, and so run faster; the function corrects for this.
     """
     if not blocks:
         return 0.0

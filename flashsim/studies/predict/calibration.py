@@ -1,9 +1,10 @@
 """The constants of the time model, as `benchmarks/predict.py --fit` fitted them.
 
-The constants were fitted to the shapes of `CALIBRATION` in `benchmarks/time_shapes.py` on one H200.
-The constants of the Hopper kernels were also fitted to random shapes on one H100. The constants are
-tested on shapes that the fit does not use (docs/reference/predictions.md). The rates of a chip's
-units were measured without any of these kernels: docs/data/units-h200.csv.
+The constants were fitted to times on one H200, of the shapes `CALIBRATION` in
+`benchmarks/time_shapes.py`. The constants of the Hopper kernels were also fitted to random shapes
+on one H100. All constants are tested on shapes that the fit does not use
+(docs/reference/predictions.md). The rates of a chip's units were measured with other kernels
+(docs/data/units-h200.csv).
 """
 
 from __future__ import annotations
@@ -19,25 +20,21 @@ from flashsim.errors import own_errors
 class Constants(NamedTuple):
     """The fitted constants from which the time of one stage of a kernel family is predicted.
 
-    A "share" is a fraction of the time that a unit alone needs for a visit (`units.Work`; a visit
-    is one query tile times one key tile). For that part of the time, the visit keeps the other
-    blocks on its SM waiting. A share is near 1 if the unit bounds the kernel's time, and near 0 if
-    the unit's work overlaps with that of another unit. A share exceeds 1 if the kernel's warps wait
-    for each other.
+    A "share" is a fraction of the time that one hardware unit needs for a visit (one query tile
+    times one key tile; see `units.Work`). Other blocks on the SM wait during this fraction. A share
+    is near 1 if the unit bounds the kernel's time. A share is near 0 if other units work at the
+    same time. A share exceeds 1 if the kernel's warps wait for each other.
 
     Attributes
     ----------
     tensor : float
         Share of the tensor cores' time at the data sheet's peak.
-    scores : float
-        Instructions per score on the CUDA cores.
-    masked : float
-        Number of additional instructions per score if some scores of the tile are masked.
+    scores, masked : float
+        Instructions per score on the CUDA cores, and additional ones in partly masked tiles.
     shared : float
         Share of shared memory's time.
     pieces : float
-        Number of instructions that compute the address of one 16-byte piece, if each piece needs
-        its own address.
+        Instructions that compute the address of a 16-byte piece, if each piece needs its own.
     reduced : float
         Share of the time that L2 would need to deliver as many bytes as are added at L2.
     own : float
@@ -72,12 +69,12 @@ class Constants(NamedTuple):
 class DecodeConstants(NamedTuple):
     """The constants of the decode kernel, in seconds except for `rate`, `hbm_share` and `scatter`.
 
-    The constant `launch` applies once per call. The constant `item` applies once per block, in
-    addition to the time for the block's keys. The constant `row` applies per element of a block's
-    results. An SM streams at most `rate` bytes per second; all SMs together stream at most
-    `hbm_share` of HBM's nominal bandwidth. The constant `merge` applies if keys are split, and
-    `exchange` if the splits form a cluster. With a paged cache, `table` is the time for the first
-    page numbers, and each byte takes 1 + `scatter` / sqrt(bytes of a page's rows) times as long.
+    A call takes the time `launch`. A thread block takes the time `item`, the time for its keys, and
+    `row` per element of its results. An SM streams at most `rate` bytes per second; all SMs
+    together stream at most `hbm_share` of HBM's nominal bandwidth. Merging the splits of the keys
+    takes `merge`, or `exchange` if the splits form a cluster. With a paged cache, reading the first
+    page numbers takes `table`, and each byte takes 1 + `scatter` / sqrt(bytes of a page's rows)
+    times as long.
     """
 
     launch: float

@@ -1,9 +1,7 @@
 """Describes a GPU for the time model, from measured rates of the GPU's units.
 
-The constants in `calibration` are shares of the rates in an H200's data sheet. For another chip, a
-unit's rate is the H200's rate times the ratio of both chips' measured rates. So a chip with the
-H200's measured rates has the H200's rates, and a chip with half of the measured bandwidth has half
-of the H200's bandwidth.
+The constants in `calibration` are shares of the rates in an H200's data sheet. Another chip's rate
+is the H200's rate times the ratio of the two chips' measured rates.
 """
 
 from __future__ import annotations
@@ -26,15 +24,8 @@ H200 = {
 def rates(units: Mapping[str, float]) -> dict[str, float]:
     """Return measured rates: FLOP/s of one SM's tensor and CUDA cores, bytes/s of HBM and L2.
 
-    Parameters
-    ----------
-    units : mapping of float
-        From `flashsim.backends.cupy_gpu.units.measure`, by name.
-
-    Raises
-    ------
-    TraceError
-        If a unit is missing.
+    `units` is the result of `flashsim.backends.cupy_gpu.units.measure`. If `units` lacks a unit,
+    the function raises a `TraceError`.
     """
     wanted = {"tensor": ("wgmma", "mma.sync"), "float32": ("multiply-adds",)}
     wanted |= {"HBM": ("HBM",), "L2": ("L2 reads",), "clock": ("SM clock",)}
@@ -52,17 +43,10 @@ def rates(units: Mapping[str, float]) -> dict[str, float]:
 
 
 def calibrated(gpu: Device, units: Mapping[str, float]) -> Device:
-    """Return a `Device` whose rates come from measurements, so that `predict` can use it.
+    """Return a `Device` with measured rates, relative to an H200's rates, for `predict`.
 
-    The returned device has the chip's own capacities, and rates relative to an H200's rates.
-
-    Parameters
-    ----------
-    gpu : Device
-        The source of the name, the number of SMs and the capacities; its peaks and bandwidths are
-        ignored.
-    units : mapping of float
-        As in `rates`.
+    The returned device has the name, the number of SMs and the capacities of `gpu`. `units` has the
+    measured rates, as `rates` takes them.
     """
     sheet, found = Device.get("H200"), rates(units)
     share = {name: value / H200[name] for name, value in found.items()}

@@ -1,12 +1,9 @@
 """Predicts the time of the GPU kernel of `algorithm="flash-decode"`.
 
-In the model, a thread block waits for its first keys, and ends with a merge of its warps' results
-(`item`). Between the two, the block streams its keys at the rate of an SM (`rate`), and multiplies
-them at the portable forward kernel's rate on tensor cores. The slower of these determines the
-time. All blocks together are limited by HBM's bandwidth. When a block ends, the next block starts.
-If keys are split, either the last block of a sequence merges the parts, or a cluster merges them
-on chip. The constant `launch` takes into account that a call begins before the previous call has
-ended.
+In the model, a thread block waits for its first keys, processes its keys, and merges its warps'
+results. The keys take as long as an SM needs to stream them or the portable forward kernel to
+multiply them, whichever is longer. HBM's bandwidth limits all blocks together. If keys are split,
+either the last block of a sequence or a cluster on chip merges the results.
 """
 
 from __future__ import annotations
@@ -34,13 +31,10 @@ ALGORITHM = decode_plan.ALGORITHM
 
 
 def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.Decode:
-    """Return a description of how the decode kernel is launched for a problem.
+    """Return how the decode kernel is launched for a problem.
 
-    Raises
-    ------
-    UnsupportedError, OptionError
-        If the problem has no prediction: a shared prefix, latent attention, or sequences with
-        different numbers of queries.
+    Shared prefixes, latent attention, and different numbers of queries per sequence raise a
+    `FlashSimError`.
     """
     if splits == "fa3":
         raise OptionError(
@@ -71,7 +65,7 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
 
 
 def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traffic:
-    """Return the bytes and FLOPs of a decode kernel's launch, computed by closed-form formulas."""
+    """Return the bytes and FLOPs of a decode kernel's launch, from closed-form formulas."""
     tiling = Tiling(min(made.rows, dict(made.kernel.constants)["FS_BLOCK_Q"]), made.block_k)
     roomy = replace(device, sram_bytes=device.sram_per_sm + device.registers_per_sm)
     splits = max(made.splits)
@@ -81,10 +75,7 @@ def traffic(problem: Problem, made: decode_plan.Decode, device: Device) -> Traff
 def stages(
     made: decode_plan.Decode, page: int | None, device: Device, c: DecodeConstants = DECODING
 ) -> tuple[StageTime, ...]:
-    """Return the predicted times of the decode kernel's loop over keys and of its merge.
-
-    The merge is left out if the keys are not split.
-    """
+    """Return the predicted times: the decode kernel's loop over keys, and the merge of splits."""
     p = made.problem
     per_sm = 1
     if made.kernel.threads < 256:  # `plan` assigns half of an SM's shared memory to each block

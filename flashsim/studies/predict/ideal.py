@@ -17,13 +17,10 @@ from flashsim.studies.predict.units import LANES, SPECIAL, clock
 def least(traffic: Traffic) -> Prediction:
     """Return the shortest possible time of a pass, with all units of the GPU working in parallel.
 
-    The bound includes no latencies except that of each kernel launch.
-
-    The bound treats each stage as a kernel. A kernel's time is that of a launch plus the longest of
-    the times that tensor cores, exponentials, CUDA cores, L2 (requested bytes) and HBM need. Each
-    kernel transfers each of its tensors from or to HBM once, except tensors that an earlier stage
-    of the pass wrote and that fit in L2. Real kernels take longer than this bound. The function
-    `predict` predicts the real times for FlashAttention-2's kernel families.
+    A stage takes the time of a kernel launch plus the time of its busiest unit: tensor cores,
+    exponentials, CUDA cores, L2 (requested bytes) or HBM. Each stage transfers each of its tensors
+    from or to HBM once, except tensors that an earlier stage of the pass wrote and that fit in L2.
+    Real kernels take longer than this bound; `predict` predicts their times.
 
     Raises
     ------
@@ -62,7 +59,7 @@ def least(traffic: Traffic) -> Prediction:
 
 
 def _flops(traffic: Traffic, stage: plans.Stage) -> dict[str, int]:
-    """Return a dict with one stage's (kernel's) FLOPs over all heads, by kind of operation."""
+    """Return one stage's (kernel's) FLOPs over all heads, by kind of operation."""
     p, sums = traffic.problem, traffic.schedule(stage).sums
     work = stage_work(p, traffic.algorithm, traffic.direction, stage.name)
     walks, _ = plans.heads_of(stage, p)

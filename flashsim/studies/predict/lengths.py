@@ -55,10 +55,9 @@ def when(
     Returns
     -------
     Table
-        One row per length. A row has the milliseconds of standard attention with a library's best
-        kernels, the slowest of these kernels, and the unit that bounds that kernel. The row also
-        has the milliseconds of flashsim's kernels, standard attention's time divided by the time of
-        flashsim's kernels, and the lower bound `least`.
+        One row per length: milliseconds of standard attention with a library's best kernels, the
+        slowest of these kernels and the unit that bounds it, milliseconds of flashsim's kernels,
+        standard attention's time divided by theirs, and the lower bound `least`.
 
     Raises
     ------
@@ -100,14 +99,12 @@ def when(
 
 @own_errors
 def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
-    """Compare standard attention with FlashAttention-1, -2 and -3.
+    """Return a table of bytes, memory and times of standard attention and FlashAttention-1, -2, -3.
 
-    The returned table has the requested bytes, the memory, and the times of a training step.
-
-    In the table, the status is "OOM" if the forward pass's tensors do not fit in the device's
-    memory, and "OOM(backward)" if the backward pass's tensors do not. The status is "needs Ampere"
-    or "needs Hopper" on a GPU for which the version was not written. For a version that cannot run,
-    the table has no bytes and no times.
+    The table shows requested bytes, and times of a training step. The status is "OOM" if the
+    forward pass's tensors do not fit in the device's memory, and "OOM(backward)" if the backward
+    pass's tensors do not. If the version was not written for the GPU, the status is "needs Ampere"
+    or "needs Hopper".
     """
     device, p = Device.get(device), problem
     table = Table(
@@ -147,10 +144,7 @@ def versions(problem: Problem, *, device: str | Device = "H200") -> Table:
 def _figures(
     name: str, p: Problem, algorithm: str, direction: str, device: Device
 ) -> tuple[int, float, float | None]:
-    """Return three figures of a version: requested bytes, shortest possible ms, and predicted ms.
-
-    If the time cannot be predicted, the third figure is None.
-    """
+    """Return a version's requested bytes, shortest possible ms, and predicted ms or None."""
     found = None
     if name in KERNELS:
         try:

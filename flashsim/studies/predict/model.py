@@ -77,11 +77,8 @@ def predict(
 ) -> Prediction:
     """Predict the time of an attention pass on a GPU, by flashsim's kernels or standard attention.
 
-    Flashsim's kernels are those of `backend="cupy"`. For standard attention, the prediction assumes
-    the kernels of a library.
-
-    In the model, blocks start in the kernels' own order, the longest first; when a block ends, the
-    next block starts. A prediction needs neither input tensors nor a GPU.
+    Flashsim's kernels are those of `backend="cupy"`; standard attention is assumed to run a
+    library's kernels. A prediction needs neither input tensors nor a GPU.
 
     Parameters
     ----------
@@ -99,8 +96,7 @@ def predict(
     tiling : Tiling, optional
         Default: the family's own choice.
     device : str or Device
-        The constants were fitted on an H200. For other devices, the same constants are used; they
-        were not tested there.
+        The constants were fitted on an H200, and were not tested on other devices.
     constants : mapping of Constants, optional
         Constants by stage; default: the calibrated constants.
     heads_in_group : mapping of int, optional
@@ -108,8 +104,8 @@ def predict(
         (`clump_size`).
     splits : int or "auto"
         For "flash-decode": the number of blocks that share the keys of a sequence; "auto" is the
-        kernel's choice. The model reads the keys from HBM once per row tile, in random order if
-        they are in pages. With several row tiles, L2 may serve some reads; the model ignores that.
+        kernel's choice. The model reads the keys from HBM once per row tile, in random order if the
+        cache is paged, and ignores that L2 may serve some reads of several row tiles.
     decode : DecodeOptions, optional
         `splits` and `cache_seqlens` in one object, as in `flashsim.run`. Its other fields cannot be
         predicted, except a `block_table`, if the problem has a `page_size`.
@@ -142,9 +138,9 @@ def predict(
         )
     if problem.score_mod is not None:
         raise UnsupportedError(
-            "the time of a score function cannot be predicted, because the time of its operations "
-            "and of its array accesses was not calibrated; use flashsim.count for bytes and "
-            "FLOPs, or leave score_mod out to get the time without it"
+            "the time of a score function cannot be predicted, because its operations and array "
+            "accesses were not calibrated; use flashsim.count for bytes and FLOPs, or leave out "
+            "score_mod to get the time without it"
         )
     check_splits(splits)
     if decode is not None:
@@ -155,9 +151,8 @@ def predict(
         for name, value in own.items():
             if value is not None:
                 raise OptionError(
-                    f"{name}= applies only to FlashAttention, because the time of standard "
-                    f"attention is that of a library's kernels; leave out {name}=, got "
-                    f"{name}={shown(value)}"
+                    f"{name}={shown(value)} applies only to FlashAttention, because the time of "
+                    f"standard attention is that of a library's kernels; leave out {name}="
                 )
         return predict_standard(problem, direction, device)
     if algorithm == decode_time.ALGORITHM:
@@ -209,11 +204,10 @@ def _beside(
 ) -> StageTime:
     """Return the time that Hopper's dQ kernel adds to the pass, after the kernel for dK and dV.
 
-    The GPU launches the dQ kernel while the kernel for dK and dV runs, and the dQ kernel does not
-    wait for that kernel's results. So the dQ kernel's blocks start without a launch's latency, on
-    SMs that have no blocks of the first kernel or whose blocks have ended. A block's number
-    determines its first work tile. So if a block waits for an SM, its first tile is delayed, even
-    if other blocks run out of work.
+    The dQ kernel is launched while the kernel for dK and dV runs, and does not wait for that
+    kernel's results. So the dQ kernel's blocks start without a launch's latency, on SMs where no
+    block of the first kernel runs. A block's number determines its first work tile: while a block
+    waits for an SM, no other block can take that tile.
     """
     device, runs = traffic.device, []
     for one in passes:
@@ -230,9 +224,7 @@ def _beside(
 
 
 def _held_back(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) -> float:
-    """Return when a launch ends in which each thread block has a fixed first work tile.
-
-    A block's first work tile waits until an SM is free for that block.
+    """Return when a launch ends if each of its thread blocks has a fixed first work tile.
 
     The parameters are those of `cost_model.ends`.
     """
@@ -254,7 +246,7 @@ def _form(
     kernels: str | None,
     device: Device,
 ) -> str:
-    """Return the algorithm that the call `Result.backward(deterministic)` runs on this device."""
+    """Return the algorithm that `Result.backward(deterministic)` runs on the device."""
     family, gpu = _family(_named(kernels, device), "backward"), Gpu.like(device)
     form, ordered = plans.fastest_backward(
         algorithm,
@@ -266,9 +258,9 @@ def _form(
     )
     if ordered:
         raise UnsupportedError(
-            "for this problem, the kernels run the fused backward pass that adds to dQ in a "
-            "fixed order, whose time cannot be predicted; for the time of the three passes, use "
-            "algorithm='flash2' and leave out deterministic="
+            "for this problem, the kernels run a fused backward pass in a fixed order, whose "
+            "time cannot be predicted; leave out deterministic= and use algorithm='flash2' to "
+            "get the time of the three passes"
         )
     return form
 
@@ -281,10 +273,7 @@ def made_for(device: Device) -> str:
 def _decoded(
     problem: Problem, algorithm: str, splits: int | str, decode: DecodeOptions
 ) -> tuple[int | str, Problem]:
-    """Return the number of key splits, and the problem restricted to the keys in use.
-
-    If no prediction is possible, the function raises an error.
-    """
+    """Return the number of key splits, and the problem with only the keys that the cache holds."""
     beside = {} if splits == "auto" else {"splits": splits}
     fields = counted_fields(problem, with_fields(beside, decode, [algorithm]))
     if "pack_gqa" in fields:
@@ -297,7 +286,7 @@ def _decoded(
 
 
 def decoding(problem: Problem, direction: str, splits: int | str, device: Device) -> Prediction:
-    """Return the predicted time of `algorithm="flash-decode"`."""
+    """Return the predicted time of the algorithm "flash-decode"."""
     # Raises if the algorithm has no such pass.
     plans.stages(problem, decode_time.ALGORITHM, direction)
     made = decode_time.launch(problem, splits, device)
@@ -314,7 +303,7 @@ def _prepare(
     tiling: Tiling | None,
     device: Device,
 ) -> tuple[tuple[KernelPass, ...], Traffic]:
-    """Return the kernels that `run` would launch for a pass, and the pass's bytes and FLOPs."""
+    """Return the kernels that `run` would launch for a pass, and the `Traffic` of the pass."""
     if algorithm not in ("flash2", "flash2-fused", "flash2-once"):
         raise OptionError(
             f"the time of {algorithm!r} cannot be predicted; pass 'flash2', 'flash2-fused', "
@@ -383,7 +372,7 @@ def _stage(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]
 
 
 def works_of(one: KernelPass, traffic: Traffic) -> tuple[Work, ...]:
-    """Return one `Work` object for each kernel launch of a stage, in launch order."""
+    """Return one `Work` object per kernel launch of a stage, in launch order."""
     return tuple(work_of(each, traffic) for each in (*one.before, one))
 
 
@@ -392,11 +381,9 @@ def stage_seconds(
 ) -> tuple[float, float, float, float]:
     """Return four predicted times of a stage (kernel), in seconds.
 
-    The four times are the latency of launches, the end of the last tile, the mean busy time of an
-    SM, and the time that HBM needs for the stage's bytes.
-
-    The argument `works` is the result of `works_of`. The constants `c` are those of the last
-    launch, which has most of the work tiles.
+    The four times are the whole time including the launch, the end of the last tile, the mean busy
+    time of an SM, and the time that HBM needs. The argument `works` is the result of `works_of`.
+    The constants `c` belong to the last launch, which has most of the work tiles.
     """
     device, work = traffic.device, works[-1]
     shared, waiting, grid, places = _blocks(one, work, traffic, c)
@@ -426,11 +413,11 @@ def stage_seconds(
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
-    """Return the fraction of a wave's HBM bytes that are not transferred during matrix products.
+    """Return the fraction of a wave's HBM bytes whose transfer overlaps with no matrix product.
 
     The thread blocks of a wave load their outer tiles, and the tiles of their first inner-loop
-    iterations, at about the same time. Later they store their results together. The tiles of all
-    other iterations arrive during products.
+    iterations, at about the same time; they store their results together. The tiles of all later
+    iterations arrive during matrix products.
     """
     visited = {move.tensor for move in one.stage.visit if move.op == "load"}
     nbytes = sum(whole_bytes(traffic.problem, tensor) for tensor in visited)
@@ -441,7 +428,7 @@ def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
 def _alike(
     one: KernelPass, works: tuple[Work, ...], traffic: Traffic, c: Constants
 ) -> list[tuple[float, int, int, int]]:
-    """Return the argument `launches` for `in_launches`, for work tiles that take equally long."""
+    """Return the argument `launches` of `in_launches`; the work tiles take equally long."""
     found = []
     for each, work in zip((*one.before, one), works, strict=True):
         shared, waiting, _, places = _blocks(each, work, traffic, c)
@@ -454,9 +441,9 @@ def _alike(
 def _blocks(
     one: KernelPass, work: Work, traffic: Traffic, c: Constants
 ) -> tuple[np.ndarray, np.ndarray, tuple[int, int], int]:
-    """Return the `durations` of a launch's thread blocks, the launch's grid, and its usable SMs.
+    """Return four values of a launch: both results of `durations`, the grid, and the usable SMs.
 
-    The grid is a pair: the number of loops over all tiles, and the number of loops per head group.
+    The grid is a pair: how often the launch loops over all tiles, in total and per head group.
     """
     p, blocks = traffic.problem, one.kernel.cluster
     if blocks > 1:  # blocks that share a work tile have equal parts of it, of whole visits
@@ -471,7 +458,7 @@ def _blocks(
 
 
 def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Constants]) -> Constants:
-    """Return the time constants of a launch: those of the first name that has constants."""
+    """Return a launch's time constants: the entry under the first of its names in `constants`."""
     names = constants_names(one, traffic.problem)
     for name in names:
         if name in constants:
@@ -482,17 +469,14 @@ def _constants(one: KernelPass, traffic: Traffic, constants: Mapping[str, Consta
 
 
 def constants_names(one: KernelPass, problem: Problem) -> list[str]:
-    """Return the names under which a launch's time constants may be stored, in order of preference.
-
-    The first name is for the launch's head width; a second one, if any, is for any width.
-    """
+    """Return a launch's possible names in `constants`: for its head width, then for any width."""
     named = constants_name(one, problem)
     without, _, width = named.rpartition(", ")
     return [named, without] if without == "forward" or width == "128" else [named]
 
 
 def constants_name(one: KernelPass, problem: Problem) -> str:
-    """Return the name of the constants that a launch uses, in its kernel family."""
+    """Return the name of a launch's time constants in its kernel family."""
     name = one.stage.name
     if not one.kernel.boxes:
         return name
@@ -513,7 +497,7 @@ def constants_name(one: KernelPass, problem: Problem) -> str:
 
 
 def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the seconds that each outer tile uses an SM, and those that it waits."""
+    """Return two arrays: for how many seconds each outer tile uses an SM, and how long it waits."""
     unit = work.visit
     shares = {"tensor cores": c.tensor, "scores": c.scores, "shared memory": c.shared}
     shares |= {"pieces": c.pieces, "reductions": c.reduced}
@@ -528,17 +512,13 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
 
 
 def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return how many seconds are lost when the first thread blocks of a launch end together.
-
-    The loss occurs only once, because later blocks end one by one.
-    """
+    """Return the seconds that a launch loses when its first thread blocks end at the same time."""
     return c.changeover if blocks > places else 0.0
 
 
 def _throttled(seconds: float, more: float) -> float:
     """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
 
-    Until then, the clock is the highest; after that, the kernel takes `more` additional seconds per
-    second.
+    With the lower clock, each second of the kernel's time takes `more` additional seconds.
     """
     return seconds + more * max(0.0, seconds - POWER_AFTER)

@@ -19,10 +19,9 @@ class StageTime:
 
     Attributes
     ----------
-    name : str
     seconds : float
-        The time that it adds to the pass. On Hopper, the blocks of dQ start on SMs that the blocks
-        of dK and dV leave idle, so dQ adds less time than it takes alone.
+        The time that the kernel adds to the pass. On Hopper, the blocks of dQ start on SMs that the
+        blocks of dK and dV leave idle, so dQ adds less time than it takes alone.
     units : dict of float
         Seconds for which each unit is busy if the work is distributed evenly. They are at most
         `seconds`, unless the chip's clock exceeds its nominal clock.
@@ -71,9 +70,9 @@ class Prediction(report.Tabled):
 
     @property
     def sustained(self) -> Sustained | None:
-        """The time, energy and clock of one of many repeated calls, under the board's power limit.
+        """The time, energy and clock of one call in a long series of calls, at the power limit.
 
-        The value is None if `joules` is None.
+        The value is None if the device's energy was never measured.
         """
         energy = energy_of(self.traffic.device)
         if energy is None or self.joules is None:
@@ -81,7 +80,7 @@ class Prediction(report.Tabled):
         return energy.sustained([stage.use for stage in self.stages], self.seconds)
 
     def table(self) -> report.Table:
-        """Return a table with one row per stage: its time, time per unit, waves and tail."""
+        """Return a table with one row per stage: total time, time of each unit, waves and tail."""
         t = self.traffic
         units = (*UNITS, "HBM")
         named, source = f"{self.kernels} kernels, tiles {t.tiling}", "calibrated on one H200"
@@ -109,5 +108,5 @@ class Prediction(report.Tabled):
 
 
 def untested(device: Device) -> str:
-    """Return a warning for a table if the model was not calibrated on this device, otherwise ""."""
+    """Return a warning for tables if the model was not calibrated on the device, otherwise ""."""
     return "" if device.name == "H200" else f", untested on {device.name}"

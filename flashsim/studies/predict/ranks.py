@@ -32,7 +32,6 @@ class SpreadTime(report.Tabled):
     ----------
     account : Account
         The bytes sent and the work computed.
-    device : Device
     link, network : Link
         The links inside a host, and between hosts.
     one : float
@@ -68,15 +67,12 @@ class SpreadTime(report.Tabled):
 
     @property
     def exposed(self) -> float:
-        """The number of seconds that the pass takes longer because of communication."""
+        """The seconds that transfers add to the pass."""
         return self.seconds - self.alone
 
     @property
     def efficiency(self) -> float:
-        """The parallel efficiency: one GPU's time divided by (`seconds` times the number of ranks).
-
-        The value 1 is perfect scaling.
-        """
+        """Parallel efficiency: one GPU's time / (`seconds` times ranks); 1 is perfect scaling."""
         return self.one / (self.seconds * self.account.group.ranks)
 
     def table(self) -> report.Table:
@@ -126,13 +122,12 @@ def spread(
     """Predict the time of attention over several GPUs, step by step.
 
     At each step, every rank begins to send, receive and compute at the same time. A transfer begins
-    when both of its ranks have begun the step. On each rank, the next step begins when its blocks
-    are computed and all data that it sends and receives has arrived. The model assumes that links
-    reach their nominal speed, and do not slow down kernels. A block's computation takes the time
-    that `predict` returns; merging takes the time that HBM needs for its bytes. The model assumes
-    that all kernels run at the clock of short kernels. In reality, a power limit would slow down
-    many blocks in sequence as much as one GPU's long kernel, but `predict` applies the limit only
-    to long kernels.
+    when both of its ranks have begun the step. A rank begins the next step when its blocks are
+    computed and all data that it sends and receives has arrived. The model assumes that links reach
+    their nominal speed, and do not slow down kernels. Local attention takes the time that `predict`
+    returns; merging takes the time that HBM needs for its bytes. The model assumes the clock of
+    short kernels. It ignores that a power limit slows down many short kernels in sequence as much
+    as one long kernel.
 
     Parameters
     ----------
@@ -206,7 +201,7 @@ def _seconds(
 
 
 def _transfers(account: Account, inside: Link, between: Link, host: int) -> np.ndarray:
-    """Return an array of the seconds that each rank's transfers take at each step."""
+    """Return the seconds that each rank's transfers take at each step."""
     group, out = account.group, account.out_bytes
     ranks = np.arange(group.ranks)
     abroad = ranks // host != (ranks + group.ulysses) % group.ranks // host
@@ -230,7 +225,7 @@ def _time(nbytes: np.ndarray, link: Link) -> np.ndarray:
 def _run(
     account: Account, compute: np.ndarray, transfer: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return two arrays: the times at which each step begins, and ends, on each rank."""
+    """Return two arrays: the times at which each step begins on each rank, and at which it ends."""
     group = account.group
     start, end = np.zeros_like(compute), np.zeros_like(compute)
     now = np.zeros(group.ranks)

@@ -1,12 +1,11 @@
 """Predicts the time of standard attention, which writes S and P to memory and reads them again.
 
-The model assumes a library's kernels for matrix products and softmax: one kernel for each stage of
-the algorithm "standard". In the model, one unit bounds each kernel's time, and every score is
-computed, masked or not. No constant of this model is fitted to attention. In the model, a product
-reaches the same fraction of the tensor cores' peak as a large product, and a stream reaches the
-same fraction of the bandwidth as a copy. If a stage's tensors all fit in L2, the stage reads them
-from L2 and leaves them in L2. The result is the least time of standard attention; a framework's
-implementation has additional kernels for scale, mask and types.
+The model assumes one kernel of a library for each stage of the algorithm "standard". One hardware
+unit bounds each kernel's time. Kernels compute masked scores too. No constant is fitted to
+attention. Products reach the fraction of the tensor cores' peak that one large product reaches; all
+other kernels reach the fraction of the bandwidth that a copy reaches. If all tensors of a stage fit
+in L2, the stage reads them from L2 and leaves its results in L2. A framework's implementation takes
+longer, because it has additional kernels for scale, mask and types.
 """
 
 from __future__ import annotations
@@ -31,14 +30,10 @@ PRODUCT = Tiling(128, 128)
 
 
 def predict_standard(problem: Problem, direction: str, device: Device) -> Prediction:
-    """Return standard attention's predicted time, stage by stage.
+    """Return standard attention's predicted time by stage.
 
-    Raises
-    ------
-    OptionError
-        If the device has no peak for the dtype.
-    UnsupportedError
-        If sequences are packed, because a batched product needs equal lengths.
+    Packed sequences raise an `UnsupportedError`, because batched matrix products need equal
+    lengths.
     """
     if problem.cu_seqlens_q is not None:
         raise UnsupportedError(

@@ -1,8 +1,7 @@
 """Computes how long a block's tiles keep each unit of an SM busy, from instructions and bytes.
 
-Matrix products are counted as the tensor cores compute them: for whole tiles, with the kernel's
-padded head_dim. Bytes are counted as the kernel moves them: in rows that are padded to 16 bytes.
-How many blocks share an SM follows from their registers and shared memory.
+Tensor cores multiply whole tiles, with head_dim padded to the kernel's width. Kernels move rows
+that are padded to 16 bytes.
 """
 
 from __future__ import annotations
@@ -49,8 +48,8 @@ class Work:
     Attributes
     ----------
     visits, masked : ndarray
-        Two numbers per outer tile, over all query heads of a group: its visits (pairs of a query
-        tile and a key tile), and those of its visits in which a mask is applied.
+        Per outer tile, over all query heads of a group: its visits (pairs of a query tile and a key
+        tile), and those of its visits in which a mask is applied.
     visit : dict of float
         Seconds that one visit takes on each unit of an SM, if the unit does nothing else. The keys
         are `UNITS` and also "reductions" (bytes added at L2, at the speed of L2 reads), "scores"
@@ -59,11 +58,9 @@ class Work:
     own : ndarray
         Seconds that L2 needs for the bytes that each outer tile loads and stores outside its
         visits. A tile at a sequence's end counts only the rows that exist.
-    blocks : int
-        The number of blocks that share an SM.
-    groups : int
-        The number of warpgroups of a block that split a visit's rows, for kernels with ping-pong
-        scheduling of warpgroups on the tensor cores; otherwise `PAIR`.
+    blocks, groups : int
+        The blocks that share an SM, and the warpgroups of a block that split a visit's rows by
+        ping-pong scheduling on the tensor cores (without such scheduling, `PAIR`).
     """
 
     visits: np.ndarray
@@ -75,16 +72,13 @@ class Work:
 
 
 def clock(device: Device) -> float:
-    """Return the SM clock, in Hz, computed from a device's float32 peak."""
+    """Return a device's SM clock in Hz, computed from its float32 peak."""
     lanes = LANES.get(device.compute_capability, 128)
     return device.peak("float32", tensor_cores=False) / (2 * lanes * device.sm_count)
 
 
 def work_of(one: KernelPass, traffic: Traffic) -> Work:
-    """Return how much work a launch's thread blocks give each unit of an SM.
-
-    The device is that of `traffic`.
-    """
+    """Return how much work the thread blocks of a launch give each hardware unit of an SM."""
     p, device, stage = traffic.problem, traffic.device, one.stage
     tiling, tables = one.tables.schedule.tiling, one.tables
     sides, hertz = (tiling.block_q, tiling.block_k), clock(device)
@@ -124,10 +118,7 @@ def work_of(one: KernelPass, traffic: Traffic) -> Work:
 
 
 def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, int]) -> int:
-    """Return how many bytes the transfers of one operation (`op`) in `moves` take, in whole tiles.
-
-    Rows of Q, K, V, O and their gradients are padded to 16 bytes.
-    """
+    """Return the bytes of one operation's transfers: whole tiles, with rows padded to 16 bytes."""
     total = 0
     for move in moves:
         if move.op == op:
@@ -141,10 +132,9 @@ def _bytes(p: Problem, moves: Iterable[plans.Move], op: str, sides: tuple[int, i
 def _shared_reads(one: KernelPass, dims: tuple[int, int], sides: tuple[int, int]) -> int:
     """Return the bytes that a portable kernel's warps read from shared memory per visit.
 
-    The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps.
-
-    For each product, each warp reads the visited tiles for its own rows of the outer tile. In
-    KV-outer kernels, several warps may share the columns of a product (`parts`).
+    The result is 0 if TMA loads the tiles: tensor cores then read shared memory without warps. For
+    each matrix product, every warp reads the visited tile for its own rows of the outer tile. In
+    KV-outer kernels, several warps may share the columns of a product (`FS_PARTS`).
     """
     if one.kernel.boxes:  # the tensor cores read operands from shared memory without warps' loads
         return 0
@@ -164,9 +154,9 @@ def _uneven_pieces(
 ) -> int:
     """Return the number of 16-byte pieces per visit whose addresses are computed separately.
 
-    Only portable kernels have such pieces (`load_async` in mma.cuh). Such pieces occur if a block's
-    threads do not divide into whole rows of pieces, eight rows at a time, or if padded rows contain
-    pieces that do not exist in memory.
+    Only portable kernels have such pieces (`load_async` in mma.cuh), in two cases. Either a block's
+    threads do not load a multiple of eight whole rows at a time, or padded rows contain pieces that
+    do not exist in memory.
     """
     if one.kernel.boxes:
         return 0
@@ -182,10 +172,7 @@ def _uneven_pieces(
 
 
 def blocks_per_sm(one: KernelPass, device: Device) -> int:
-    """Return how many thread blocks fit on an SM with their registers and shared memory.
-
-    The result is 1 for a persistent kernel.
-    """
+    """Return how many thread blocks fit on an SM; a persistent kernel has 1 block per SM."""
     if one.kernel.boxes:
         return 1
     by_shared = device.sram_per_sm // (one.kernel.shared_bytes + RESERVED)
@@ -196,7 +183,7 @@ def blocks_per_sm(one: KernelPass, device: Device) -> int:
 def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use:
     """Return the FLOPs, bytes and other quantities from which a launch's energy is computed.
 
-    The argument `units` is that of `StageTime`.
+    The argument `units` has the seconds per unit of `StageTime.units`.
     """
     p, device, tiling = traffic.problem, traffic.device, one.tables.schedule.tiling
     members = p.group if one.stage.per == "group" else 1
@@ -220,17 +207,16 @@ def use_of(one: KernelPass, traffic: Traffic, units: Mapping[str, float]) -> Use
 def bytes_again(one: KernelPass, traffic: Traffic) -> float:
     """Return the bytes that a kernel reads from HBM again, because L2 did not keep them.
 
-    The result exceeds 0 only for fused kernels with grouped heads, in two cases. In both cases, a
-    head group loops over more data (Q, dO and dQ) than L2 holds, and only the part that does not
-    fit is requested again. The L2 model (`flashsim.l2`), which takes seconds, agrees to within a
-    seventh in the cases tried.
+    Only fused kernels with grouped heads read bytes again, if a head group loops over more data (Q,
+    dO and dQ) than L2 holds. Only the data that exceeds L2's capacity is read again. The slower L2
+    model (`flashsim.l2`) differed by at most a seventh in the cases tried.
 
-    If all blocks of a head group run at once, but not co-scheduled, the long and the short blocks
-    of a head soon work on different query heads. Then each request for data that does not fit goes
-    to HBM, and each addition to such data is a read and a write.
+    If all blocks of a head group run at once and none waits for another, the long and the short
+    blocks of a head soon work on different query heads. Then each request for data that does not
+    fit in L2 goes to HBM, and each addition to such data reads and writes HBM.
 
     If a head group has more blocks than SMs, or if its blocks are co-scheduled, the blocks of one
-    wave read each row tile together. But each further wave that visits a row tile reads it again.
+    wave read each row tile together. Each later wave that visits the row tile reads it again.
     """
     p, stage, tables = traffic.problem, one.stage, one.tables
     asked = {"load": 0, "reduce": 0}
@@ -257,8 +243,8 @@ def bytes_again(one: KernelPass, traffic: Traffic) -> float:
 def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
     """Return the number of waves of thread blocks that visit a row tile, averaged over row tiles.
 
-    A wave has as many consecutive outer tiles of each head as SMs per head, and visits all row
-    tiles from the first to the last of them.
+    Per head, a wave has as many consecutive outer tiles as there are SMs per head. A wave visits
+    all row tiles from its first to its last.
     """
     tables = one.tables
     visited = tables.order[tables.visits[tables.order] > 0]
@@ -272,10 +258,7 @@ def _waves_per_row(one: KernelPass, heads: int, processors: int) -> float:
 
 
 def once_bytes(traffic: Traffic, stage: str) -> int:
-    """Return the total size, in bytes, of all tensors that a stage (kernel) reads or writes.
-
-    A tensor counts once if the stage reads it, and once if the stage writes it.
-    """
+    """Return the bytes of a stage's tensors: once for each tensor read, once for each written."""
     return sum(
         whole_bytes(traffic.problem, tensor) * (2 if op == "reduce" else 1)
         for name, op, tensor in traffic.transfers

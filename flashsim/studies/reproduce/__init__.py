@@ -65,7 +65,7 @@ NOT_DERIVABLE = (
 
 @own_errors
 def tables(name: str) -> list[Table]:
-    """Return tables that recompute one set of published numbers, such as a figure of a paper.
+    """Return tables that recompute one set of published numbers.
 
     Raises
     ------
@@ -74,7 +74,8 @@ def tables(name: str) -> list[Table]:
     """
     if not isinstance(name, str) or name not in NAMES:
         raise OptionError(
-            f"no set of published numbers has the name {shown(name)}; {choices(name, NAMES)}"
+            f"no set of published numbers has the name {shown(name)}; choose from "
+            f"{choices(name, NAMES)}"
         )
     return NAMES[name][1]()
 

@@ -26,7 +26,7 @@ RING = (
 
 
 def decoding() -> list[Table]:
-    """Compute how many SMs a decoding step uses, and the additional bytes if keys are split."""
+    """Return a table of the SMs that decoding uses, and of the bytes that splitting keys adds."""
     table = page(
         "Decoding on an A100, one query, 64 Ki keys, d = 128, half precision",
         "Dao, Haziza, Massa and Sizov, Flash-Decoding, 2023",
@@ -63,12 +63,12 @@ def decoding() -> list[Table]:
 
 
 def ring() -> list[Table]:
-    """Recompute table 2: the block size c = F / B at which computing hides the transfer of K, V.
+    """Recompute table 2: the block size c = F / B at which computing takes as long as sending K, V.
 
-    The rate F is in FLOP/s and the bandwidth B in bytes per second. The bytes and FLOPs are those
-    of ring attention, executed on four ranks (`flashsim.distributed.run`). A block of c queries and
-    keys has 4 d c^2 FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes
-    longer than the transfer if c > F / B, for any d.
+    The rate F is in FLOP/s and the bandwidth B in bytes per second. A block of c queries and keys
+    has 4 d c^2 FLOPs, and its K and V have 4 d c bytes in half precision. So computing takes longer
+    than the transfer if c > F / B, whatever d is. The ratio F / B is computed from a run of ring
+    attention on four ranks.
     """
     table = page(
         "Smallest block and sequence per device, in thousands of tokens",

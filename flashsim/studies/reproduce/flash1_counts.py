@@ -1,4 +1,4 @@
-"""Recomputes figure 2 and table 21 of FlashAttention.
+"""Recomputes figure 2 and table 21 of the FlashAttention paper.
 
 The paper is Dao, Fu, Ermon, Rudra, Ré, arXiv:2205.14135.
 """
@@ -37,7 +37,7 @@ def _both(algorithm: str, tiling: Tiling, device: Device) -> tuple[Traffic, Traf
 
 
 def hbm() -> list[Table]:
-    """Recompute figure 2 of the paper: bytes and FLOPs, and their dependence on the block size."""
+    """Recompute figure 2 of the paper: bytes and FLOPs, and how they depend on the block size."""
     # Only bytes are counted, also for tiles that are too wide for the device.
     roomy = replace(Device.get("A100"), sram_bytes=4 * MIB)
     p, source = FIGURE_2, "arXiv:2205.14135, figure 2: N = 1024, d = 64, 16 heads, batch 64, A100"
@@ -102,10 +102,7 @@ def memory() -> list[Table]:
 
 
 def _missing(p: Problem, rest: int, tensor: int) -> str:
-    """Return a text that says by how many bytes the paper's number exceeds ours, and why.
-
-    The text gives the difference in multiples of a score matrix (S) and of a tensor (T).
-    """
+    """Return a text that explains why the paper's program needs more memory."""
     scores = p.batch * p.heads * p.n_q * p.n_kv * p.itemsize
     matrices = 1 if rest >= scores + tensor else 0
     more = f"{(rest - matrices * scores) / tensor:.2g} T"

@@ -1,7 +1,4 @@
-"""Recomputes table 3 of FlashAttention-3: errors of FP8 and half precision.
-
-It also computes the error of the FP8 accumulator.
-"""
+"""Recomputes table 3 of the FlashAttention-3 paper, and the errors of FP8 accumulators."""
 
 from __future__ import annotations
 
@@ -43,10 +40,9 @@ BEST = "FP8, FlashAttention-3"
 
 
 def fp8(n: int = 8192, seeds: int = 4, queries: int = 1024) -> list[Table]:
-    """Recompute table 3 for inputs N(0, 1) + N(0, 100) Bernoulli(0.001), with several accumulators.
+    """Recompute table 3, on inputs N(0, 1) + N(0, 100) Bernoulli(0.001), for several accumulators.
 
-    For each seed, all n queries and keys are quantised, and the first `queries` rows of the output
-    are computed.
+    All n queries and keys are quantised, and the first `queries` rows of the output are computed.
     """
     squares: dict[str, list[float]] = {name: [] for name in PAPER}
     apart: dict[str, float] = {}
@@ -111,7 +107,7 @@ def _half(q: np.ndarray, k: np.ndarray, v: np.ndarray, problem: Problem) -> dict
 
 
 def _plain(x: Quantized, queries: int, _: Precision | None = None) -> np.ndarray:
-    """Return attention without tiles on dequantised inputs; intermediate results are in float16."""
+    """Compute attention of dequantised inputs without tiles; intermediate results are float16."""
     q, k, v = x.dequantized()
     problem = Problem(queries, k.shape[-2], D)
     return attention(q[..., :queries, :], k, v, problem, dtype="float16")[0]

@@ -1,7 +1,4 @@
-"""Recomputes IO complexity: theorem 2 of arXiv:2205.14135, and bounds of arXiv:2402.07443.
-
-It also compares loop orders.
-"""
+"""Recomputes IO complexity (theorem 2 of arXiv:2205.14135, arXiv:2402.07443), and loop orders."""
 
 from __future__ import annotations
 
@@ -19,10 +16,10 @@ from flashsim.studies.reproduce.page import line, page
 
 
 def bounds() -> list[Table]:
-    """Compare FlashAttention's HBM accesses, as M grows, with N^2 d^2 / M and the lower bounds.
+    """Compare FlashAttention's HBM accesses, for several M, with N^2 d^2 / M and the lower bounds.
 
     The tile sizes follow line 1 of Algorithm 1: B_c = ceil(M / 4 d), B_r = min(B_c, d), with M in
-    elements. Each count is taken from a run on the simulated memory, not only predicted.
+    elements. A simulated run counts the accesses.
     """
     n, d = 256, 32
     shape = f"N = {n}, d = {d}, float32, executed"

@@ -8,15 +8,12 @@ COLUMNS = ("quantity", "paper", "ours", "ours / paper", "why they differ")
 
 
 def page(title: str, source: str) -> Table:
-    """Return an empty table for published numbers; its note names the source of these numbers."""
+    """Return an empty table for published numbers, whose note names their source."""
     return Table(title, COLUMNS, note=source)
 
 
 def line(quantity: str, paper: float | str | None, ours: Cell, why: str = "") -> tuple[Cell, ...]:
-    """Return a row of the table, with `ours` / `paper` as its ratio if both are numbers.
-
-    The argument `paper` may be a word instead of a number.
-    """
+    """Return a row of published and recomputed values, with their ratio if both are numbers."""
     ratio: Cell = None
     if isinstance(paper, (int, float)) and isinstance(ours, (int, float)) and paper:
         ratio = ours / paper

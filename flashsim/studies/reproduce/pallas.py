@@ -1,11 +1,6 @@
-"""Recomputes the figures of a write-up of attention in Pallas (JAX).
+"""Recomputes the roofline, intensities, times and on-chip bytes of a write-up of Pallas attention.
 
-The figures are a roofline, intensities, measured times and on-chip bytes.
-
-In the forward pass, the write-up's model counts two products of 2 T^2 d FLOPs, and five operations
-per score for the softmax. In the backward pass, it counts each kernel's own products. Each tensor
-counts as one HBM transfer. This module computes all of these figures from flashsim's counts, and
-compares the results with the figures that the write-up prints.
+The write-up counts one HBM transfer per tensor.
 """
 
 from __future__ import annotations
@@ -66,13 +61,8 @@ _ROOMY = Device.get("H100")
 class Textbook:
     """The FLOPs and bytes of one pass of one head, counted as in the write-up.
 
-    Attributes
-    ----------
-    direction, kernel : str
-    n : int
-        The number of queries and of keys.
-    flops, bytes : int
-        FLOPs, and bytes with 4-byte elements, the only size that gives the printed figures.
+    `n` is the number of queries and of keys. Each element counts as 4 bytes, because only this size
+    gives the printed figures.
     """
 
     direction: str
@@ -83,17 +73,17 @@ class Textbook:
 
     @property
     def intensity(self) -> float:
-        """The arithmetic intensity: FLOPs per byte."""
+        """The arithmetic intensity in FLOPs per byte."""
         return self.flops / self.bytes
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
     """Return the FLOPs and bytes of one pass, counted as in the write-up's model.
 
-    The products are those of the algorithm (backward: 8 T^2 d naive, 14 T^2 d in two kernels, 10
-    T^2 d in one); in the forward pass, the softmax adds 5 T^2. Each tensor is transferred once: q,
-    k, v, out, the naive P, and one float32 logsumexp per row if P is not stored; in the backward
-    pass also the gradients.
+    In the forward pass, the products have 4 T^2 d FLOPs, and the softmax 5 T^2. In the backward
+    pass, the products have 8 T^2 d FLOPs (naive), 14 T^2 d (two kernels) or 10 T^2 d (one kernel).
+    The tensors q, k, v and out are transferred once, in the backward pass also the gradients. The
+    naive kernel also transfers P; the others transfer one float32 logsumexp per row.
     """
     problem, algorithm = Problem(n, head_dim=WIDTH, dtype=dtype), KERNELS[kernel]
     counted = traffic.count_schedule(problem, TILING, algorithm, direction, _ROOMY)
@@ -104,15 +94,12 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
 
 
 def pallas() -> list[Table]:
-    """Return tables that compare every figure in the write-up with the figure that we compute."""
+    """Return tables that compare every figure in the write-up with the figure computed here."""
     return [_intensities(), _executed(), _speeds(), _overflow(), _scores_on_chip()]
 
 
 def _cells() -> list[tuple[str, str, int, int]]:
-    """Return one tuple (direction, kernel, length, index) for each of the write-up's 36 figures.
-
-    The index is that of the length in `LENGTHS`.
-    """
+    """Return (direction, kernel, length, index of the length) for the write-up's 36 intensities."""
     return [(*key, n, at) for key in INTENSITY for at, n in enumerate(LENGTHS)]
 
 
@@ -159,7 +146,7 @@ def _executed() -> Table:
 
 
 def _run(n: int) -> dict[tuple[str, str], int]:
-    """Run the simulator at one length, and return the bytes moved by kernel and direction."""
+    """Return the bytes that the simulator moves at one length, by kernel and direction."""
     moved: dict[tuple[str, str], int] = {}
     q, k, v, dout = random_inputs(Problem(n, head_dim=WIDTH, dtype=DTYPE))
     for kernel, algorithm in KERNELS.items():
@@ -170,12 +157,7 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 
 
 def heads() -> int:
-    """Return the number of batch entries times the number of heads in the write-up's runs.
-
-    The number is derived from the write-up's times and percentages.
-
-    The write-up itself does not print this number.
-    """
+    """Return batch size times heads, computed from the write-up's times and percentages."""
     peak = Device.get(DEVICE).peak(DTYPE)
     counts = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
@@ -186,7 +168,7 @@ def heads() -> int:
 
 
 def speed(direction: str, kernel: str, at: int) -> float:
-    """Return the FLOP/s of a kernel from its printed time, with FLOPs as in the write-up."""
+    """Return a kernel's FLOP/s: FLOPs counted as in the write-up, divided by the printed time."""
     counted = textbook(direction, kernel, LENGTHS[at])
     return heads() * counted.flops / (TIMES[direction, kernel][at] / 1e3)
 
@@ -243,7 +225,7 @@ def _scores_on_chip() -> Table:
 
 
 def _fitting(size: int) -> str:
-    """Return a text that names the devices on which a thread block may use `size` bytes on chip."""
+    """Return the names of the devices whose thread blocks can use `size` bytes on chip."""
     names = [name for name, device in PRESETS.items() if device.sram_bytes >= size]
     if len(names) in (0, len(PRESETS)):
         return "every device" if names else "no device"
@@ -252,10 +234,7 @@ def _fitting(size: int) -> str:
 
 
 def series() -> dict[str, list[tuple[str, float, float]]]:
-    """Return the write-up's measured times as points for a roofline plot (`viz.roofline_series`).
-
-    Each kernel and direction has a list of points: (length, FLOP/B in bfloat16, measured FLOP/s).
-    """
+    """Return measured points for `viz.roofline_series`: (length, FLOP/B in bfloat16, FLOP/s)."""
     return {
         f"{kernel}, {direction}": [
             (

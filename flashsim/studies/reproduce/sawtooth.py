@@ -1,8 +1,4 @@
-"""Recomputes the effect of sawtooth loops over keys.
-
-The paper is "Sawtooth wavefronts": Zhu, Pan and Ding, arXiv:2601.16032, FlashAttention on an NVIDIA
-GB10.
-"""
+"""Recomputes the effect of sawtooth loops over keys (Zhu, Pan and Ding, arXiv:2601.16032)."""
 
 from __future__ import annotations
 

@@ -52,10 +52,9 @@ def tiles() -> list[Table]:
 def fa2_backward(
     d: int, block_q: int, block_k: int, *, v_in_registers: bool = False, one_q: bool = False
 ) -> int:
-    """Return the shared memory in bytes that FlashAttention-2's backward pass needs for its tiles.
+    """Return the shared memory in bytes for the tiles of FlashAttention-2's backward pass.
 
-    The tiles are those of Q, dO, K, V, P and dS. Q has two buffers, so that a kernel can load the
-    next tile of Q early.
+    Shared memory holds tiles of dO, K, V, P and dS, and one (`one_q`) or two tiles of Q.
     """
     rows = (2 if one_q else 3) * block_q * d
     columns = (1 if v_in_registers else 2) * block_k * d
@@ -63,6 +62,6 @@ def fa2_backward(
 
 
 def fa3_widest(d: int, block_q: int, *, p_in_smem: bool = False) -> int:
-    """Return the widest key block for which Q and two stages of K and V fit in shared memory."""
+    """Return the widest key block with which Q, and two tiles each of K and V, fit on chip."""
     per_key = ITEM * (2 * 2 * d + (block_q if p_in_smem else 0))
     return (Device.get("H100").sram_bytes - ITEM * block_q * d) // per_key // 16 * 16

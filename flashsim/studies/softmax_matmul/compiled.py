@@ -1,4 +1,4 @@
-"""The fused softmax-product on the CPU's cores, compiled by Numba, without counts."""
+"""The fused softmax-product on the CPU's cores, compiled by Numba; it counts no bytes."""
 
 from __future__ import annotations
 
@@ -14,10 +14,7 @@ from flashsim.l2.compiled import keep
 
 
 def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndarray:
-    """Return softmax(X) V, (batch, d1, d3), in float32.
-
-    The row tiles are divided among threads, one per core.
-    """
+    """Return softmax(X) V, (batch, d1, d3), in float32, computed by one thread per core."""
     x, v = np.ascontiguousarray(x), np.ascontiguousarray(v)
     out = np.empty((*x.shape[:2], v.shape[2]), np.float32)
     tiles = x.shape[0] * -(-x.shape[1] // block_1)
@@ -33,7 +30,7 @@ def forward(x: np.ndarray, v: np.ndarray, block_1: int, block_2: int) -> np.ndar
 @keep
 @njit(nogil=True, fastmath={"contract"})
 def _walk(x, v, out, block_1, block_2, first, last):
-    """Compute the row tiles `first` to `last` of all matrices, one after the other."""
+    """Compute the result's row tiles `first` to `last` - 1, numbered over all matrices."""
     _, d1, d2 = x.shape
     d3 = v.shape[2]
     tiles = (d1 + block_1 - 1) // block_1

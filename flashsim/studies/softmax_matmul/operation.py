@@ -37,7 +37,6 @@ class SoftmaxProduct(report.Tabled):
     shape : (batch, d1, d2, d3)
     tiling : Tiling
         Rows and columns of X per block.
-    fused : bool
     moved : dict
         ``{(op, tensor): bytes}`` for all matrices of the batch: simulated, kernel-reported, or for
         a count predicted. A GPU run has them only with ``trace=True``; a "numba" run has none.
@@ -59,7 +58,7 @@ class SoftmaxProduct(report.Tabled):
         )
 
     def compulsory(self) -> int:
-        """Return the compulsory bytes: X and V, read once, and O, written once, in float32."""
+        """Return the compulsory bytes: X and V are read once, and O is written once, in float32."""
         batch, d1, d2, d3 = self.shape
         return 4 * batch * (d1 * d2 + d2 * d3 + d1 * d3)
 
@@ -92,17 +91,15 @@ def run(
 ) -> SoftmaxProduct:
     """Compute softmax(X) V in one pass over X, without storing P in HBM.
 
-    The function uses an online softmax along d2, as FlashAttention-2 does: if a block raises a
-    row's maximum, the sums so far are rescaled. If a row of X has only -inf, its result is NaN, as
-    for softmax itself.
+    The function uses an online softmax along d2, as FlashAttention-2 does. A row of X that has only
+    -inf has the result NaN.
 
     Parameters
     ----------
     x : array (batch, d1, d2), float32
     v : array (batch, d2, d3), float32; d3 up to 512
     block : int
-        Rows of X per block, and also columns unless `block_2` is set. The number `block` need not
-        divide d1 or d2.
+        Rows of X per block, and also columns unless `block_2` is set; need not divide d1 or d2.
     block_2 : int, optional
         Columns of X per block.
     backend : {"simulator", "numba", "cupy"}
@@ -168,10 +165,8 @@ def count(
 ) -> SoftmaxProduct:
     """Return the bytes that `run` moves, in closed form.
 
-    With ``fused=False``, the function returns the bytes that two separate kernels would move.
-
-    These kernels are an online softmax, which reads X twice and writes P, and a product, which
-    reads P.
+    With ``fused=False``, two separate kernels move the bytes: an online softmax reads X twice and
+    writes P, and a product reads P.
     """
     for name, size in (("batch", batch), ("d1", d1), ("d2", d2), ("d3", d3)):
         checks.positive_int(name, size)
@@ -205,8 +200,8 @@ def _shape(x: Any, v: Any) -> tuple[int, int, int, int]:
     (batch, d1, d2), (also, rows, d3) = (tuple(map(int, a.shape)) for a in (x, v))
     if (batch, d2) != (also, rows):
         raise ShapeError(
-            f"v must be (batch, d2, d3) for x (batch, d1, d2) = {(batch, d1, d2)}, got "
-            f"{(also, rows, d3)}"
+            "v must have shape (batch, d2, d3), where x has shape (batch, d1, d2) = "
+            f"{(batch, d1, d2)}, got {(also, rows, d3)}"
         )
     return batch, d1, d2, d3
 
@@ -226,8 +221,5 @@ def _problem(shape: tuple[int, ...]) -> Problem:
 
 
 def _of_all(moved: Mapping[tuple[str, str], int], batch: int) -> dict[tuple[str, str], int]:
-    """Return the bytes of the whole batch, given the bytes of one of its matrices.
-
-    The ladder's scores S are called X in the result.
-    """
+    """Return the batch's bytes, computed from one matrix's bytes; rename the ladder's S to X."""
     return {(op, _NAMES[tensor]): n * batch for (op, tensor), n in moved.items()}

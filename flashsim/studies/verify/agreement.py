@@ -1,7 +1,6 @@
 """Summarises the errors of predictions, from a table that `benchmarks/verify.py` wrote.
 
-The table contains both the predictions and the hardware counters, so this module needs no GPU and
-no L2 model.
+The module needs neither a GPU nor the L2 model.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _READS, _WRITES, _SECTORS = "requested read", "requested write", "sectors writte
 
 @dataclass(frozen=True)
 class Difference:
-    """The predicted and the measured value of one quantity of one kernel on one shape.
+    """The predicted and the measured value of one quantity (such as DRAM reads) of one kernel.
 
     The field `fits` is true if all tensors of the shape stay in L2.
     """
@@ -43,18 +42,12 @@ class Difference:
 
     @property
     def relative(self) -> float | None:
-        """The relative error, (measured - predicted) / predicted, or None if predicted is zero."""
+        """The relative error (measured - predicted) / predicted, or None if predicted is zero."""
         return self.measured / self.predicted - 1 if self.predicted else None
 
 
 def read(text: str) -> list[Difference]:
-    """Read a table that `benchmarks/verify.py` wrote, and return its rows that have a prediction.
-
-    Raises
-    ------
-    TraceError
-        If the text is not such a table.
-    """
+    """Return the table rows that have a prediction; raise a `TraceError` for any other text."""
     rows = csv.DictReader(text.splitlines())
     missing = [name for name in _COLUMNS if name not in (rows.fieldnames or ())]
     if missing:
@@ -74,13 +67,7 @@ def read(text: str) -> list[Difference]:
 
 @own_errors
 def summary(text: str) -> list[Table]:
-    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets.
-
-    Parameters
-    ----------
-    text : str
-        The table as CSV.
-    """
+    """Return four tables: requested bytes, DRAM reads, bank conflicts, and errors above targets."""
     rows = read(text)
     kernels: dict[tuple[str, str, str], dict[str, list[Difference]]] = {}
     for row in rows:

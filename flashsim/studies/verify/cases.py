@@ -1,7 +1,4 @@
-"""`Case`: a problem, and how a backend runs it.
-
-A `MeasuredPass` is one pass of a case, with its measurements.
-"""
+"""`Case`: a problem, and a backend to run it. `MeasuredPass`: a measured pass of a case."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ HERE = "this GPU"
 
 @own_errors
 def here() -> str:
-    """Return the name of the device preset that describes the GPU in this machine.
+    """Return the name of the device preset that describes this machine's GPU.
 
     Raises
     ------
@@ -56,7 +53,6 @@ class Case:
     ----------
     problem : Problem
         Dense, causal or windowed, with or without a softcap.
-    algorithm, backend : str
     device : str
         The device of the prediction. Default: `HERE`, which `record` replaces by the preset of the
         GPU that it measures.
@@ -92,10 +88,7 @@ class Case:
                 )
 
     def placed(self) -> Case:
-        """Return the case with the name of a real device, in place of the default `HERE`.
-
-        If the case's device is `HERE`, the result is a copy with this machine's GPU; otherwise the
-        result is the case itself.
+        """Return the case, or a copy for this machine's GPU if the case's device is `HERE`.
 
         Raises
         ------
@@ -119,7 +112,7 @@ class Case:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Case:
-        """Return the case from its fields, the result of `to_dict`."""
+        """Build a case from the result of `to_dict`."""
         window = values["problem"]["window"]
         shape = values["problem"] | {"window": None if window is None else tuple(window)}
         forward, backward = (None if t is None else Tiling(*t) for t in values["tilings"])
@@ -147,13 +140,7 @@ class Case:
 class Counted:
     """The transfers of one pass, as its kernels reported them.
 
-    Attributes
-    ----------
-    algorithm, direction : str
-    tiling : Tiling
-        The tiling that the kernels used.
-    transfers : dict
-        ``{(stage, op, tensor): bytes}``.
+    The keys of `transfers` are (stage, op, tensor), and its values are bytes.
     """
 
     algorithm: str
@@ -172,13 +159,13 @@ class Counted:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Counted:
-        """Return the reported counts from the result of `to_dict`."""
+        """Build the reported counts from the result of `to_dict`."""
         transfers = {(stage, op, tensor): n for stage, op, tensor, n in values["transfers"]}
         tiling = Tiling(*values["tiling"])
         return cls(values["algorithm"], values["direction"], tiling, transfers)
 
     def predicted(self, case: Case) -> Traffic:
-        """Return the predicted traffic of the pass that these reported counts describe."""
+        """Return the predicted traffic of the pass whose transfers were reported."""
         return predict(case.problem, self.algorithm, self.direction, self.tiling, case.device)
 
 
@@ -188,16 +175,12 @@ class MeasuredPass:
 
     Attributes
     ----------
-    traffic : Traffic
-        The predicted traffic.
     launches : dict of list of MeasuredLaunch
         The measured launches by stage.
     counted : dict or None
         The kernel-reported transfers.
-    in_turns : bool
-        Whether the kernels added to dQ in a fixed order.
-    python : bool
-        Whether the kernels are those of `backend="numba_cuda"`.
+    in_turns, python : bool
+        Whether the kernels added to dQ in a fixed order, and are those of `backend="numba_cuda"`.
     """
 
     traffic: Traffic
@@ -213,8 +196,8 @@ def predict(
 ) -> Traffic:
     """Return the predicted bytes and FLOPs of a pass by GPU kernels.
 
-    GPU kernels keep tiles in registers too. So unlike `flashsim.count`, the function accepts a
-    tiling that exceeds the device's shared memory.
+    Unlike `flashsim.count`, the function accepts tiles that exceed shared memory, because GPU
+    kernels also keep tiles in registers.
     """
     here = Device.get(device)
     wide = replace(here, sram_bytes=here.sram_per_sm + here.registers_per_sm)

@@ -1,4 +1,4 @@
-"""Builds one table of predicted, kernel-reported and hardware-measured values, and their ratio."""
+"""Builds a table of predicted, kernel-reported and hardware-measured values, with ratios."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from flashsim.studies.verify.sectors import sectors_written
 
 @dataclass(frozen=True)
 class Row:
-    """A row of the comparison: one quantity of one stage's kernel, in bytes or counts.
+    """A row of the comparison: one quantity of one stage's kernel, such as its requested bytes.
 
     A predicted or kernel-reported value that does not exist is None.
     """
@@ -38,10 +38,7 @@ class Row:
 
     @property
     def ratio(self) -> float | None:
-        """The measured value divided by the predicted value.
-
-        It is None if no prediction exists, or if the prediction is zero.
-        """
+        """Measured divided by predicted value, or None if no prediction exists or it is zero."""
         return self.measured / self.predicted if self.predicted else None
 
 
@@ -65,7 +62,10 @@ class Verification(report.Tabled):
         ratios = [row.ratio for row in self.rows if row.quantity == quantity]
         known = [abs(ratio - 1) for ratio in ratios if ratio is not None]
         if not known:
-            raise TraceError(f"no kernel has both a predicted and a measured value of {quantity!r}")
+            raise TraceError(
+                f"no kernel has both a predicted and a measured value of {quantity!r}; choose "
+                "another quantity"
+            )
         return max(known)
 
     def table(self) -> Table:
@@ -96,10 +96,9 @@ def verify(
         From `measure.passes_of` or `measure.assign`.
     title : str
     l2 : L2Model, optional
-        Default: heads in groups, as the kernels of `flashsim.backends` run them. If it does not set
-        `blocks_per_sm`, Nsight Compute's value for the launch is used. A group has as many heads as
-        kernels of this family process together. If a pass adds to dQ in a fixed order, its blocks
-        wait for each other.
+        Default: head groups as large as in the kernels of `flashsim.backends`. Without
+        `blocks_per_sm`, Nsight Compute's value for the launch is used. If a pass adds to dQ in a
+        fixed order, its blocks wait for each other.
     """
     if not isinstance(passes, (list, tuple)):
         raise DTypeError(f"passes= must be a list of MeasuredPass, got {shown(passes)}")
@@ -143,12 +142,12 @@ _OPS = {"requested read": "load", "requested write": "store", "requested reduce"
 
 
 def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, float]:
-    """Return each quantity that was measured for a stage (kernel), averaged over its launches.
+    """Return the measured quantities of a stage (kernel), averaged over its launches.
 
-    The quantity "requested read" is the bytes that arrive at the SMs and, if `with_l1`, the bytes
-    that hit in L1, except reloads of spilled registers. A kernel that works row by row requests
-    each sector from L1 twice. For kernels written in Python, the number of L1 requests for the
-    schedule's tables is not known.
+    The quantity "requested read" has the bytes that arrive at the SMs, without reloads of spilled
+    registers. If `with_l1` is true, the quantity also has the bytes that hit in L1. Two kinds of
+    kernels have no L1 prediction: kernels that work row by row (which request each sector twice),
+    and kernels written in Python.
     """
     names = launches[0].counters.keys()
     mean = {n: fmean(x.counters[n] for x in launches if n in x.counters) for n in names}
@@ -173,7 +172,7 @@ def _means(launches: Sequence[MeasuredLaunch], *, with_l1: bool) -> dict[str, fl
 def _predicted(
     one: MeasuredPass, stage: plans.Stage, launch: MeasuredLaunch, *, with_l1: bool
 ) -> dict[str, int | None]:
-    """Return every quantity that is predicted for a stage (kernel), except its DRAM bytes."""
+    """Return the predicted quantities of a stage (kernel), except its DRAM bytes."""
     traffic, hopper = one.traffic, "hopper_" in launch.kernel
     how: dict[str, Any] = {"hopper": hopper}
     if hopper:
@@ -194,10 +193,7 @@ def _predicted(
 
 
 class _Dram:
-    """Predicts the DRAM bytes of a pass's stages.
-
-    The L2 model replays equal launch parameters only once.
-    """
+    """Predicts the DRAM bytes of a pass's stages; equal launches are replayed only once."""
 
     def __init__(self, traffic: Traffic, l2: L2Model) -> None:
         self.traffic, self.l2 = _filled(traffic), l2
@@ -223,7 +219,7 @@ class _Dram:
 
 
 def _filled(traffic: Traffic) -> Traffic:
-    """Return a pass's traffic with rows padded to 16 bytes, as rows are stored in HBM."""
+    """Return a pass's traffic with rows padded to 16 bytes, as HBM stores rows."""
     p = traffic.problem
     d, dv = row_elements(p.head_dim), row_elements(p.head_dim_v)
     if (d, dv) == (p.head_dim, p.head_dim_v):
@@ -234,14 +230,11 @@ def _filled(traffic: Traffic) -> Traffic:
 
 
 def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
-    """Return how a Hopper kernel assigns its work tiles to thread blocks.
+    """Return how a Hopper kernel assigns its work tiles to thread blocks, as three values.
 
-    The result has three values. The first is the number of heads that the kernel processes
-    together, and the second says whether the kernel co-schedules these heads. The third is the
-    number of blocks that share a work tile, or 1 if that number differs between launches.
-
-    Kernels of other families follow the L2 model's rule. The Hopper kernels written in Python never
-    co-schedule heads, but the prediction for the C++ kernels is used for them too.
+    The values are the heads per group, whether the kernel co-schedules these heads, and the blocks
+    that share a work tile (1 if the launches of a pass differ in this). The Hopper kernels written
+    in Python never co-schedule heads, but the prediction for the C++ kernels is used for them too.
     """
     tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
     how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))

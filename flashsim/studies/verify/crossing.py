@@ -1,18 +1,18 @@
 """Computes the bytes that cross between L2 and the SMs, from the kernels' tiles.
 
-More bytes cross than the problem's tensors have, for several reasons. Rows in HBM are padded to 16
-bytes: an array whose head_dim is no multiple of 8 is copied to padded rows before a launch. L2
-sends data in sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row
-begins in the middle of a sector, and a warp's combined request touches one more sector. Hopper's
-TMA delivers whole boxes. In a box, columns past a row's end and rows past a sequence's end are
-zeros, which are not read from memory but arrive at the SM. In a whole launch, or in its last
-partial wave, a cluster of thread blocks may share a tile of keys. With such clusters, K and V
-arrive at each block of the cluster, and so do the other blocks' parts of dK and dV. LSE and delta
-are read in sectors too. For each work tile, a kernel reads a few more sectors: the tile's entries
-in the schedule's tables. Kernels also compute more FLOPs than the problem has, because products are
-computed on whole tiles, with a padded head_dim. Each of these rules was derived from counters
-(docs/notebooks/counters.md), except the rule for clusters in the Python kernels, which follows from
-their code and was not measured.
+More bytes cross than the problem's tensors have, for these reasons:
+
+- Rows in HBM are padded to 16 bytes.
+- L2 sends sectors of 32 bytes. If rows have an odd number of 16-byte pieces, every other row begins
+  in the middle of a sector, and a warp's combined request touches one more sector.
+- Hopper's TMA delivers whole boxes, with zeros past the ends of rows and sequences.
+- If a cluster of thread blocks shares a key tile, K and V arrive at each block, and so do the other
+  blocks' parts of dK and dV.
+- Kernels also read LSE, delta and a few entries of the schedule's tables in sectors.
+
+Tensor cores multiply whole tiles, with a padded head_dim. The rules were derived from hardware
+counters (docs/notebooks/counters.md). Only the rule for clusters in the Python kernels was derived
+from the code, and not measured.
 """
 
 from __future__ import annotations
@@ -47,10 +47,8 @@ WALKS = ("forward", "dkdv", "dq", "fused")
 class SharedItems(NamedTuple):
     """How thread blocks share key tiles in one launch of a KV-outer Hopper backward kernel.
 
-    The field `items` is the number of key tiles over all heads.
-
-    A cluster of `blocks` thread blocks shares each key tile. The field `unused` is the number of dQ
-    products that all these blocks compute and discard.
+    All heads together have `items` key tiles, and a cluster of `blocks` thread blocks shares each
+    key tile. In total, the launch computes and discards `unused` dQ products.
     """
 
     items: int
@@ -61,21 +59,13 @@ class SharedItems(NamedTuple):
 def shares(
     traffic: Traffic, stage: plans.Stage, *, in_turns: bool = False, python: bool = False
 ) -> tuple[SharedItems, ...]:
-    """Return how a Hopper kernel's thread blocks share key tiles, with one entry per launch.
+    """Return how the thread blocks of a Hopper kernel share key tiles, one entry per launch.
 
-    The result is empty for a Q-outer stage.
-
-    A kernel may defer dQ by one visit (inner-loop iteration). A block then computes one more
-    product per work tile than it has visits: the first visit has no dQ to compute, but the kernel
-    computes and discards a product. In the C++ kernels, a block without visits also computes this
-    one product.
-
-    Parameters
-    ----------
-    in_turns : bool
-        Whether the kernel adds to dQ in a fixed order.
-    python : bool
-        Whether the kernels are the ones written in Python.
+    The result is empty for a Q-outer stage. A kernel may compute the dQ of a visit (inner-loop
+    iteration) in the next visit. A block of such a kernel computes one dQ product too many per work
+    tile, and discards the first. In the C++ kernels, a block without visits also computes one dQ
+    product. `in_turns` is true if the kernel adds to dQ in a fixed order, and `python` for the
+    kernels written in Python.
     """
     if stage.outer != "keys":
         return ()
@@ -102,17 +92,8 @@ def crossing(
 ) -> int:
     """Return how many bytes a stage's kernel moves between L2 and the SMs by one operation.
 
-    The bytes are those of all heads.
-
-    Parameters
-    ----------
-    op : {"load", "store", "reduce"}
-    hopper : bool
-        Whether the kernel is of the Hopper family, which loads through TMA.
-    launches : sequence of SharedItems
-        Result of `shares`. Default: each outer tile has one block.
-    with_l1 : bool
-        Whether to count also sectors that the SM reads from L1.
+    `launches` is the result of `shares`; by default, each outer tile has one block. If `with_l1` is
+    true, sectors that the SM reads from L1 count too.
     """
     p, total = traffic.problem, 0
     own = {move.tensor for move in stage.before}
@@ -168,8 +149,7 @@ MULTICAST |= {208: 11.5, 224: 11, 240: 12.5}
 def arriving(width: int) -> float:
     """Return how many 32-byte sectors per row of K or V arrive at each block of a cluster.
 
-    The blocks of such a cluster share a tile of keys. The number does not include empty boxes past
-    the row's end.
+    TMA boxes that begin past the row's end do not count.
     """
     return MULTICAST.get(width, _whole_boxes(width))
 
@@ -184,12 +164,11 @@ def _statistics(
 ) -> int:
     """Return the bytes of LSE or delta that kernels request, in whole sectors, for all heads.
 
-    One sector holds the values of eight rows. If a head's number of rows is no multiple of eight,
-    most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values of 32
-    rows of a tile at a time, so two successive reads share a sector. The second of these reads hits
-    in L1, so no bytes of that read arrive from L2; only `with_l1` counts them. Hopper's dQ kernel
-    reads the values of eight rows at a time and bypasses L1; with tiles of 64 rows, both of its
-    warpgroups read all of them.
+    One sector holds the values of eight rows. If heads have a number of rows that is no multiple of
+    eight, most heads begin in the middle of a sector. In a KV-outer loop, a warp reads the values
+    of 32 rows at a time. If two such reads touch the same sector, the second one hits in L1, so
+    only `with_l1` counts it. Hopper's dQ kernel reads the values of eight rows at a time and
+    bypasses L1. If the tiles have 64 rows, each of the kernel's two warpgroups reads all values.
     """
     p, schedule, block = traffic.problem, traffic.schedule(stage), traffic.tiling.block_q
     past_l1 = hopper and stage.name == "dq"
@@ -227,13 +206,11 @@ def table_reads(
     launches: Sequence[SharedItems] = (),
     warps: int = 1,
 ) -> int:
-    """Return the bytes that thread blocks request from the tables which describe the schedule.
+    """Return the bytes that thread blocks read from the tables which list work tiles and visits.
 
-    The function assumes that the visits of each work tile are contiguous.
-
-    For each work tile, each of `warps` warps reads two entries, one sector each: the number of the
-    outer tile, and its visits. If a Hopper kernel has more work tiles than SMs, a block also reads
-    one sector for the number of its next work tile, from a counter.
+    The visits of each work tile must be contiguous. For each work tile, each of `warps` warps reads
+    two sectors: one with the number of the outer tile, one with its visits. If a Hopper kernel has
+    more work tiles than SMs, a block also reads one sector for the number of its next work tile.
     """
     schedule = traffic.schedule(stage)
     spans = schedule.col_spans if stage.outer == "keys" else schedule.row_spans
@@ -249,15 +226,12 @@ def table_reads(
 
 
 def _split_sectors(width: int) -> int:
-    """Return how many half-sectors a tensor row needs in addition to 4 sectors per row of a box.
+    """Return how many half-sectors a tensor row needs in addition to 4 sectors in each TMA box.
 
-    The number is the mean of two neighbouring rows, because they begin at different places in a
-    sector.
-
-    The hardware splits a box's row at the ends of sectors and at the end of the tensor's row. If
-    the tensor's row ends in the middle of a sector, the last non-empty box has a fifth part. A full
-    box before that one has a fifth part in every other row: in rows that begin in the middle of a
-    sector.
+    The result is a mean over two neighbouring rows: one begins at a sector's start, the other in a
+    sector's middle. If the tensor's row ends in the middle of a sector, the last non-empty box has
+    a fifth sector. All boxes before the last one have a fifth sector only in rows that begin in the
+    middle of a sector.
     """
     return width // (4 * SECTOR) + 2 if width % SECTOR else 0
 
@@ -265,7 +239,7 @@ def _split_sectors(width: int) -> int:
 def _box_rows(traffic: Traffic, stage: plans.Stage, tensor: str) -> int:
     """Return the number of rows in all TMA boxes of a tensor that a stage loads, over all heads.
 
-    Ragged tiles count as whole tiles.
+    Tiles that the sequence's end cuts off count as whole tiles.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     walks, _ = plans.heads_of(stage, p)
@@ -289,11 +263,9 @@ def tensor_flops(
 ) -> int:
     """Return how many FLOPs a stage's kernel executes on tensor cores, over all heads.
 
-    Tiles that are masked in part, or cut off at an edge, count as whole tiles.
-
-    The Hopper backward kernels written in Python multiply whole chunks of 64 columns. The argument
-    `launches` is the same as for `crossing`. The result includes the dQ products that kernels
-    compute and discard, besides one product per visit.
+    Tiles that are masked in part, or cut off at an edge, count as whole tiles. The Hopper backward
+    kernels written in Python multiply whole chunks of 64 columns. The dQ products that kernels
+    compute and discard also count.
     """
     p, tiling = traffic.problem, traffic.tiling
     (d, dv), beyond = padded_dims(p), 0
@@ -326,10 +298,8 @@ def tensor_flops(
 def _columns_of_dq(traffic: Traffic) -> int:
     """Return the number of dQ columns that the portable fused kernel computes, with padding.
 
-    The number of columns is a multiple of 16, and each warp has equally many. A warp whose columns
-    all lie past the last column computes nothing. If a warp's share is two pairs of fragments but
-    only one pair is left, the warp still computes two. For larger shares, the kernel has a branch
-    that stops earlier.
+    Each warp gets the same number of columns, a multiple of 16. Columns past the last one are
+    skipped, except if a warp's share is 32 columns of which only 16 exist.
     """
     device = traffic.device
     gpu = Gpu(device.name, device.compute_capability, device.sram_bytes, device.l2_bytes)

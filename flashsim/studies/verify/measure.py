@@ -1,4 +1,4 @@
-"""Measures cases on this machine: with kernels that count their bytes, and with Nsight Compute."""
+"""Measures cases on this machine, with kernels that count their bytes and with Nsight Compute."""
 
 from __future__ import annotations
 
@@ -20,15 +20,10 @@ from flashsim.studies.verify.ncu import MeasuredLaunch, command, output_of, pars
 @own_errors
 @dataclass(frozen=True)
 class Record:
-    """The measurements of some cases; they can be compared with predictions on any machine.
+    """The measurements of some cases; any machine can compare them with predictions.
 
-    Attributes
-    ----------
-    cases : tuple of Case
-    text : str
-        The CSV that Nsight Compute printed.
-    counted : tuple of (tuple of Counted)
-        The kernel-reported transfers, for each pass of each case.
+    `text` is the CSV that Nsight Compute printed. `counted` has the kernel-reported transfers of
+    each pass of each case.
     """
 
     cases: tuple[Case, ...]
@@ -76,12 +71,10 @@ def counts_beside(path: Path) -> Path:
 
 @own_errors
 def record(cases: Sequence[Case]) -> Record:
-    """Measure all cases on this machine's GPU, and return the measurements as a `Record`.
+    """Measure all cases on this machine's GPU, and return the measurements.
 
-    The cases run in two processes: one runs kernels that count their bytes, and the other runs
-    under Nsight Compute.
-
-    A case without a device is predicted for this machine's GPU.
+    One process runs kernels that count their bytes, and another process runs under Nsight Compute.
+    Predictions for a case that names no device are for this machine's GPU.
 
     Raises
     ------
@@ -110,8 +103,8 @@ def _counted(values: Any) -> tuple[tuple[Counted, ...], ...]:
 def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     """Return the measured passes of each case in a record.
 
-    The launches in the record must be in the order of the cases, and for each case in the order of
-    its stages.
+    The record's launches must follow the order of the cases, and within a case the order of its
+    stages.
 
     Raises
     ------
@@ -139,9 +132,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign measured launches to stages by kernel name.
-
-    All launches must be of one shape, which ran one or several times.
+    """Assign measured launches to stages by kernel name. All launches must have one shape.
 
     Raises
     ------
@@ -169,8 +160,8 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
-    Launches in direct succession belong to one pass (`KernelPass.before`), because other kernels
-    run between passes.
+    Successive launches belong to one pass (`KernelPass.before`), as other kernels run between
+    passes.
     """
     found: list[MeasuredLaunch] = []
     for one in launches:
@@ -200,8 +191,8 @@ def _pass(
         wanted = "dkdv" if stage.name == "fused" else stage.name
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
-                f"the table has {'no launch' if launch is None else launch.kernel} where stage "
-                f"{stage.name!r} of {case} is expected; pass the table that was measured with "
+                f"the table has {('no launch' if launch is None else launch.kernel)}, but stage "
+                f"{stage.name!r} of {case} must come next; pass the table that was measured with "
                 "these cases"
             )
         taken[stage.name] = [launch]

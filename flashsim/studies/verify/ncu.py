@@ -48,13 +48,10 @@ PREFIXES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 @dataclass(frozen=True)
 class MeasuredLaunch:
-    """One launch of a kernel: its name, and its counters by flashsim's names.
+    """One launch of a kernel: the kernel's name, and its counters under flashsim's names.
 
-    The counters are in bytes, seconds or counts.
-
-    The field `blocks` is the launch's number of thread blocks, `threads` the number of threads per
-    block, and `ranges` its NVTX ranges, as Nsight Compute writes them. If the table lacks these
-    columns, they are 0 and "".
+    The field `blocks` is the number of thread blocks, `threads` the threads per block, and `ranges`
+    the NVTX ranges as Nsight Compute writes them. A field is 0 or "" if the table lacks its column.
     """
 
     kernel: str
@@ -72,11 +69,10 @@ class MeasuredLaunch:
 
 
 def stage_of(kernel: str) -> str | None:
-    """Return the stage that the kernel `kernel` runs, or None if it is not one of flashsim's.
+    """Return the stage that a kernel runs, or None if the kernel is not flashsim's.
 
-    One kernel runs the KV-outer pass. That kernel's name contains ``dkdv`` or ``backward``, whether
-    the kernel also reduces dQ (stage "fused") or not (stage "dkdv"). The function returns "dkdv"
-    for both stages.
+    A KV-outer kernel (``dkdv`` or ``backward`` in its name) always gets the stage "dkdv", although
+    it may run the stage "fused", which also adds to dQ.
     """
     found = re.search(KERNELS + r"([a-z]+)", kernel)
     if found is None:
@@ -85,11 +81,10 @@ def stage_of(kernel: str) -> str | None:
 
 
 def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
-    """Return two results: the column names, and the rows of the table that ``ncu --csv`` prints.
+    """Return the column names and the rows of the table that ``ncu --csv`` prints.
 
-    With ``--page raw``, the first row has the units.
-
-    The function skips lines before the header (``==PROF==``, and the program's own output).
+    With ``--page raw``, the table's first row has the units of the columns. Lines before the header
+    (``==PROF==``, and the program's own output) are skipped.
 
     Raises
     ------
@@ -110,7 +105,7 @@ def table(text: str) -> tuple[list[str], list[dict[str, str]]]:
 
 @own_errors
 def parse(text: str) -> list[MeasuredLaunch]:
-    """Return the launches in a table with one counter or one launch (``--page raw``) per row.
+    """Return the launches in ncu's table, with one counter or one launch (``--page raw``) per row.
 
     Raises
     ------
@@ -149,10 +144,7 @@ def _long(rows: Iterable[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
-    """Return the kernel launches in a table with one launch per row.
-
-    The first row of the table has the units.
-    """
+    """Return the launches of a table with one launch per row, whose first row has the units."""
     launches = []
     for cell in rows[1:]:
         launch = _launch(cell)
@@ -164,7 +156,7 @@ def _wide(rows: Sequence[dict[str, str]]) -> list[MeasuredLaunch]:
 
 
 def _launch(cell: dict[str, str]) -> MeasuredLaunch:
-    """Read one row of Nsight Compute's table, and return its launch without any counters."""
+    """Return the launch that a row of Nsight Compute's table describes, without counters."""
     return MeasuredLaunch(
         cell["Kernel Name"],
         _number(cell["ID"]),
@@ -224,8 +216,8 @@ def command(
 ) -> list[str]:
     """Return the command line with which Nsight Compute profiles a program's kernels.
 
-    With this command line, Nsight Compute does not lock the clocks, and flushes the cache before
-    each kernel, as the L2 model assumes.
+    The command does not lock the clocks, and flushes the cache before each kernel, as the L2 model
+    assumes.
 
     Parameters
     ----------
@@ -255,17 +247,11 @@ def command(
 
 
 def output_of(words: Sequence[str]) -> str:
-    """Run a command and return what it prints on stdout.
-
-    Raises
-    ------
-    BackendUnavailable
-        If the command fails; the message ends with the command's last output.
-    """
+    """Run a command and return its stdout; raise `BackendUnavailable` if the command fails."""
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         last = "\n".join((done.stdout + done.stderr).strip().splitlines()[-5:])
         raise BackendUnavailable(
-            f"{Path(words[0]).name} ended with exit code {done.returncode}: {last}"
+            f"the command {Path(words[0]).name} ended with exit code {done.returncode}: {last}"
         )
     return done.stdout

@@ -1,13 +1,11 @@
-"""Computes which sectors the kernels' stores touch: an upper bound on the writes that L2 counts.
+"""Computes which sectors the kernels' stores touch, an upper bound on the bytes written to L2.
 
-L2 counts writes in sectors of 32 bytes. If a row has an odd number of 16-byte pieces, every other
-row begins in the middle of a sector. Two store instructions, of one warp or of two, then write one
-half each of the sector that two rows share. L2 then receives one request or two, depending on
-timing, because writes that wait between an SM and L2 may be merged. So L2's counter lies between
+If rows have an odd number of 16-byte pieces, every other row begins in the middle of a 32-byte
+sector. Two store instructions then write one half each of the sector that two rows share. L2
+receives one or two requests for such a sector, depending on timing. So L2's counter lies between
 two exact numbers: the bytes stored, and the bytes of the sectors that instructions touch
-(docs/notebooks/counters.md). Which elements one instruction stores is defined in the kernels: by
-`store_row` in hopper/tile_scheduler.cuh, and `store_tile` in portable/mma.cuh and
-portable/backward_rows.cu.
+(docs/notebooks/counters.md). The kernels define which elements one instruction stores: `store_row`
+in hopper/tile_scheduler.cuh, and `store_tile` in portable/mma.cuh and portable/backward_rows.cu.
 """
 
 from __future__ import annotations
@@ -25,18 +23,11 @@ _STATISTICS = 8  # rows of LSE per store instruction: the rows of an accumulator
 
 
 def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> int | None:
-    """Return the bytes of the sectors that a stage's stores touch, counted per instruction.
+    """Return the bytes of the sectors that the store instructions of a stage touch, over all heads.
 
-    Parameters
-    ----------
-    hopper : bool
-        Whether the kernel is of the Hopper family.
-
-    Returns
-    -------
-    int or None
-        Bytes for all heads. None for cases that are not implemented: float32 (whose kernels store
-        other pieces), packed sequences, a bias, and the stages of other algorithms.
+    A sector counts once for each instruction that touches it. The result is None for cases that are
+    not implemented: float32 (whose kernels store other pieces), packed sequences, a bias, and other
+    algorithms' stages.
     """
     p, total = traffic.problem, 0
     if p.itemsize != 2 or len(p.sequences) > 1 or stage.name not in (*WALKS, "delta", "convert"):
@@ -66,10 +57,8 @@ def sectors_written(traffic: Traffic, stage: plans.Stage, *, hopper: bool) -> in
 def _touched(instructions: np.ndarray, each: int, heads: int) -> int:
     """Return the bytes of all sectors that store instructions touch, counted per instruction.
 
-    The heads are contiguous in memory.
-
-    The array `instructions` (n,) has the number of the instruction that stores each piece of `each`
-    bytes of a head.
+    A head has n pieces of `each` bytes; the array `instructions` (n,) has the number of the
+    instruction that stores each piece. The heads are contiguous in memory.
     """
     items, place = SECTOR // each, np.arange(n := len(instructions))
     another = np.diff(instructions) != 0
@@ -93,15 +82,15 @@ def _of_statistics(traffic: Traffic, stage: plans.Stage, row: np.ndarray) -> np.
 
 
 def _by_quads(row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return, for each piece of a tensor, which instruction of a Hopper kernel stores it.
+    """Return, for each piece of a tensor, which instruction of a Hopper kernel stores the piece.
 
-    One instruction stores four pieces each of eight rows.
+    One store instruction writes four 16-byte pieces in each of eight rows.
     """
     return row // 8 * (piece.max() + 1) + piece // 4
 
 
 def _in_order(traffic: Traffic, tensor: str, row: np.ndarray, piece: np.ndarray) -> np.ndarray:
-    """Return, for each piece of a tensor, which instruction of a portable kernel stores it.
+    """Return, for each piece of a tensor, which instruction of a portable kernel stores the piece.
 
     The lanes of a warp store the pieces of a tile in their order in shared memory.
     """

@@ -37,17 +37,15 @@ MOST_CASES = 10_000
 
 @own_errors
 def draw(count: int, *, seed: int = 0, device: str = HERE, kernels: Sequence[str]) -> list[Case]:
-    """Return random cases, each with a forward, a three-pass backward and a fused backward pass.
+    """Return cases with random lengths, head dims, heads, groups and masks.
 
-    The lengths, head dims, heads, groups and masks are random.
+    Each case has a forward, a three-pass backward and a fused backward pass.
 
     Parameters
     ----------
-    count : int
-    seed : int
-        The same seed gives the same cases.
+    count, seed : int
     device : str
-        Default: the GPU on which they are measured.
+        Default: the GPU on which the cases are measured.
     kernels : sequence of str
         The kernel families of backend "cupy" to choose from.
     """
@@ -95,17 +93,15 @@ class Apart:
 
     @property
     def misses(self) -> bool:
-        """Whether the prediction's error exceeds the largest allowed error."""
+        """Whether the prediction's error exceeds its target."""
         return abs(self.difference) > self.target
 
 
 @own_errors
 def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> list[Apart]:
-    """Return every quantity that has an error target, sorted by error.
+    """Return each prediction that has an error target, sorted by |error| / target, largest first.
 
-    The sort key is |error| divided by the target, and the largest comes first.
-
-    The argument `passes` contains the measured passes of each case, from `passes_of`.
+    The argument `passes` has the measured passes of each case, from `passes_of`.
     """
     found = []
     for case, those in zip(cases, passes, strict=True):
@@ -121,7 +117,7 @@ def compare(cases: Sequence[Case], passes: Iterable[Sequence[MeasuredPass]]) -> 
 
 
 def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
-    """Compare the bytes that kernels reported with the predicted bytes, stage by stage."""
+    """Compare the bytes that kernels reported with the predicted bytes, by stage and tensor."""
     if one.counted is None:
         return []
     found = []
@@ -134,10 +130,7 @@ def _counts(case: Case, one: MeasuredPass) -> list[Apart]:
 
 @own_errors
 def table(found: Sequence[Apart], most: int = 20) -> Table:
-    """Return a table of the predictions with the largest errors.
-
-    The table's note says how many quantities are within their error targets.
-    """
+    """Return a table of the `most` predictions with the largest errors."""
     parts = []
     for quantity in TARGETS:
         those = [x for x in found if x.quantity == quantity]

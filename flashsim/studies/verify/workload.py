@@ -1,8 +1,8 @@
 """``python -m flashsim.studies.verify.workload CASES [COUNTED]``: runs the cases to measure.
 
 The argument CASES is a JSON list of the results of `Case.to_dict`. With the path COUNTED, the
-kernels count their transfers, and the counts are written to that file. Without the path COUNTED,
-the kernels count nothing and run at full speed; Nsight Compute measures them in this way.
+kernels count their transfers, and the counts are written to that file. Without COUNTED, the kernels
+run at full speed, for Nsight Compute.
 """
 
 from __future__ import annotations
@@ -33,10 +33,7 @@ def main(arguments: list[str]) -> None:
 
 
 def run_case(case: Case, *, counting: bool) -> list[Counted]:
-    """Run a case's forward pass and its backward passes.
-
-    With `counting`, the function returns the transfers that their kernels counted.
-    """
+    """Run a case's passes; return the transfers that kernels counted, [] without `counting`."""
     q, k, v, dout = _inputs(case)
     how: dict[str, Any] = {} if case.kernel is None else {"kernel": case.kernel}
     how |= {name: getattr(case.problem, name) for name in ("causal", "window", "softcap")}

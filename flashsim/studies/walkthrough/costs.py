@@ -1,7 +1,4 @@
-"""Computes numbers behind FlashAttention's design.
-
-The numbers concern the delta identity, divisions of O, and repeated reads of P.
-"""
+"""Computes numbers behind FlashAttention: the delta identity, divisions of O, re-reads of P."""
 
 from __future__ import annotations
 
@@ -24,10 +21,8 @@ MOST_ROWS = 8
 def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
     """Return a table that compares rowsum(P dP) with rowsum(O dO), computed in float64.
 
-    The two sums are equal, but the second needs no scores.
-
-    The backward pass of softmax needs sum_j P_ij dP_ij. With dP = dO V^T, this equals
-    dO_i . (sum_j P_ij V_j) = dO_i . O_i (arXiv:2307.08691, section 2.3.2).
+    The backward pass of softmax needs sum_j P_ij dP_ij. With dP = dO V^T, this sum equals dO_i ·
+    (sum_j P_ij V_j) = dO_i · O_i (arXiv:2307.08691, section 2.3.2), which needs no scores.
     """
     problem = Problem(n, head_dim=head_dim, dtype="float64")
     inputs = random_inputs(problem, seed)
@@ -58,9 +53,8 @@ def corrections(
 ) -> Table:
     """Return a table that counts FlashAttention-1's and -2's operations outside matrix products.
 
-    FlashAttention-1 divides O by l at every key tile, and multiplies O by l again at the next.
-    FlashAttention-2 divides O by l only once, after the last tile (arXiv:2307.08691, section
-    3.1.1).
+    FlashAttention-1 divides O by l at every key tile, and multiplies O by l at the next key tile.
+    FlashAttention-2 divides O by l once, after the last tile (arXiv:2307.08691, section 3.1.1).
     """
     tiling, problem = tiling or Tiling(64, 64), Problem(n, head_dim=head_dim, dtype="bfloat16")
     table = Table(
@@ -83,7 +77,7 @@ def corrections(
 def reread(n: int = 4096, *, head_dim: int = 64, dtype: str = "float32") -> Table:
     """Return a table of the time that each device needs to read P from HBM.
 
-    The table also has the time of the four passes over matrices in standard attention.
+    The table also has the time to store and load both S and P once.
     """
     problem = Problem(n, head_dim=head_dim, dtype=dtype)
     size = whole_bytes(problem, "P")

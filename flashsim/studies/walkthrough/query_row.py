@@ -27,8 +27,8 @@ def tiles(
 ) -> Table:
     """Return a table of m, alpha, l and O of one query row after each tile that it visits.
 
-    The function runs Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. The algorithm
-    divides O by l once, after the last tile, in the last row of the table.
+    The function runs Algorithm 1 of arXiv:2307.08691 on random float32 q, k and v. In the table's
+    last row, O has been divided by l.
 
     Parameters
     ----------

@@ -1,13 +1,10 @@
 """Infers the tiles of a kernel from its hardware counters, with the closed forms.
 
-FlashAttention-2's forward pass reads Q once, and reads K and V once for each query tile that sees
-them. So the number of query tiles follows from the bytes that arrive at the SMs. A fused backward
-pass adds to each query row's dQ once for each key tile. So the size of the key tile follows from
-the bytes that the pass adds in L2. The function `infer` computes these bytes for every plausible
-tile and form of kernel, and returns those that agree with the counters.
-
-The result is only an inference: two tiles that move the same bytes cannot be distinguished. If
-several tiles fit, the result contains all of them.
+A forward pass reads K and V once for each query tile that needs them. So the bytes that arrive at
+the SMs determine the number of query tiles. A fused backward pass adds to the dQ of each query row
+once for each key tile. So the bytes added in L2 determine the size of the key tile. The function
+`infer` returns all plausible tiles that agree with the counters, because some tiles move the same
+bytes.
 """
 
 from __future__ import annotations
@@ -56,16 +53,9 @@ BOX_BYTES = 128
 class LaunchCounters:
     """The hardware counters of one kernel launch.
 
-    Attributes
-    ----------
-    read : float
-        Bytes that the SMs read from L2.
-    written, reduced : float
-        Bytes that the SMs store in L2, and that they add in L2 by atomics.
-    blocks : int
-        The number of thread blocks, or 0 if it is unknown.
-    tensor_flops : float or None
-        FLOPs that the tensor cores executed, or None if they are unknown.
+    The SMs read `read` bytes from L2, store `written` bytes in L2, and add `reduced` bytes in L2 by
+    atomics. `blocks` is the number of thread blocks (0 if unknown), and `tensor_flops` the number
+    of FLOPs on tensor cores (None if unknown).
     """
 
     read: float
@@ -92,12 +82,9 @@ class Fit:
         The number of thread blocks, if each has one outer tile.
     scores : int
         The number of scores in all visited tiles, over all heads.
-    packed : bool
-        Whether a tile's rows are the queries of all query heads that share a key head.
-    boxes : bool
-        Whether the kernel reads whole boxes, also past the ends of sequences and rows, as TMA does.
-    dense : bool
-        Whether the kernel visits fully masked tiles.
+    packed, boxes, dense : bool
+        Whether a tile's rows are the queries of all query heads that share a key head; whether the
+        kernel reads whole boxes, as TMA does; and whether it visits fully masked tiles.
     cluster : int
         The number of thread blocks that share a key tile and add up their parts of dK and dV.
     """
@@ -142,15 +129,13 @@ class Inference:
     fits : tuple of Fit
         All fits that agree with the counters, the closest first.
     next_q, next_k : float or None
-        How far the next best query tile (key tile) is from the measurement: the difference between
-        its bytes and the measured bytes, as a share of the measured bytes. None if there is no
-        other tile.
+        How far the next best query tile (key tile) is from the measurement: its bytes' relative
+        difference from the measured bytes. None if there is no other tile.
     splits : int
         The number of parts into which the keys are split.
-    by_grid : bool
-        Whether some tiles agree with the other counters, but not with the number of thread blocks.
-    by_flops : bool
-        Whether the FLOPs on tensor cores are known, and agree.
+    by_grid, by_flops : bool
+        Whether some tiles agree with all counters except the number of thread blocks, and whether
+        the FLOPs on tensor cores are known and agree.
     """
 
     form: str
@@ -162,10 +147,7 @@ class Inference:
     by_flops: bool = False
 
     def sides(self, name: str) -> tuple[int, ...]:
-        """Return all sizes of the query or key tile that fit the counters, in ascending order.
-
-        The argument `name` is "block_q" for the query tile, or "block_k" for the key tile.
-        """
+        """Return the possible sizes of the query ("block_q") or key tile ("block_k"), ascending."""
         return tuple(sorted({getattr(fit, name) for fit in self.fits}))
 
     @property
@@ -185,18 +167,9 @@ class Inference:
 def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of one pass of an attention call.
 
-    Parameters
-    ----------
-    problem : Problem
-        The shape and the mask of the attention call.
-    direction : {"forward", "backward"}
-    launches : sequence of LaunchCounters
-        The counters of the pass's kernels, in the order in which they ran.
-
-    Returns
-    -------
-    list of Inference
-        One per launch. It has the form "other" and no fits if nothing agrees with the counters.
+    `problem` is the shape and the mask of the call, and `launches` has the counters of the pass's
+    kernels in the order in which they ran. The result has one `Inference` per launch. If no form
+    agrees with a launch's counters, its form is "other", without fits.
     """
     if direction != "forward":
         return _backward(problem, launches)
@@ -215,21 +188,17 @@ def infer(problem: Problem, direction: str, launches: Sequence[LaunchCounters]) 
 
 
 def _products(problem: Problem, seen: LaunchCounters) -> bool:
-    """Return whether a kernel may compute matrix products, according to its counters.
-
-    Products in float32 need no tensor cores.
-    """
+    """Return whether a kernel may compute matrix products; float32 needs no tensor cores."""
     return seen.tensor_flops is None or seen.tensor_flops > 0 or problem.itemsize > 2
 
 
 def _parts(problem: Problem, before: LaunchCounters | None, after: LaunchCounters) -> int:
-    """Return the number of key parts that kernel `before` computed and kernel `after` merges.
+    """Return how many parts of the keys kernel `before` computed and kernel `after` merges, or 1.
 
-    The result is 1 if `after` merges no parts.
-
-    A kernel that merges parts reads a float32 O and an LSE for each part. An LSE takes 4 B, or two
-    sectors if the LSEs of rows are not contiguous. If several numbers of parts remain possible, the
-    number of thread blocks of the kernel `before` decides.
+    A kernel that merges parts reads a float32 O and an LSE for each part. Per row, the LSE takes 4
+    B, or two sectors if the LSEs of neighbouring rows are not contiguous. If several numbers of
+    parts are possible, the function chooses one that divides the thread blocks of the kernel
+    `before`.
     """
     if before is None or not _products(problem, before) or _products(problem, after):
         return 1
@@ -248,9 +217,9 @@ _PRODUCTS = ("dkdv and dq", "dkdv", "dq")
 def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Inference]:
     """Infer the form and the tile of each kernel of a backward pass.
 
-    If two kernels have products and no atomic additions, the kernel that stores more bytes
-    computes dK and dV, and the other computes dQ. If a kernel fits only the task of the other
-    kernel, its form is "other".
+    If two kernels have matrix products but no atomic additions, the one that stores more bytes
+    computes dK and dV, and the other computes dQ. If no tile agrees with a kernel's counters, the
+    kernel has the form "other".
     """
     found = [_without_roles(problem, seen) for seen in launches]
     left = [n for n, one in enumerate(found) if one is None]
@@ -267,7 +236,8 @@ def _backward(problem: Problem, launches: Sequence[LaunchCounters]) -> list[Infe
 def _without_roles(problem: Problem, seen: LaunchCounters) -> Inference | None:
     """Infer the form of a kernel whose counters alone identify it, or return None.
 
-    Such a kernel adds to dQ, only sums, only rounds, or has no matrix products.
+    The counters identify kernels that add to dQ, that only compute row sums, that only round dQ,
+    and others without matrix products.
     """
     rows = problem.batch * problem.heads * problem.n_q
     dq = rows * problem.head_dim * 4
@@ -288,10 +258,11 @@ def _near(value: float, wanted: float, tolerance: float) -> bool:
 
 
 def _settle(form: str, problem: Problem, seen: LaunchCounters, splits: int = 1) -> Inference:
-    """Return an inference: the tiles with which a kernel of this form would have these counters.
+    """Return the tiles with which a kernel of one form would have the given counters.
 
-    The bytes read must agree closely. If no tile agrees, or none of those that agree has the
-    measured FLOPs, a tile with exactly these FLOPs also fits if somewhat more bytes were read.
+    The bytes that the kernel read must agree closely with the bytes that the tile requires. If no
+    tile agrees in bytes and FLOPs, the function accepts tiles with exactly the measured FLOPs that
+    require somewhat fewer bytes than were read.
     """
     tried = [
         fit
@@ -333,10 +304,8 @@ _PRODUCTS_OF = {"forward": 2, "split keys": 2, "fused": 5, "dkdv": 4, "dq": 3, "
 def _multiplies(fit: Fit, problem: Problem, seen: LaunchCounters) -> bool:
     """Return whether a kernel with this tile would execute the measured number of FLOPs.
 
-    The function assumes that head_dim is padded as kernels do.
-
-    For the form "dkdv and dq", the two passes visit different tiles, so only a range of FLOPs is
-    known.
+    The function pads head_dim as kernels do. For the form "dkdv and dq", a range of FLOPs is
+    accepted, because the two passes visit different tiles.
     """
     assert seen.tensor_flops is not None
     d = problem.head_dim
@@ -362,9 +331,9 @@ def _agrees(fit: Fit, seen: LaunchCounters, above: float, below: float) -> bool:
 
 
 def spilled(fit: Fit, seen: LaunchCounters) -> float:
-    """Return how many bytes the kernel stored in addition to the results that the fit predicts.
+    """Return how many bytes more than its results a kernel stored, such as spilled registers.
 
-    If the difference is small, it may come from partly written sectors, and the function returns 0.
+    The result is 0 if partly written sectors may explain the difference.
     """
     more = seen.written - fit.written
     return more if more > fit.written else 0.0
@@ -383,8 +352,8 @@ def _distance(fit: Fit, seen: LaunchCounters) -> float:
 def candidates(form: str, problem: Problem, splits: int = 1) -> tuple[Fit, ...]:
     """Return the bytes that a kernel of one form would move with each plausible tile.
 
-    The result has one or several `Fit` objects per tile, because kernels may treat partial tiles,
-    masked tiles and groups of heads differently.
+    A tile may have several `Fit` objects, because kernels may treat partial tiles, masked tiles and
+    groups of heads differently.
     """
     return tuple(_listed(form, problem, splits))
 
@@ -402,7 +371,7 @@ def _listed(form: str, problem: Problem, splits: int) -> Iterator[Fit]:
 def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
     """Yield the tile sizes (rows, columns) to try for a kernel of one form.
 
-    The scores of a tile, and its accumulators (O, or dK and dV), must fit in an SM's registers.
+    A tile's scores and accumulators (O, or dK and dV) must fit together in an SM's registers.
     """
     rows = p.n_q * (p.group if packed and form in ("forward", "split keys") else 1)
     forward = form in ("forward", "split keys")
@@ -414,11 +383,10 @@ def _sides(form: str, p: Problem, *, packed: bool) -> Iterator[tuple[int, int]]:
 
 
 def _up_to(n: int) -> Sequence[int]:
-    """Return the tile heights or widths to try if the problem has n rows or n keys.
+    """Return the tile sides to try for n rows or n keys.
 
-    They are the sizes below n, the next larger size, and all sizes up to 128.
-
-    For short sequences, kernels pad their tiles, so larger sides are possible.
+    Sides below n or up to 128 are tried, and the next larger side, because kernels pad short
+    sequences.
     """
     beyond = [side for side in SIDES if side >= n]
     return [side for side in SIDES if side < n or side <= 128 or side in beyond[:1]]
@@ -436,9 +404,10 @@ _STAGES = {
 def _counted(
     form: str, p: Problem, tiling: Tiling, splits: int, grouped: bool, dense: bool
 ) -> Iterator[Fit]:
-    """Yield what a kernel with this tile would move: once if it cuts off tiles at the edges.
+    """Yield the bytes that a kernel with this tile would move, as one or several fits.
 
-    If the bytes differ, a second fit is for a kernel that moves whole boxes.
+    The kernel may cut off tiles at the ends of sequences, or move whole TMA boxes. If the bytes
+    differ, each case has its own fit.
     """
     split = Split()
     if form == "split keys" or (form == "forward" and grouped):
@@ -490,9 +459,8 @@ CLUSTERS = (2, 4, 8)
 def _in_clusters(fit: Fit, p: Problem, blocks: int) -> Fit:
     """Return a fit in which a cluster of `blocks` thread blocks shares each key tile.
 
-    The rules for such clusters are those of `verify.crossing` for flashsim's kernels. By multicast,
-    K and V arrive at each block of the cluster. Each block also reads the other blocks' float32
-    parts of dK and dV, in pieces of 32 columns.
+    K and V arrive at each block of the cluster (by multicast). Each block also reads the other
+    blocks' float32 parts of dK and dV, in pieces of 32 columns (see `verify.crossing`).
     """
     more = 0
     for width in (p.head_dim * p.itemsize, p.head_dim_v * p.itemsize):
@@ -508,9 +476,9 @@ _ANY = Device.get("H100")
 
 
 def _of_parts(traffic: Traffic, stage: plans.Stage, splits: int) -> int:
-    """Return the bytes of Q that a kernel loads if all row tiles split the keys equally.
+    """Return the bytes of Q that a kernel loads if every row tile splits its keys into equal parts.
 
-    Each part that has keys loads its rows of Q.
+    For each part of the keys, the kernel loads Q of the row tile once.
     """
     p, schedule = traffic.problem, traffic.schedule(stage)
     every = -(-len(schedule.cols) // splits)
@@ -529,10 +497,10 @@ def _whole(
     columns: bool,
     pairs: bool = False,
 ) -> int:
-    """Return the bytes of a tensor's tiles if tiles that are cut off at an edge are moved whole.
+    """Return the bytes of a tensor's tiles if the last, partial tiles are moved as whole tiles.
 
-    With `columns`, each row is also padded to whole boxes. With `pairs`, thread blocks run in
-    clusters of two, so that the number of outer tiles is rounded up to an even number.
+    If `columns` is true, rows are padded to whole TMA boxes. If `pairs` is true, thread blocks run
+    in clusters of two, so the number of outer tiles is rounded up to an even number.
     """
     p, schedule, tiling = traffic.problem, traffic.schedule(stage), traffic.tiling
     its = shape(p, tensor)

@@ -32,16 +32,8 @@ _RANGE = re.compile(r"flashsim\.watch \d+( backward)?")
 class ProfiledLaunch:
     """One kernel launch that belongs to an attention call.
 
-    Attributes
-    ----------
-    kernel : str
-    call : int
-        The index of the call in `Profile.calls`.
-    direction : {"forward", "backward"}
-    blocks : int
-        The number of thread blocks.
-    counters : dict of str to float
-        Bytes, FLOPs and seconds, by the names in `flashsim.studies.verify.METRICS`.
+    `call` is the index of the call in `Profile.calls`. `counters` has bytes, FLOPs and seconds by
+    the names in `flashsim.studies.verify.METRICS`.
     """
 
     kernel: str
@@ -52,7 +44,7 @@ class ProfiledLaunch:
 
     @classmethod
     def of(cls, launch: MeasuredLaunch, call: int, direction: str) -> ProfiledLaunch:
-        """Return a measured kernel launch as a launch that belongs to attention call `call`."""
+        """Return a measured kernel launch as a part of attention call number `call`."""
         return cls(launch.kernel, call, direction, launch.blocks, launch.counters)
 
     @property
@@ -72,11 +64,10 @@ class ProfiledLaunch:
 @own_errors
 @dataclass(frozen=True)
 class Profile:
-    """The measurements of one program, which can be evaluated on any machine.
+    """The measurements of one program. Any machine can evaluate these measurements.
 
     Attributes
     ----------
-    program : str
     device : str
         The preset that matches the GPU, or the name that its driver reports.
     calls : tuple of dict
@@ -102,15 +93,7 @@ class Profile:
 
     @classmethod
     def load(cls, path: Path) -> Profile:
-        """Read a record that `save` wrote.
-
-        Raises
-        ------
-        TraceError
-            If the file has a different format.
-        OSError
-            If the file does not exist.
-        """
+        """Read a record that `save` wrote; raise a `TraceError` for any other file."""
         try:
             values = json.loads(path.read_text())
             launches = tuple(ProfiledLaunch(**one) for one in values.pop("launches"))
@@ -127,7 +110,7 @@ class Profile:
 
 
 def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the fields of a `Problem` that were read from JSON: lists become tuples."""
+    """Return the fields of a `Problem`, which were read from JSON, with tuples instead of lists."""
     return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
@@ -137,17 +120,9 @@ def measure(
 ) -> Profile:
     """Run a PyTorch program under Nsight Compute, and record the kernels of its attention calls.
 
-    The recorded calls are those that `flashsim.torch.watch` records.
-
-    Parameters
-    ----------
-    program : Path
-    arguments : sequence of str
-        The arguments of the program.
-    device : str, optional
-        The GPU's preset. Default: the preset that matches the GPU.
-    launches : int
-        The most kernels to measure; each runs again for each group of counters.
+    The attention calls are those that `flashsim.torch.watch` records. By default, `device` is the
+    preset that matches the GPU. At most `launches` kernels are measured. Each kernel is repeated,
+    once for each group of counters.
 
     Raises
     ------
@@ -192,23 +167,10 @@ def measure_kernels(
 ) -> Profile:
     """Run any Python program, and record the kernels whose names match a regular expression.
 
-    Use this function for kernels that `watch` does not record: your own, or a library's. Each
-    launch of the first of these kernels begins a new call, of the same shape.
-
-    Parameters
-    ----------
-    program, arguments, device, launches
-        As for `measure`.
-    problem : Problem
-        The shape and the mask of the program's attention.
-    direction : {"forward", "backward"}
-    kernel : str
-        A regular expression of Nsight Compute's ``--kernel-name``.
-
-    Raises
-    ------
-    BackendUnavailable, TraceError
-        As for `measure`.
+    Use this function for kernels that `watch` does not record, such as your own. `problem` is the
+    shape and the mask of the program's attention. `kernel` is a regular expression of Nsight
+    Compute's ``--kernel-name``. The first kernel that runs marks calls: each of its launches begins
+    a new call of the same shape. The other arguments and the errors are the same as for `measure`.
     """
     words = [sys.executable, str(program), *arguments]
     taken = launches_of(profile(words, launches=launches, kernel=kernel))
@@ -230,21 +192,10 @@ def measure_kernels(
 def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel: str = "") -> str:
     """Run a program under Nsight Compute, and return the table that ``ncu`` prints.
 
-    Parameters
-    ----------
-    words : sequence of str
-        The program and its arguments.
-    launches : int
-        The most kernels to measure.
-    ranges : bool
-        Whether to measure only kernels in NVTX ranges whose names begin with "flashsim.watch".
-    kernel : str
-        If not "", measure only kernels whose names match this regular expression.
-
-    Raises
-    ------
-    BackendUnavailable
-        If ``ncu`` is missing, or the program fails; the message ends with its last output.
+    At most `launches` kernels are measured. If `ranges` is true, only kernels in NVTX ranges whose
+    names begin with "flashsim.watch" are measured. If `kernel` is set, only kernels whose names
+    match this regular expression are measured. A missing ``ncu`` or a failed program raises
+    `BackendUnavailable`; the message ends with the last output.
     """
     chosen = ["--launch-count", str(launches)]
     chosen += ["--nvtx", "--nvtx-include", "regex:flashsim.watch.*/"] if ranges else []
@@ -254,14 +205,10 @@ def profile(words: Sequence[str], *, launches: int, ranges: bool = False, kernel
 
 @own_errors
 def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
-    """Return the kernel launches in Nsight Compute's table, each with the name of its NVTX range.
+    """Return the launches in Nsight Compute's table, each with the name of its NVTX range or "".
 
-    Outside of ranges, the name is "".
-
-    Raises
-    ------
-    TraceError
-        If the text contains no table, or a launch lacks the bytes that it read.
+    A text without a table raises a `TraceError`, and so does a launch without the counter of bytes
+    read.
     """
     found = []
     for launch in parse(text):
@@ -277,7 +224,7 @@ def launches_of(text: str) -> list[tuple[MeasuredLaunch, str]]:
 
 
 def machine(record: Profile) -> Device | None:
-    """Return the device preset of the GPU in the record, or None if no preset matches."""
+    """Return the device preset of the record's GPU, or None if no preset matches."""
     try:
         return Device.get(record.device)
     except OptionError:

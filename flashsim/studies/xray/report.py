@@ -44,14 +44,8 @@ _SHORT = (
 class ProfiledKernel:
     """One kernel of one pass of an attention call.
 
-    Attributes
-    ----------
-    launch : ProfiledLaunch
-    problem : Problem or None
-    found : Inference
-        The form and the tiles that agree with the counters.
-    times : int
-        How often the same pass of the same call ran.
+    `found` has the form and the tiles that agree with the counters. The pass ran `times` times on
+    the same shape, with the same kernels.
     """
 
     launch: ProfiledLaunch
@@ -73,7 +67,7 @@ class ProfiledKernel:
         return _sides(self.found.sides(name), _extent(self.problem, name))
 
     def sentences(self) -> Iterator[str]:
-        """Yield sentences that say what this kernel's hardware counters show."""
+        """Yield sentences that say what the kernel's hardware counters show."""
         found, p = self.found, self.problem
         if p is None or found.form not in TILED:
             return
@@ -128,7 +122,7 @@ def _extent(p: Problem, name: str) -> int:
 
 
 def _any(sides: Sequence[int], extent: int) -> bool:
-    """Return whether nearly every tile size that was tried fits, so that the size stays unknown."""
+    """Return whether nearly every tile size fits: then the counters do not determine the size."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
 
@@ -152,18 +146,9 @@ def _advice(p: Problem, name: str) -> str:
 
 @own_errors
 class XRay(report.Tabled):
-    """The attention kernels of a program, from hardware counters. The report prints as a table.
+    """The attention kernels of a program, from hardware counters; prints as a table.
 
-    Parameters
-    ----------
-    record : Profile
-        The result of `measure`, `measure_kernels` or `Profile.load`.
-
-    Attributes
-    ----------
-    record : Profile
-    kernels : tuple of ProfiledKernel
-        The kernels; equal passes of equal calls occur once.
+    The argument `record` is the result of `measure`, `measure_kernels` or `Profile.load`.
     """
 
     def __init__(self, record: Profile) -> None:
@@ -172,7 +157,10 @@ class XRay(report.Tabled):
 
     @cached_property
     def kernels(self) -> tuple[ProfiledKernel, ...]:
-        """The attention kernels of the program, in the order in which they first ran."""
+        """The program's attention kernels, in the order in which they first ran.
+
+        If a pass ran several times on the same shape, its kernels occur once.
+        """
         passes: dict[tuple[int, str], list[ProfiledLaunch]] = {}
         for launch in self.record.launches:
             passes.setdefault((launch.call, launch.direction), []).append(launch)
@@ -194,7 +182,7 @@ class XRay(report.Tabled):
         return tuple(kernel for those in seen.values() for kernel in those)
 
     def table(self) -> report.Table:
-        """Return the main columns of `full_table`, only for kernels with matrix products."""
+        """Return the main columns of `full_table`, for the kernels with matrix products."""
         full = self.full_table()
         at = [_COLUMNS.index(name) for name in _SHORT]
         form = _COLUMNS.index("form")
@@ -207,7 +195,7 @@ class XRay(report.Tabled):
         return report.Table(full.title, _SHORT, rows, "\n".join([full.note, *self.words()]))
 
     def words(self) -> list[str]:
-        """Return sentences about each kernel whose tile is inferred, derived from its counters."""
+        """Return sentences that say what the counters show about each kernel with tiles."""
         said = []
         for kernel in self.kernels:
             text = " ".join(kernel.sentences())
@@ -219,12 +207,12 @@ class XRay(report.Tabled):
         """Return a table with one row per kernel.
 
         - read B, written B, reduced B: the bytes between the SMs and L2, from hardware counters. L2
-          counts writes in sectors of 32 bytes, so a partly written sector counts as a whole sector.
+          counts a partly written sector of 32 bytes as a whole sector.
         - query tile, key tile: the inferred tile. The tile is "?" if the counters do not depend on
-          it; "or" stands between tiles that fit equally well.
+          it. Tiles that fit equally well are joined by "or".
         - compulsory: the bytes of all inputs and outputs of the pass, each counted once.
-        - of roof: the time that the DRAM bytes or the tensor FLOPs need at the device's peak,
-          whichever is longer, divided by the measured time.
+        - of roof: the shortest possible time divided by the measured time. The shortest possible
+          time is what the DRAM bytes or the tensor FLOPs need at the device's peak.
         """
         table = report.Table(
             f"X-ray of {self.record.program} on {self.record.device}",
@@ -270,13 +258,7 @@ class XRay(report.Tabled):
         return least / seconds
 
     def candidates(self, kernel: ProfiledKernel) -> report.Table:
-        """Return a table of the ten plausible tiles whose bytes are closest to the measured bytes.
-
-        Parameters
-        ----------
-        kernel : ProfiledKernel
-            One of `kernels` whose form has a tile.
-        """
+        """Return a table of the ten candidate tiles with bytes closest to the measured bytes."""
         seen, p = kernel.launch.seen, kernel.problem
         table = report.Table(
             f"{kernel.name}: {seen.read:,.0f} B read",
@@ -302,21 +284,18 @@ class XRay(report.Tabled):
         return self.full_table().records()
 
     def plot(self, **options: Any) -> Any:
-        """Plot the bytes read against the size of the query tile, with each kernel's measurement.
+        """Plot the bytes read against the tile size, with each kernel's measurement.
 
-        Parameters
-        ----------
-        **options
-            The options of `flashsim.viz.tile_evidence`.
+        The options are passed to `flashsim.viz.tile_evidence`.
         """
         from flashsim import viz
 
         return viz.tile_evidence(self.evidence(), **options)
 
     def evidence(self) -> list[dict[str, Any]]:
-        """Return the data for `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
+        """Return the data of `flashsim.viz.tile_evidence`: each kernel's curve and measurement.
 
-        If only a kernel's key tile can be inferred (a fused backward), its curve is over key tiles.
+        The curve is over query tiles, or over key tiles if the kernel's outer loop runs over keys.
         """
         found = []
         for kernel in self.kernels:

@@ -784,7 +784,7 @@ def test_functions_that_call_no_kernel():
 
 def test_a_model_that_does_not_exist_or_does_not_fit():
     q, k, v = arrays(*[(1, 32, 16)] * 3)
-    with pytest.raises(OptionError, match=r"no model 'cpu'; possible: gpu, tpu"):
+    with pytest.raises(OptionError, match=r"no model 'cpu'; choose from gpu, tpu"):
         trace_kernel(GPU.forward, q, k, v, model="cpu")
     with pytest.raises(OptionError, match=r"m is in vmem, which only a TPU has.*model='tpu'"):
         trace_kernel(TPU.forward, q, k, v, False, 16, 16, model="gpu")

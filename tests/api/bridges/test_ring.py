@@ -113,14 +113,14 @@ REFUSED = {
     "mask": "the same causal, got no on ranks 0, 2, 3, yes on rank 1",
     "one alone": "RankError: rank 1 failed; see the error that was printed there",
     "not divisible": "ShapeError: scheme 'zigzag' over 4 ranks needs a sequence length divisible",
-    "heads": "ShapeError: 4 ranks that exchange heads must divide the heads, got heads=3",
+    "heads": "ShapeError: the number of ranks that exchange heads, 4, must divide heads=3",
     "engine": "RankError: rank 1 failed; see the error that was printed there",
     "meta": "DTypeError: tensors on the meta device have no numbers to send",
     "no tensor": "DTypeError: q must be a torch.Tensor, got int",
 }
 ALONE = {
     "one alone": "ShapeError: q must be (batch, heads, rows of this rank, head_dim)",
-    "engine": "OptionError: unknown backend 'c'; possible: simulator",
+    "engine": "OptionError: unknown backend 'c'; choose from simulator",
 }
 
 

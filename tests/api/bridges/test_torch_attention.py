@@ -385,7 +385,11 @@ def test_sinks_of_bfloat16_that_autocast_left_alone():
     ("sinks", "error", "text"),
     [
         ([0.0, 0.0], DTypeError, "sinks must be a torch.Tensor"),
-        (torch.zeros(3), ShapeError, r"one number per query head, \(2,\), got float32 \(3,\)"),
+        (
+            torch.zeros(3),
+            ShapeError,
+            r"of shape \(2,\), got float32 of shape \(3,\)",
+        ),
         (torch.zeros(2, dtype=torch.int64), ShapeError, "got int64"),
         (torch.zeros(2, device="meta"), DTypeError, "on q's device cpu, got meta"),
     ],
@@ -438,7 +442,7 @@ def test_what_cannot_be_done_is_said():
         ({"softcap": None}, DTypeError, "softcap must be a number, got None"),
         ({"scale": torch.tensor(0.3, requires_grad=True)}, DTypeError, "scale must be a number"),
         ({"deterministic": "x"}, DTypeError, "deterministic must be True or False, got 'x'"),
-        ({"backend": "cuda"}, OptionError, "unknown backend 'cuda'; possible: simulator"),
+        ({"backend": "cuda"}, OptionError, "unknown backend 'cuda'; choose from simulator"),
         ({"bias": [0.0]}, DTypeError, "bias must be a torch.Tensor, got list"),
         ({**CUTS, "cu_seqlens_q": [0, 4.7, 7]}, ShapeError, r"integer offsets, got \[0, 4.7, 7\]"),
         ({**CUTS, "cu_seqlens_k": "0, 5, 9"}, ShapeError, "cu_seqlens_k .* got '0, 5, 9'"),

@@ -205,6 +205,11 @@ def test_the_autograd_function_of_flash_attention_4_is_seen(monkeypatch):
     with in_ranges(opened) as others:
         FlashAttnFunc.apply(q, k, v, None, False)
     assert next(iter(others.calls.values()))[0].pattern.window is None
+    for window, noted in (((-2, 5), True), ((5, 0), False)):
+        with in_ranges(opened) as signed:
+            FlashAttnFunc.apply(q, k, v, None, False, window)
+        call, _ = next(iter(signed.calls.values()))
+        assert ("negative side" in call.note) == noted
 
 
 @pytest.mark.parametrize("observers", [1, 2])

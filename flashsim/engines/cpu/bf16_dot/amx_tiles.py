@@ -1,15 +1,10 @@
-"""Writes a matrix product as a program of AMX tile instructions, and lowers it to LLVM IR.
+"""Writes a matrix product as AMX tile instructions, and lowers these instructions to LLVM IR.
 
-AMX, Intel's matrix unit, has eight tile registers, tmm0 to tmm7. A tile register has 16 rows of 64
-bytes: 16 x 16 float32 or 16 x 32 bfloat16 numbers. The instruction ``TDPBF16PS c, a, b`` adds 16
-dot products of bfloat16 pairs to each element of tile c. Row i of tile a contains the 16 pairs for
-row i of c. Column j of tile b contains the 16 matching pairs for column j of c.
-
-The function `program` returns a list of the instructions that compute a block of the product C. The
-function `build_tiles` translates these instructions to LLVM's intrinsics; a small interpreter in
-the tests runs the instructions in NumPy. Instructions name tile registers by number, so LLVM
-neither spills nor moves a tile. Before a thread multiplies tiles for the first time, the thread
-must configure the shapes of the tile registers (`CONFIG`).
+AMX, Intel's matrix unit, has eight tile registers with 16 rows of 64 bytes: 16 x 16 float32 or 16 x
+32 bfloat16 numbers. The instruction ``TDPBF16PS c, a, b`` adds 16 dot products of bfloat16 pairs to
+each element of tile c: row i of tile a and column j of tile b contain the 16 pairs for element (i,
+j). Instructions name tile registers by number, so LLVM neither spills nor moves a tile. A thread
+must configure the shapes of its tile registers (`CONFIG`) before its first product.
 """
 
 from __future__ import annotations
@@ -35,13 +30,13 @@ BYTE = ir.IntType(8)
 
 
 class Zero(NamedTuple):
-    """Set tile register `tile` to 0."""
+    """AMX instruction that sets tile register `tile` to 0."""
 
     tile: int
 
 
 class Load(NamedTuple):
-    """Load a matrix's tile at tile row `row` and tile column `column` into tile register `tile`."""
+    """Load the tile at (`row`, `column`) of the matrix `operand` into tile register `tile`."""
 
     tile: int
     operand: str
@@ -50,7 +45,7 @@ class Load(NamedTuple):
 
 
 class Store(NamedTuple):
-    """Store tile register `tile` to the matrix `operand`: the reverse of `Load`."""
+    """Store tile register `tile` to the tile at (`row`, `column`) of the matrix `operand`."""
 
     tile: int
     operand: str
@@ -70,10 +65,10 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """The instructions before a loop over the terms of sums, in each iteration, and after the loop.
+    """AMX instructions of a loop over bfloat16 pairs: before it, in each iteration, and after it.
 
-    Each iteration adds 16 pairs to each sum. The next iteration reads the next tile to the right in
-    A and the next tile down in B.
+    Each iteration adds the dot products of 16 pairs to each element of C. The next iteration reads
+    the next tile to the right in A and the next tile down in B.
     """
 
     before: tuple[Instruction, ...]
@@ -84,8 +79,8 @@ class Program(NamedTuple):
 def program(mode: str, rows: int, columns: int) -> Program:
     """Return the AMX instructions that compute a block of `rows` x `columns` tiles of C.
 
-    Both numbers are at most `BLOCK`. `mode` is "set" (C = A B) or "add" (C += A B). The tiles of C
-    have the lowest register numbers, then come those of A, then those of B.
+    `rows` and `columns` are at most `BLOCK`. `mode` is "set" (C = A B) or "add" (C += A B). The
+    tiles of C have the lowest register numbers, followed by those of A and of B.
     """
     cells = [
         (r * columns + c, r, c) for r, c in product(range(rows), range(columns))
@@ -108,10 +103,9 @@ def program(mode: str, rows: int, columns: int) -> Program:
 def build_tiles(
     code: Code, C, ldc, A, lda, B, ldb, n, *, mode: str, rows: int, columns: int
 ) -> None:
-    """Translate a block's AMX instructions to an LLVM function, which sums over n pairs.
+    """Write an LLVM function that runs the AMX instructions of a block, with sums over n pairs.
 
-    The function's addresses point to 32-bit elements, and its leading dimensions count 32-bit
-    elements.
+    Addresses point to 32-bit elements, and leading dimensions count 32-bit elements.
     """
     base, leading = {"C": C, "A": A, "B": B}, {"C": ldc, "A": lda, "B": ldb}
     bytes_a_row = {name: code.times(ld, 4) for name, ld in leading.items()}
@@ -159,7 +153,7 @@ def call(code: Code, name: str, *values) -> None:
 
 @builder("p")
 def build_configure(code: Code, _any_array) -> None:
-    """Write the function that sets the calling thread's AMX tile shapes and zeroes the tiles."""
+    """Write the LLVM function that sets a thread's AMX tile shapes and zeroes its tiles."""
     kind = ir.ArrayType(BYTE, len(CONFIG))
     data = ir.GlobalVariable(code.function.module, kind, "flashsim_tiles_config")
     data.global_constant, data.linkage, data.align = True, "internal", len(CONFIG)
@@ -169,8 +163,5 @@ def build_configure(code: Code, _any_array) -> None:
 
 @builder("p")
 def build_release(code: Code, _any_array) -> None:
-    """Write the function that releases a thread's AMX tiles.
-
-    After the release, the system need not save the tiles' 8 KiB when it switches threads.
-    """
+    """Write the LLVM function that releases AMX tiles, so that thread switches do not save them."""
     call(code, "tilerelease")

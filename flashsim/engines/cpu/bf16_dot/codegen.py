@@ -36,10 +36,7 @@ def build_vector_product(
 def build_tile_product(
     code: PairCode, C, ldc, A, row, _step, B, ldb, rows, n, *, mode: str, lower=build_tiles
 ) -> None:
-    """Write a matrix product C = A B as AMX instructions; each step computes 2 x 2 tiles of C.
-
-    The arguments `rows` and `n` must be multiples of a tile's side.
-    """
+    """Write a matrix product C = A B as AMX instructions, for up to 2 x 2 tiles of C at once."""
     b, columns = code.b, code.width // amx_tiles.SIDE
     steps = [(at, min(amx_tiles.BLOCK, columns - at)) for at in range(0, columns, amx_tiles.BLOCK)]
 
@@ -61,12 +58,12 @@ PRODUCTS: dict[str, Callable] = {"vdpbf16ps": build_vector_product, "amx": build
 
 
 def build_configure(module: ir.Module, block: Blocking, itemsize: int):
-    """Write the code of `operations.begin_tiles`."""
+    """Write the LLVM function that configures AMX tiles; for other CPUs, it does nothing."""
     return TILES.get(block.pairs, (_nothing, _nothing))[0](module, block, itemsize)
 
 
 def build_release(module: ir.Module, block: Blocking, itemsize: int):
-    """Write the code of `operations.end_tiles`."""
+    """Write the LLVM function that releases AMX tiles; for other CPUs, it does nothing."""
     return TILES.get(block.pairs, (_nothing, _nothing))[1](module, block, itemsize)
 
 
@@ -116,7 +113,7 @@ def build_pair_softmax(code: PairCode, S, rows, m, l, alpha, factor, P) -> None:
         return code.power(code.fma(code.load(address), scale, base))
 
     def keep(r, first, second, sums) -> list:
-        """Compute and store two rows of P, and add the two rows to the running sum of each lane."""
+        """Emit code that stores two rows of P and adds them to the running sum of each lane."""
         row = code.at(P, code.times(b.lshr(r, unit), code.width))
         for i, address in enumerate(code.vectors(row)):
             x = power(first[i], less[i])
@@ -170,8 +167,8 @@ def build_pairs_of_lanes(code: PairCode, X, ld, rows, P, row) -> None:
 def _squares(code: PairCode, down, across, fetch: Callable, put: Callable) -> None:
     """Emit code that transposes a panel of `down` x `across` elements, one square block at a time.
 
-    The function ``fetch(y, x, r)`` loads row r of the square that starts at (y, x), and ``put(y, x,
-    r, value)`` stores row r of the transposed square.
+    ``fetch(y, x, r)`` loads row r of the square that starts at (y, x). ``put(y, x, r, value)``
+    stores row r of the transposed square.
     """
 
     def square(y, x) -> None:
@@ -203,7 +200,7 @@ def build_transpose_columns(code: PairCode, out, row, X, d, pairs, columns) -> N
     b = code.b
 
     def fetch(y, x, r: int):
-        """Load rows 2 (y + r) and 2 (y + r) + 1 of X from column x on, merged into pairs."""
+        """Emit a load of rows 2 (y + r) and 2 (y + r) + 1 of X from column x on, as pairs."""
         start = b.mul(code.times(code.plus(y, r), 2), d)
         low, high = (_load16(code, _at16(code, X, start, x, *more)) for more in ((), (d,)))
         return b.bitcast(b.or_(low, b.shl(high, code.ints(16))), code.vector)
@@ -219,7 +216,7 @@ def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
     """Write the vector code of `operations.transpose_rows`."""
 
     def fetch(y, x, r: int):
-        """Load row y + r of X from column 2 x on; two neighbours in the row form a pair."""
+        """Emit a load of row y + r of X from column 2 x on, in which neighbours form pairs."""
         return code.load_at(_at16(code, X, code.b.mul(code.plus(y, r), d), code.times(x, 2)))
 
     def put(y, x, r: int, value) -> None:
@@ -234,7 +231,7 @@ def build_transpose_panel(code: PairCode, panel, X, d, factors, rows, columns) -
     b = code.b
 
     def fetch(y, x, r: int):
-        """Load row x + r of the panel from lane y on, and multiply each lane by the lane factor."""
+        """Emit a load of row x + r of the panel from lane y on, times each lane's factor."""
         value = code.load(code.at(panel, code.times(code.plus(x, r), code.width), y))
         return b.fmul(value, code.load(code.at(factors, y)))
 

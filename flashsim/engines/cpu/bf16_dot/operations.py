@@ -1,18 +1,16 @@
 """Operations on one panel of bfloat16 pairs, defined in plain Numba.
 
-A *pair* is two bfloat16 numbers in 32 bits. The first number is in the lower half, as if the two
-numbers were neighbours in memory. Matrix products in this package multiply pair by pair: each term
-of a sum is the dot product of two pairs. A row of the left operand A contains its pairs side by
-side, as a row of a tensor in memory does. Two rows of numbers merge into one row of the right
-operand B, which contains one pair per lane. As in `micro_kernels.plain`, lanes are queries
-(forward, dQ) or keys (dK, dV). So two rows of P, rounded to bfloat16 and merged, are a row of the
-next product's right operand. The merge needs no shuffles.
+A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, as neighbours lie in
+memory. Each term of a matrix product's sum is the dot product of two pairs. A row of the left
+operand contains its pairs side by side, as a row of a tensor does. A row of the right operand
+contains one pair per lane, merged from two rows of numbers. Lanes are queries (forward, dQ) or keys
+(dK, dV). Two rows of P, rounded and merged, form a row of the next product's right operand without
+shuffles.
 
-The number of rows of a product C and the number of pairs along its sum are multiples of
-`amx_tiles.SIDE`. The number of lanes is a multiple of 2 `amx_tiles.SIDE`. Packing pads operands
-with zeros to such multiples. As in `micro_kernels.plain`, the functions in this module are the
-specification. A CPU with instructions for pairs (`Blocking.pairs`) runs vector or AMX code instead,
-and tests compare that code with these functions.
+A product's numbers of rows and of pairs are multiples of `amx_tiles.SIDE`, and its number of lanes
+is a multiple of 2 `SIDE`. `copy_pairs` and `transpose_*` copy multiples of `SIDE` rows, pairs and
+columns. On a CPU with instructions for pairs (`Blocking.pairs`), vector or AMX code replaces each
+function. The Numba functions specify the vector and AMX code, and tests compare both.
 """
 
 from __future__ import annotations
@@ -43,12 +41,12 @@ MASKED = np.float32(masked_score(np.float32))
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """Run one online-softmax step on ``factor[0] S``, and store P as bfloat16 pairs of rows.
+    """Run one online-softmax step on ``factor[0] S``, and store every two rows of P as pairs.
 
-    When a score in a lane exceeds m, the function sets m to the lane's largest score plus `SLACK`.
-    Otherwise m does not change, and alpha is 1. So P = e^(factor S - m) is at most 1. The factor
-    must be at least 0. S is unchanged. If the number of rows is odd, the last row is paired with
-    zeros. The sum `l` adds the elements of P before they are rounded.
+    If a score exceeds its lane's m, m becomes the lane's largest score plus `SLACK`; otherwise m
+    does not change, and alpha is 1. Therefore, P = e^(factor S - m) is at most 1. The factor of S
+    must be at least 0. If P has an odd number of rows, the last row is paired with zeros. The sum
+    `l` adds the elements of P before they are rounded.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):
@@ -74,10 +72,7 @@ def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
 
 @operation("a o0 i i a o1", build_pairs_of_rows)
 def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
-    """Round a panel to bfloat16, and merge every two rows into one row of pairs.
-
-    The result is the right operand of a product that sums over the panel's rows.
-    """
+    """Round a panel to bfloat16, and merge every two rows into a row of a right operand."""
     for r in range(0, rows, 2):
         for c in range(cpu.width):
             pair = bits_of(X[x0 + r * ld + c])
@@ -88,10 +83,7 @@ def pairs_of_rows(cpu, X, x0, ld, rows, P, p0):
 
 @operation("a o0 i i a o1 i", build_pairs_of_lanes)
 def pairs_of_lanes(cpu, X, x0, ld, rows, P, p0, row):
-    """Round a panel to bfloat16, and merge every two neighbouring lanes into one lane of pairs.
-
-    The result is the left operand of a product that sums over the panel's lanes.
-    """
+    """Round a panel to bfloat16, and merge neighbouring lanes into pairs of a left operand."""
     for r in range(rows):
         for c in range(0, cpu.width, 2):
             pair = bits_of(X[x0 + r * ld + c + 1]) << np.uint32(16)
@@ -108,10 +100,7 @@ def scale_panel(cpu, X, x0, ld, rows, factor):
 
 @operation("a o0 i i a o1", build_scale, by_lane=True)
 def scale_lanes(cpu, X, x0, ld, rows, factors, f0):
-    """Multiply each lane of X by the lane's factor, in place.
-
-    If all factors are 1, vector code does nothing.
-    """
+    """Multiply each lane of the panel X by the lane's factor, in place."""
     for r in range(rows):
         for c in range(cpu.width):
             X[x0 + r * ld + c] *= factors[f0 + c]
@@ -127,10 +116,7 @@ def add_scaled(cpu, Y, y0, X, x0, ld, rows, factor):
 
 @operation("a o0 i a o1 i i", build_copy_pairs)
 def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
-    """Copy rows of X, in which every two neighbouring numbers form a pair.
-
-    The argument `pairs` must be a multiple of a tile's side.
-    """
+    """Copy rows of X, in which every two neighbouring numbers form a bfloat16 pair."""
     for r in range(rows):
         for x in range(pairs):
             at = x0 + 2 * (r * pairs + x)
@@ -139,10 +125,7 @@ def copy_pairs(cpu, out, o0, row, X, x0, rows, pairs):
 
 @operation("a o0 i a o1 i i i", build_transpose_columns)
 def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
-    """Copy columns of X to rows of `out`; two neighbours in a column form a pair.
-
-    The arguments `pairs` and `columns` must be multiples of a tile's side.
-    """
+    """Copy columns of X to rows of `out`; two neighbours in a column form a bfloat16 pair."""
     for x in range(columns):
         for r in range(pairs):
             low, high = X[x0 + 2 * r * d + x], X[x0 + (2 * r + 1) * d + x]
@@ -151,10 +134,7 @@ def transpose_columns(cpu, out, o0, row, X, x0, d, pairs, columns):
 
 @operation("a o0 a o1 i i i", build_transpose_rows)
 def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
-    """Copy rows of X to lanes of `out`; two neighbours in a row of X form a pair.
-
-    The arguments `rows` and `pairs` must be multiples of a tile's side.
-    """
+    """Copy rows of X to lanes of `out`; two neighbours in a row of X form a bfloat16 pair."""
     for r in range(rows):
         for x in range(pairs):
             low, high = X[x0 + r * d + 2 * x], X[x0 + r * d + 2 * x + 1]
@@ -163,10 +143,7 @@ def transpose_rows(cpu, out, o0, X, x0, d, rows, pairs):
 
 @operation("a o0 a o1 i a o2 i i", build_transpose_panel)
 def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
-    """Write each lane of a panel to a row of X, times the lane's factor and rounded to bfloat16.
-
-    The arguments `rows` and `columns` must be multiples of a tile's side.
-    """
+    """Write each lane of a panel to a row of X, times the lane's factor and rounded to bfloat16."""
     for r in range(rows):
         for x in range(columns):
             value = panel[p0 + x * cpu.width + r] * factors[f0 + r]
@@ -175,16 +152,9 @@ def transpose_panel(cpu, panel, p0, X, x0, d, factors, f0, rows, columns):
 
 @operation("a", build_configure)
 def begin_tiles(cpu, any_array):
-    """Prepare a thread for its first matrix product.
-
-    For AMX, the function configures the shapes of the thread's tile registers; otherwise it does
-    nothing.
-    """
+    """Configure a thread's AMX tiles before its first matrix product; without AMX, do nothing."""
 
 
 @operation("a", build_release)
 def end_tiles(cpu, any_array):
-    """Clean up after a thread's last matrix product.
-
-    For AMX, the function releases the thread's tile registers; otherwise it does nothing.
-    """
+    """Release a thread's AMX tiles after its last matrix product; without AMX, do nothing."""

@@ -1,8 +1,7 @@
 """Converts rows of bfloat16 numbers to operands of matrix products over pairs, and back.
 
-In this module, ``X`` contains rows of d bfloat16 numbers as 16-bit integers. Operands are padded
-with zeros beyond n rows and d columns. The module `operations` explains pairs and operands. The
-module `engines.cpu.operands` has functions with the same arguments for floats.
+``X`` contains rows of d bfloat16 numbers as 16-bit integers. Operands are padded with zeros beyond
+n rows and d columns.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ from flashsim.engines.cpu.tables import ODD
 
 
 class Left(NamedTuple):
-    """The left operand of a matrix product, stored in `array`.
-
-    Its row r and column x hold the pair ``array[start + r * row + x * step]``.
-    """
+    """A left operand, whose row r and term x lie at ``array[start + r * row + x * step]``."""
 
     array: np.ndarray
     start: int
@@ -38,10 +34,7 @@ class Left(NamedTuple):
 
 @part
 def tiles_of(n):
-    """Return n, rounded up to a multiple of the side of an AMX tile.
-
-    The number n is a number of rows of C or a number of pairs.
-    """
+    """Return n, a number of rows or of pairs, rounded up to a multiple of an AMX tile's side."""
     return (n + SIDE - 1) // SIDE * SIDE
 
 
@@ -53,10 +46,7 @@ def pair_tiles_of(n):
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a pair of bfloat16 numbers.
-
-    If `count` is 1, the second number is replaced by 0; if `count` is 0 or less, so is the first.
-    """
+    """Return X[at] and X[at + step] as a bfloat16 pair; if `count` is below 2, the rest is 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -66,7 +56,7 @@ def pair_at(X, at, step, count):
 
 
 def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
-    """Copy rows of X to a left operand for a sum over d; two neighbours in a row form a pair."""
+    """Copy rows of X to the rows of a left operand; two neighbours in a row of X form a pair."""
     row, begin = pair_tiles_of(d), 0
     out = rest(room, first * row)
     if d == 2 * row:  # whole tiles
@@ -80,10 +70,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @hot_part
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Copy columns of X to a left operand, for a sum over rows.
-
-    Row x of the operand contains column x of X; two neighbours in the column form a pair.
-    """
+    """Copy columns of X to the rows of a left operand; two neighbours in a column form a pair."""
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
         transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
@@ -102,19 +89,15 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Pack the columns of X as the rows of a new left operand, and return this operand.
-
-    A pair of the new operand consists of two neighbours in a column of X; a pair of `left` consists
-    of two neighbours in a row.
-    """
+    """Pack the columns of X as a left operand; two neighbours in a column form a pair."""
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
 def right_of_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
     """Copy rows of X to lanes of panels, as a right operand for a sum over d.
 
-    In `panels`, row p * pairs + x contains pair x of every lane of panel p. Here, `pairs` is the
-    number of pairs per row of X.
+    Row p * pairs + x of `panels` contains pair x of every lane of panel p; `pairs` is the number of
+    pairs per row of X.
     """
     w, pairs = cpu.width, pair_tiles_of(d)
     for p in range((n + w - 1) // w):
@@ -138,10 +121,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of the panels to a row of X, multiplied by a factor and rounded to bfloat16.
-
-    Each lane has its own factor.
-    """
+    """Write each lane of panels to a row of X, times the lane's factor and rounded to bfloat16."""
     for r in range(0, n, cpu.width):
         panel, lanes = rest(panels, r * tiles_of(d)), min(cpu.width, n - r)
         unpack_bits(cpu, panel, X, x0 + r * d, lanes, d, rest(factors, r))
@@ -154,10 +134,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """Write each lane of one panel to a row of X, multiplied by a factor and rounded to bfloat16.
-
-    Each lane has its own factor.
-    """
+    """Write each lane of one panel to a row of X, times a factor and rounded to bfloat16."""
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

@@ -1,7 +1,4 @@
-"""The computations between two matrix products of a kernel that multiplies bfloat16 pairs.
-
-The module `engines.cpu.operands` has the same functions for floats.
-"""
+"""The steps between matrix products of bfloat16 pairs; `operands` has the same steps for floats."""
 
 from __future__ import annotations
 
@@ -24,9 +21,9 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 def scaled(cpu, S, rows, plain, scales):
     """Return an array with the factor by which the softmax must multiply the scores S.
 
-    If the softmax can apply the scale, the factor is the scale. Otherwise, the function itself
-    multiplies S by the scale, and the factor is 1. The softmax can apply a scale of at least 0, if
-    no step (softcap, bias, function or mask) comes between the product and the softmax.
+    `plain` means that no softcap, bias, function or mask comes before the softmax. If `plain` is
+    true and the scale is at least 0, the factor is the scale; otherwise, the function multiplies S
+    by the scale, and the factor is 1.
     """
     if plain and scales[0] >= 0:
         return scales
@@ -35,22 +32,14 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel to bfloat16, merge every two rows into pairs, and return it as a right operand.
-
-    The pairs are padded with zeros to whole tiles. The function returns the operand's array, offset
-    and stride.
-    """
+    """Round a panel to a right operand of pairs; return the operand's array, offset and stride."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
 
 
 def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiting):
-    """Compute P from scores, and keep P until `weigh` multiplies it by V.
-
-    The function first multiplies the P of earlier calls by V if the maximum of any lane has
-    changed, or if the kernel skipped keys since the last call.
-    """
+    """Compute P from scores, and keep P until `weigh` multiplies it by V (see `operands`)."""
     O, m, l, alpha = sums
     w, (begin, end), start, o_rows = cpu.width, waiting, key // 2, tiles_of(dv)
     online_softmax_pairs(cpu, S, 0, rows, m, l, alpha, panel * w, scale, P, start * w)
@@ -64,7 +53,7 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
 
 @part
 def weigh(cpu, O, P, V, panel, dv, waiting):
-    """Compute O += V^T P for those pairs of keys for which `take_scores` has stored P."""
+    """Compute O += V^T P for the pairs of keys in `waiting`, whose P `take_scores` has stored."""
     (begin, end), w, o_rows = waiting, cpu.width, tiles_of(dv)
     if begin < end:
         product_add(
@@ -84,7 +73,7 @@ def moved(cpu, alpha, at):
 
 @part
 def clear_pairs(cpu, P, p0, rows):
-    """Write zeros after the pairs of `rows` rows of P, so that the pairs fill whole tiles."""
+    """Pad the pairs of `rows` rows of P with zeros, so that the pairs fill whole AMX tiles."""
     w = cpu.width
     for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
         P[at] = 0
@@ -96,7 +85,7 @@ def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
 
 
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute dS K, not yet multiplied by the scale, before this thread's turn to add to dQ."""
+    """Compute the unscaled product dS K, before it is this thread's turn to add to dQ."""
     for x in range(0, padded, cpu.width):
         product_set(
             *(cpu, part_dq, x, padded, left, 0, row, 1),
@@ -105,6 +94,6 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
 
 
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
-    """Add dS K, which `prepare_dq` computed, times the scale to dQ."""
+    """Add the scale times dS K to dQ; `prepare_dq` has computed dS K."""
     for x in range(0, padded, cpu.width):
         add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

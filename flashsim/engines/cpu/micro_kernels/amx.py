@@ -1,8 +1,4 @@
-"""Requests permission for AMX tiles from Linux.
-
-By default, Linux does not save a thread's 8 KiB of tile registers. So a process must ask for
-permission before it uses tile registers.
-"""
+"""Requests AMX tile registers from Linux, which by default does not save them for a thread."""
 
 from __future__ import annotations
 
@@ -31,9 +27,9 @@ REASONS = {
 def refusal(process: int) -> str | None:
     """Request AMX tiles for this process; return the reason if Linux refuses, and otherwise None.
 
-    One request covers all threads of the process, existing and future. A forked process inherits
-    the permission from its parent. The result is cached per `process` (os.getpid()). So a forked
-    process requests the tiles again, which does no harm.
+    One request of AMX tiles covers all threads of the process. The result is cached per `process`
+    (os.getpid()). A forked process inherits the permission, and requests the tiles again without
+    harm.
     """
     del process
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:

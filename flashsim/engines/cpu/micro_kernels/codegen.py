@@ -1,10 +1,10 @@
 """Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-If these operations are plain loops, Numba's own vectoriser reaches a quarter of a CPU's peak. If
-each tile is one BLAS call, the code reaches half of the peak. To be faster, this module itself
-decides which values stay in registers. Each `build_*` function uses `Code` to write one LLVM
-function for an element type and a `Blocking`, without Numba (see `writer.builder`). The module
-`vector` makes Numba's compiled code call that LLVM function with addresses of arrays.
+As plain loops that Numba vectorises, the operations reach a quarter of a CPU's peak throughput;
+with one BLAS call per tile, they reach half. So this module itself decides which values stay in
+registers. Each `build_*` function writes one LLVM function for an element type and a `Blocking`,
+without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM
+functions.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ AHEAD = 12
 
 
 def _product(args: str) -> Callable:
-    """Return `builder` for an LLVM function that computes a matrix product.
-
-    In mode "rescale", the LLVM function has one more argument.
-    """
+    """Return a `builder` of matrix products, which have one more argument in mode "rescale"."""
     return builder(
         lambda mode, **_: args + "p" * (mode == "rescale"),
         lambda block, writer=Code, **_: writer,
@@ -36,12 +33,11 @@ def _product(args: str) -> Callable:
 def build_step(
     code: Code, C, ldc, A, row, step, B, ldb, n, *alpha, mode: str, rows: int, writer=Code
 ) -> None:
-    """Write an LLVM function that computes `rows` rows of a matrix product.
+    """Write an LLVM function that computes `rows` rows of a matrix product in registers.
 
-    The function keeps all accumulators in registers. For each term x of the sums, the code copies
-    one scalar per row of A to all lanes, and multiplies it by the vectors of B's row x. The
-    argument `mode` is "set", "add" or "rescale"; with "rescale", the function has one more
-    argument, the address of alpha (one per lane).
+    For each term x of the sums, the code copies one scalar per row of A to all lanes, and
+    multiplies it by the vectors of B's row x. `mode` is "set", "add" or "rescale"; with "rescale",
+    the function has one more argument, the address of alpha (one per lane).
     """
     for pointer in (C, A, B):
         pointer.add_attribute("noalias")
@@ -79,10 +75,7 @@ def build_step(
 def build_product(
     code: Code, C, ldc, A, row, step, B, ldb, rows, n, *alpha, mode: str, writer=Code
 ) -> None:
-    """Write an LLVM function that computes a matrix product of any number of rows.
-
-    The function computes `ROWS` rows at a time.
-    """
+    """Write an LLVM function that computes a matrix product, `ROWS` rows at a time."""
     b = code.b
 
     def rest(first, count: int) -> None:
@@ -112,8 +105,8 @@ def build_online_softmax(code: Code, S, rows, m, l, alpha) -> None:
     def in_turn(body: Callable, carried: list) -> list:
         """Emit a loop that does ``sums = body(addresses, sums)`` for every row.
 
-        Two rows are processed at a time, with separate sums. Two short chains of dependent
-        additions replace one long chain; the short chains also halve the rounding error.
+        Two rows are processed at a time, with separate sums: the shorter chains of dependent
+        additions take less time and halve the rounding error.
         """
 
         def rows_from(base, height: int) -> Callable:

@@ -1,12 +1,9 @@
 """Vector code for decoding one query per head, which reads K and V row by row in memory order.
 
 Memory bandwidth limits a kernel with one query per head. So the code loads every cache line of K
-and V only once, and converts 16-bit numbers to floats in registers. While the code processes a row,
-it prefetches the data that lies `AHEAD` bytes further on in memory. Each head's scores are stored
-side by side, one key per lane, so a vector of scores needs only one vector exponential.
-
-The module `decode_gemv_bf16` is the version for CPUs with an instruction that adds up products of
-bfloat16 pairs (`Blocking.pairs`), and `decode_gemv_amx` is the version for AMX.
+and V only once, converts 16-bit numbers to floats in registers, and prefetches the data that lies
+`AHEAD` bytes further on. Each head's scores are stored side by side, one key per lane, so a vector
+of scores needs only one vector exponential.
 """
 
 from __future__ import annotations

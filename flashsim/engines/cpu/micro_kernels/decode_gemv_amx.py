@@ -1,10 +1,9 @@
 """The AMX version of `decode_gemv`: AMX tiles multiply bfloat16 pairs for 16 heads at once.
 
-The module `bf16_dot.amx_tiles` explains the tiles. Rows of K are used in place as a left operand,
-and Q is packed as a right operand. So a tile of scores has keys as rows and heads as columns, and
-must be transposed. The softmax writes P in the layout of a left operand. Each row of the right
-operand consists of two rows of V, merged into pairs. With fewer than 16 heads, a tile's remaining
-rows or columns belong to no head, and the code never reads results from them.
+Rows of K are used in place as a left operand, and Q is packed as a right operand. So a tile of
+scores has keys as rows and heads as columns, and must be transposed. The softmax writes P in the
+layout of a left operand. With fewer than 16 heads, the code never reads the tile rows or columns of
+missing heads.
 """
 
 from __future__ import annotations
@@ -31,11 +30,7 @@ MERGED = 4096
 
 @pair_builder("pii")
 def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
-    """Write the AMX version of `decode_gemv_bf16.build_side_by_side`.
-
-    The code packs 16 rows of Q at a time as a right operand. For each pair along the sum, the right
-    operand has 16 words of 32 bits, one per row of Q.
-    """
+    """Write the AMX version of `build_side_by_side`, which packs 16 rows of Q at a time."""
     b = code.b
     words = code.times(ld, SIDE // 2)
     turned = _scratch(code, words)
@@ -60,11 +55,7 @@ def side_by_side_in_tiles(code: PairCode, Q, ld, rows) -> None:
 
 @pair_builder("pipiipiiip")
 def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) -> None:
-    """Write the AMX version of `decode_gemv.build_dots`.
-
-    One row of a tile holds 32 numbers of a row of K. If a row's length is not a multiple of 32, or
-    if the rows of K do not fill a tile, the code first copies these rows.
-    """
+    """Write the AMX version of `build_dots`, which copies rows of K that fill no whole tile."""
     b, keys, most = code.b, Stretch(code, K, k0, BFLOAT16), ir.Constant(INT, KEYS)
     zero, times = ir.Constant(INT, 0), code.spread(factor)
     pairs, rest = b.lshr(ldq, ir.Constant(INT, 1)), b.srem(d, ir.Constant(INT, NUMBERS))
@@ -119,10 +110,7 @@ def dots_in_tiles(code: PairCode, S, ld, K, k0, d, Q, ldq, rows, heads, factor) 
 
 @pair_builder("pipipiiii")
 def weigh_in_tiles(code: PairCode, O, ldo, P, ldp, V, v0, dv, keys, _heads) -> None:
-    """Write the AMX version of `decode_gemv.build_weigh`.
-
-    The code merges two rows of V at a time into pairs, then multiplies P by these pairs.
-    """
+    """Write the AMX version of `decode_gemv.build_weigh`, which merges two rows of V into pairs."""
     b, values, one = code.b, Stretch(code, V, v0, BFLOAT16), ir.Constant(INT, 1)
     rest = b.srem(dv, ir.Constant(INT, NUMBERS))
     whole, some = b.sub(dv, rest), lanes_below(code, rest)
@@ -179,7 +167,7 @@ def _side() -> ir.Constant:
 
 
 def _scratch(code: PairCode, words):
-    """Make the written function allocate 32-bit words on its stack, aligned to a cache line."""
+    """Emit code that allocates 32-bit words on the stack, aligned to a cache line."""
     count = ir.Constant(INT, words) if isinstance(words, int) else words
     place = code.b.alloca(code.element, count)
     place.align = LINE

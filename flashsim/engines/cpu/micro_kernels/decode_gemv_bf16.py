@@ -1,8 +1,7 @@
 """The version of `decode_gemv` for CPUs with an instruction for dot products of bfloat16 pairs.
 
-The code does not convert K and V to float. Two neighbours in a row of K already form a pair in
-memory. So Q is rounded to bfloat16 and also read as pairs of neighbours. The code merges two rows
-of V at a time into pairs.
+Two neighbours in a row of K already form a pair in memory, so K is not converted, and Q is rounded
+to bfloat16 and read as pairs of neighbours.
 """
 
 from __future__ import annotations

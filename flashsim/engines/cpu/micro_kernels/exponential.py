@@ -59,9 +59,9 @@ _PARTS_DOUBLE = (_TWICE_LOG2E, 2 * 2.0355273740931033e-17)
 class Exponential(NamedTuple):
     """The constants for computing powers of two in one floating-point type.
 
-    The first fields are the number of `mantissa` bits and the exponent `bias`. Two polynomials,
-    constant term first, approximate 2^f and (2^f - 1) / f. The second polynomial keeps the
-    precision of small results. The last field is 2 log2 e as a sum of two numbers.
+    Two polynomials, constant term first, approximate 2^f (`coefficients`) and (2^f - 1) / f
+    (`less_one`); the second keeps the precision of small results. `twice_log2e` is 2 log2 e as a
+    sum of two numbers.
     """
 
     mantissa: int
@@ -72,10 +72,7 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """The number which, added to x, rounds x to an integer n.
-
-        The low bits of the sum are n + bias. The class `writer.Code` uses this number.
-        """
+        """Return the number M for which x + M rounds x to an integer n, with low bits n + bias."""
         return 1.5 * 2**self.mantissa + self.bias
 
     @classmethod

@@ -1,7 +1,7 @@
 """Vector code that rounds floats to float16 or bfloat16, and converts arrays of these types.
 
-Kernels receive arrays of 16-bit numbers as float32 arrays over the same memory, two numbers per
-float. So one compiled kernel serves both float16 and bfloat16 inputs.
+Kernels receive 16-bit arrays as float32 arrays over the same memory, so one kernel serves float16
+and bfloat16.
 """
 
 from __future__ import annotations
@@ -20,11 +20,7 @@ SHORT = ir.IntType(16)
 
 
 def rounded_bits(code: Code, x):
-    """Return 32-bit integers whose upper 16 bits are the bfloat16 nearest to each float.
-
-    Ties are rounded to even. The lower 16 bits of the returned integers are arbitrary. A NaN stays
-    a NaN, although plain rounding could turn a NaN into a number or infinity.
-    """
+    """Return 32-bit integers whose upper halves are the bfloat16 numbers nearest to the floats."""
     b, ints = code.b, code.ints
     bits = b.bitcast(x, ints(0).type)
     odd = b.and_(b.lshr(bits, ints(16)), ints(1))
@@ -35,10 +31,7 @@ def rounded_bits(code: Code, x):
 
 
 def rounded(code: Code, x, kind: int | None):
-    """Return a vector of floats, each rounded to the nearest number of the 16-bit type `kind`.
-
-    If `kind` is None, the floats are returned unchanged.
-    """
+    """Round each float of a vector to the 16-bit type `kind`, unless `kind` is None."""
     b = code.b
     if kind is None:
         return x
@@ -69,11 +62,7 @@ def build_round(code: Code, X, ld, rows, *, kind: int | None) -> None:
 
 @builder("ppii")
 def build_convert(code: Code, floats, halves, h0, n, *, kind: int, narrow: bool) -> None:
-    """Write the vector code of `plain.widen` or, if `narrow`, of `plain.narrow`.
-
-    A second copy of this code processes one lane at a time, for the numbers that remain after the
-    last whole row of a panel.
-    """
+    """Write the vector code of `plain.widen` or, if `narrow`, of `plain.narrow`."""
     b = code.b
     shorts, half = (ir.VectorType(kind, code.lanes) for kind in (SHORT, ir.HalfType()))
     first = b.gep(b.bitcast(halves, SHORT.as_pointer()), [h0])

@@ -26,11 +26,10 @@ CHUNK = 16
 
 
 class Stretch:
-    """A part of an array of K or V, which contains floats or 16-bit numbers and is read as floats.
+    """A part of an array of K or V, read as floats or, with a `PairCode`, as bfloat16 pairs.
 
-    The argument `start` is the number of elements before the stretch. The argument `kind` is
-    `BFLOAT16`, `FLOAT16` or None (floats). If `code` is a `PairCode`, the stretch is read as
-    vectors of bfloat16 pairs instead of floats.
+    `start` is the number of array elements before this part. `kind` names the 16-bit type of the
+    numbers, or is None for floats.
     """
 
     def __init__(self, code: Code, base, start, kind: int | None) -> None:
@@ -41,11 +40,7 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load the vector that begins with number `at` of the stretch.
-
-        Only the lanes that the mask `some` selects (default: all) are read; the other lanes become
-        0.
-        """
+        """Load a vector from number `at` on; read only lanes in the mask `some`, others are 0."""
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
         address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())
@@ -74,12 +69,7 @@ class Stretch:
 
 
 def by_kind(args: str, of_tiles: Callable | None = None) -> Callable:
-    """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V.
-
-    If the type is bfloat16 and the CPU multiplies pairs, the code is written with `PairCode`. On
-    CPUs whose AMX tiles multiply numbers of this type, the function returns `of_tiles` instead,
-    unless `of_tiles` is None.
-    """
+    """Return a decorator, like `builder`, for code that depends on the type `kind` of K and V."""
 
     def writer(block: Blocking, kind: int | None) -> type[Code]:
         return WRITERS[block.pairs] if block.pairs and kind == BFLOAT16 else Code
@@ -113,11 +103,7 @@ def lanes_below(code: Code, count):
 
 
 def in_blocks(code: Code, heads, most: int, body: Callable) -> None:
-    """Emit loops that call ``body(h, count)`` for each block of `count` heads from head h on.
-
-    Blocks have `most` heads. The remaining heads form blocks of `most` / 2 heads, then of `most` /
-    4 heads, and so on.
-    """
+    """Emit calls of ``body(h, count)`` for all heads, in blocks of `most`, `most` / 2, .. heads."""
     size = most
     while size:
         count = code.b.sdiv(heads, ir.Constant(INT, size))

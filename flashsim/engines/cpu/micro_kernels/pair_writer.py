@@ -1,4 +1,4 @@
-"""Extends the module `writer`, which writes LLVM IR over vectors of floats, by bfloat16 pairs."""
+"""Extends the module `writer`, which writes LLVM IR over floats, to pairs of bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ NATIVE = {"vdpbf16ps": True, "amx": True}
 
 
 class PairCode(Code):
-    """Writes LLVM functions whose 32-bit elements are floats or pairs of bfloat16 numbers.
-
-    The first number of a pair is in the lower half, as in memory.
-    """
+    """Writes LLVM functions whose 32-bit elements are floats or pairs of bfloat16 numbers."""
 
     def __init__(
         self, module: ir.Module, name: str, block: Blocking, itemsize: int, args: str
@@ -32,11 +29,7 @@ class PairCode(Code):
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
-        """Add the dot product of two pairs to each lane of `total`.
-
-        The pairs are those in the same lane of `left` and of `right`. The code is one instruction
-        of AVX512-BF16.
-        """
+        """Add to each lane of `total` the dot product of the lane's pairs in `left` and `right`."""
         whole = self.ints(0).type
         pairs = (self.b.bitcast(value, whole) for value in (left, right))
         return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
@@ -49,10 +42,7 @@ class PairCode(Code):
         return self.b.trunc(self.b.lshr(rounded_bits(self, x), self.ints(16)), bits)
 
     def pair(self, x, y):
-        """Round the vectors x and y to bfloat16, and interleave them to one vector of pairs.
-
-        Each pair has one number of x and one of y.
-        """
+        """Round the vectors x and y to bfloat16, and form pairs of one number of x and one of y."""
         if self.native:
             kind = ir.VectorType(SHORT, 2 * self.lanes)
             # Puts x's numbers before y's.
@@ -73,11 +63,10 @@ class PairCode(Code):
         return self.b.bitcast(both, self.vector)
 
     def exp2(self, x):
-        """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1.
+        """Compute 2^x for x < 128, as 2^floor(x) 2^f with 0 <= f < 1; NaN stays NaN.
 
-        Results below 2^-126 are exactly 0, and NaN stays NaN. AVX-512 has one instruction that
-        subtracts floor(x) from x, and another that multiplies by a power of two. The multiplication
-        takes 130 cycles if the result is subnormal, so the code replaces subnormal results by 0.
+        Results below 2^-126 are exactly 0, because AVX-512's multiplication by a power of two takes
+        130 cycles if the result is subnormal.
         """
         b, zero = self.b, self.const(0)
         seen = b.fcmp_unordered(">=", x, self.const(-126))
@@ -103,11 +92,7 @@ class PairCode(Code):
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """Call an LLVM intrinsic.
-
-        The code passes bfloat16 numbers to AVX512-BF16's intrinsics as integers, which every
-        version of LLVM accepts.
-        """
+        """Call an LLVM intrinsic of any version of LLVM; pass bfloat16 numbers as integers."""
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)

@@ -2,17 +2,13 @@
 
 A *panel* is a block of rows, each of which has ``width`` lanes side by side. A lane is a query in
 the forward pass and for dQ, and a key for dK and dV. If lanes are queries, a panel contains a
-transposed tile: S^T = K Q^T and O^T += V^T P^T. So
+transposed tile: S^T = K Q^T and O^T += V^T P^T. So the softmax is computed per lane without
+shuffles, and K and V are read in memory order, one scalar at a time. Only Q is transposed, once for
+a whole loop over key tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
 
-- the softmax is computed per lane and needs no shuffles, and
-- K and V are read in memory order, one scalar at a time. The only transposed operand is Q, whose
-  rows become lanes. Q is transposed once for a whole loop over key tiles.
-
-Every function in this module has flat arrays and offsets (in elements) as arguments: ``S[s0 + r *
-ld + c]`` is row r, lane c. The functions in this module are the specification. On CPUs whose vector
-registers are known (`registers.py`), vector code replaces each function; the function's decorator
-(`vector.operation`) names that code. When a kernel is compiled, the type of the first argument,
-`cpu`, selects vector or plain code. Tests compare the results of vector and plain code.
+On CPUs whose vector registers are known (`registers.py`), vector code replaces each function. The
+decorator `vector.operation` names the vector code that a function specifies. The type of the first
+argument, `cpu`, selects vector or plain code, and tests compare the results of both.
 """
 
 from __future__ import annotations
@@ -48,9 +44,9 @@ LOG2E = 1.4426950408889634
 def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """Compute C = A B for C (rows, width), A (rows, n) and B (n, width).
 
-    The strides of A are `row` and `step`. If a CPU multiplies pairs of bfloat16 (`Blocking.pairs`),
-    the elements of A and B are pairs. Each product of two elements is then the dot product of two
-    pairs, and the elements of a row of A are adjacent in memory.
+    `row` and `step` are the strides of A. If the CPU multiplies pairs of bfloat16
+    (`Blocking.pairs`), each element is a pair, a product of two elements is their dot product, and
+    a row of A is contiguous.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -73,10 +69,7 @@ def product_add(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
 
 @operation("a o0 i a o1 i i a o2 i i i a o3", build_product, mode="rescale")
 def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alpha, alpha0):
-    """Compute C = alpha C + A B, with one alpha per lane.
-
-    The code multiplies C by alpha when it loads C into registers.
-    """
+    """Compute C = alpha C + A B, with one alpha per lane of C."""
     for r in range(rows):
         for c in range(cpu.width):
             total = C[c0 + r * ldc + c] * alpha[alpha0 + c]
@@ -89,11 +82,10 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """Run one step of the online softmax in each lane: replace S by P, and update m, l and alpha.
 
-    `S` has stride `width`. Every exponential is a power of 2, P = 2^((S - m) log2 e). The
-    difference S - m is computed first, because S log2 e overflows if S is the largest or smallest
-    finite number. Users often mask padding with such a score. A lane may have seen no key, or only
-    scores so low that they count as masked. In such a lane, the code subtracts 0 instead of m, to
-    avoid inf - inf, and P and l are 0.
+    The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The difference S - m is computed
+    first, because users often mask padding with the smallest finite number, for which S log2 e
+    overflows. If a lane has seen no key, or only scores so low that they count as masked, 0 is
+    subtracted instead of m (to avoid inf - inf), and the lane's P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -144,10 +136,7 @@ def soft_cap(cpu, S, s0, ld, rows, c):
 
 @operation("a o0 i i a a o2", build_soft_cap, gated=True)
 def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
-    """Replace S by c tanh(S / c), and write the softcap's derivative, 1 - tanh^2, to `gate`.
-
-    The array `gate` has the layout of S; the backward pass multiplies dS by it.
-    """
+    """Replace S by c tanh(S / c), and write the derivative, 1 - tanh^2, to `gate` in S's layout."""
     for r in range(rows):
         for x in range(r * ld, r * ld + cpu.width):
             t = np.tanh(S[s0 + x] / c[0])
@@ -159,9 +148,8 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 def side_by_side(cpu, Q, ld, rows, kind):
     """Rearrange Q (rows, ld) for the function `dots`; plain code leaves Q unchanged.
 
-    If a CPU multiplies pairs of bfloat16 and the input type is bfloat16, vector code rounds and
-    packs Q. The first half of each row of Q then contains the row's pairs, and the second half
-    contains zeros. For AMX tiles, vector code packs 16 rows of Q side by side.
+    If the CPU multiplies pairs of bfloat16, the function writes each row's pairs to the first half
+    of the row, and zeros to the second half. For AMX tiles, 16 rows of Q are packed side by side.
     """
 
 
@@ -169,10 +157,9 @@ def side_by_side(cpu, Q, ld, rows, kind):
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    The caller must have rearranged Q by `side_by_side`. K may contain floats or 16-bit numbers.
-    Vector code reads each row of Q up to a multiple of 32 columns, and the columns after d must be
-    0. Vector code writes S up to a multiple of 4 rows of K (AMX tiles: 32). For AMX tiles, Q must
-    have memory for 16 heads.
+    The function `side_by_side` must have rearranged Q. Vector code reads each row of Q up to a
+    multiple of 32 columns, and the columns after d must be 0. Vector code writes S for a multiple
+    of 4 rows of K, or of 32 rows with AMX tiles. For AMX tiles, Q must have memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -186,9 +173,9 @@ def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
 def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
     """Run one step of the online softmax along the rows of S (heads, n), one row per head.
 
-    The number n must be a multiple of 32. If inputs have a 16-bit type, P is rounded to that type,
-    but the sum l adds the elements of P before they are rounded. If a CPU multiplies pairs of
-    bfloat16, P is stored as pairs of neighbours in the first half of each row.
+    The row length n must be a multiple of 32. For 16-bit inputs, P is rounded to the inputs' type,
+    but l adds the elements of P before they are rounded. If the CPU multiplies pairs of bfloat16, P
+    is stored as pairs of neighbours in the first half of each row.
     """
     log2e = S.dtype.type(LOG2E)
     for h in range(heads):
@@ -211,9 +198,8 @@ def softmax_along(cpu, S, ld, heads, n, m, l, alpha, at, kind):
 def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
     """Compute O (heads, dv) += P V, from P (heads, keys) of `softmax_along` and V (keys, dv).
 
-    If V contains 16-bit numbers, P must have been rounded to V's type. Vector code also adds zeros
-    to the columns of O after dv, up to a multiple of 32. For AMX tiles, O and P must have memory
-    for 16 heads.
+    If V contains 16-bit numbers, P must have V's type. Vector code also adds zeros to the columns
+    of O after dv, up to a multiple of 32. For AMX tiles, O and P must have memory for 16 heads.
     """
     for h in range(heads):
         for x in range(dv):
@@ -225,10 +211,7 @@ def weigh(cpu, O, o0, ldo, P, ldp, V, v0, dv, keys, heads, kind):
 
 @operation("a a o1 i i i a", build_transpose, out=False)
 def transpose_in(cpu, panels, X, x0, rows, cols, d, factors):
-    """Transpose `cols` columns of X (rows, d), each row times its factor, into panels.
-
-    The layout of the panels is described at `pack`, the function that calls `transpose_in`.
-    """
+    """Transpose `cols` columns of X (rows, d), times a factor per row, into panels (see `pack`)."""
     w = cpu.width
     for row in range(rows):
         for x in range(cols):
@@ -246,10 +229,9 @@ def transpose_out(cpu, panels, X, x0, rows, cols, d, factors):
 
 @operation_by_kind("a o0 i i", build_round)
 def round_panel(cpu, X, x0, ld, rows, kind):
-    """Round each number of a panel to the inputs' type if that type has 16 bits.
+    """Round each number of a panel to the inputs' 16-bit type, if any, and store it as float32.
 
-    The rounded numbers are stored as float32. Ties are rounded to even. If the type is float16,
-    numbers from 65520 on become infinity. NaN stays NaN.
+    Ties are rounded to even. For float16, numbers from 65520 on become infinity. NaN stays NaN.
     """
     if kind is None:
         return
@@ -260,10 +242,7 @@ def round_panel(cpu, X, x0, ld, rows, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=False)
 def widen(cpu, floats, f0, halves, h0, n, kind):
-    """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats.
-
-    The module `float16` explains how float arrays hold 16-bit numbers.
-    """
+    """Convert n 16-bit numbers (BFLOAT16 or FLOAT16) exactly to floats."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = number_of(bits[h0 + i])
@@ -274,10 +253,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """Convert n floats to 16-bit numbers, rounded to nearest, ties to even.
-
-    Numbers too large for float16 become infinity.
-    """
+    """Round n floats to 16-bit numbers, ties to even; large ones become infinity in float16."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = np.float32(floats[f0 + i])
@@ -286,11 +262,7 @@ def narrow(cpu, floats, f0, halves, h0, n, kind):
 
 @part
 def number_at(X, i, kind):
-    """Return number i of an array as a float.
-
-    The array contains floats, or two 16-bit numbers in the memory of each float. `kind` is the
-    16-bit type, or None for floats.
-    """
+    """Return number i of an array as a float; `kind` is its 16-bit type, or None for floats."""
     if kind is None:
         return X[i]
     bits = X.view(np.uint16)[i]
@@ -307,10 +279,7 @@ def rounded_number(x, kind):
 
 @part
 def bits_of(x):
-    """Return the bits of the bfloat16 nearest to a float32, as a 32-bit integer.
-
-    Ties are rounded to even.
-    """
+    """Return the bits of the bfloat16 nearest to a float32, ties to even, as a 32-bit integer."""
     bits = np.float32(x).view(np.uint32)
     if x != x:  # rounding could carry a NaN into a number
         return np.uint32((bits | np.uint32(1 << 22)) >> np.uint32(16))
@@ -336,10 +305,7 @@ def _number_of_float16(bits):
 
 @part
 def _bits_of_float16(x):
-    """Return the bits of the float16 nearest to a float32, as a 32-bit integer.
-
-    Ties are rounded to even.
-    """
+    """Return the bits of the float16 nearest to a float32, ties to even, as a 32-bit integer."""
     u, half = np.float32(x).view(np.uint32), np.float32(0.5)
     sign, size = np.uint32((u >> np.uint32(16)) & np.uint32(0x8000)), np.float32(abs(x))
     if not size < np.float32(65520):

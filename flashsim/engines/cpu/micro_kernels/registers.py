@@ -1,18 +1,15 @@
 """Describes this CPU's vector registers, and how a panel (a block of scores) fills registers.
 
-The code of a matrix product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in
-registers. Six rows by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the
-right operand, and 1 scalar copied to all lanes. CPUs with vector registers of this kind can issue
-two vector multiply-adds per cycle. To issue two in every cycle, a CPU needs at least 8 (for AVX2,
-whose multiply-adds have latency 4) to 16 independent sums.
+A matrix product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in registers. Six rows
+by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the right operand, and 1
+scalar copied to all lanes. To issue two vector multiply-adds in every cycle, a CPU needs at least 8
+to 16 independent sums: 8 with AVX2, whose latency is 4 cycles.
 
-Vector code uses the registers of the CPU for which Numba compiles. The environment variables
-NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this machine's CPU
-has.
-
-Each kind of CPU has a class without methods, such as `Avx2`. Kernels get an object of such a class
-as their argument `cpu`. From the object's class, Numba decides which version of each operation in
-`plain.py` to compile. The class is also part of a kernel's key in Numba's disk cache.
+Each kind of CPU has a class without methods, such as `Avx2`. The argument `cpu` of a kernel is an
+object of one of these classes. The class of `cpu` selects the version of each operation in
+`plain.py` that Numba compiles, and is part of a kernel's key in Numba's disk cache. The environment
+variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this
+machine's.
 """
 
 from __future__ import annotations
@@ -50,17 +47,10 @@ Cpu = Plain | Avx2 | Avx512 | Avx512Bf16 | Amx | Neon | Avx2Narrow | Avx512Narro
 class Blocking(NamedTuple):
     """How the code of a matrix product uses the CPU's registers.
 
-    Attributes
-    ----------
-    register : int
-        The number of bytes in one vector register.
-    vecs : int
-        The number of registers that one row of a panel fills.
-    prefetch : bool
-        Whether products prefetch the data that they read next (docs/notebooks/cpu.md).
-    pairs : str
-        The method that multiplies pairs of bfloat16 numbers, a key of `bf16_dot.codegen.PRODUCTS`;
-        or "" if the code does not multiply such pairs.
+    `register` is the size of a vector register in bytes, and `vecs` the number of registers that
+    one row of a panel fills. With `prefetch`, products prefetch the data that they read next
+    (docs/notebooks/cpu.md). `pairs` names the method that multiplies bfloat16 pairs (a key of
+    `bf16_dot.codegen.PRODUCTS`), or is "" if products use floats.
     """
 
     register: int
@@ -104,11 +94,7 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return an object of the fastest `Cpu` class that this CPU can run, for an accumulator type.
-
-    The object's field `width` is the number of lanes of a panel. With `plain`, return an object of
-    class `Plain`, which has the same `width` but runs no vector code.
-    """
+    """Return an object of class `Plain` if `plain`, otherwise of the fastest class for `dtype`."""
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
@@ -132,10 +118,7 @@ _VECTORS: dict[type[Cpu], tuple[str, ...]] = {
 
 @cache
 def _host() -> type[Cpu]:
-    """Return the fastest `Cpu` class that this CPU can run and that Numba may compile for.
-
-    The environment variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can restrict Numba.
-    """
+    """Return the fastest `Cpu` class that this CPU can run and that Numba may compile for."""
     has, allowed = llvm.get_host_cpu_features(), _given()
     # Without NUMBA_CPU_NAME, LLVM uses this CPU's features, except those that are switched off.
     own = getattr(config, "CPU_NAME") is None  # noqa: B009
@@ -165,9 +148,8 @@ def paired(micro_kernel: str) -> Cpu:
 def pays(micro_kernel: str) -> bool:
     """Return whether a bfloat16 micro-kernel should be faster than the float32 code on this CPU.
 
-    On an Intel Xeon, AVX-512's bfloat16 instruction (VDPBF16PS) is slower than float32 code: on one
-    thread, attention passes with VDPBF16PS took 1.4 to 1.8 times as long as in float32. On an AMD
-    Zen 4, passes with VDPBF16PS take 0.55 to 0.7 times as long as in float32.
+    With AVX-512's bfloat16 instruction (VDPBF16PS), attention passes took 1.4 to 1.8 times as long
+    as in float32 on one thread of an Intel Xeon, but 0.55 to 0.7 times as long on an AMD Zen 4.
     """
     return micro_kernel == "amx" or zen()
 
@@ -180,9 +162,8 @@ def zen() -> bool:
 def without(micro_kernel: str) -> str | None:
     """Return the reason why this process cannot run a bfloat16 micro-kernel, or None if it can.
 
-    Numba compiles for the CPU it runs on, or for the features in NUMBA_CPU_FEATURES. An instruction
-    that the CPU lacks would crash the process. So this function checks both the CPU's features and
-    the features that Numba may use.
+    An instruction that the CPU lacks would crash the process. So both the CPU's features and the
+    features that Numba may use (NUMBA_CPU_FEATURES) are checked.
     """
     lacks = _lacks(micro_kernel)
     if lacks:

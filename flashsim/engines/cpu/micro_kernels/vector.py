@@ -16,11 +16,7 @@ from flashsim.engines.cpu.primitives.inline_jit import HotPart, using
 
 
 def operation(layout: str, build: Callable, **options) -> Callable:
-    """Decorate a plain function: compiled callers run vector code if the CPU's registers are known.
-
-    The arguments `layout`, `build` and `options` are those of `vector_intrinsic`. If Python calls
-    the decorated function, the plain definition runs.
-    """
+    """Decorate a plain function, so that compiled callers run its vector code if there is any."""
     code = vector_intrinsic(layout, build, **options)
 
     def vectorised(cpu, *args):
@@ -33,8 +29,7 @@ def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
     """Decorate, like `operation`, a plain definition that may read or write 16-bit numbers.
 
     The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. At compile
-    time, the argument's Numba type shows only whether there are 16-bit numbers. Only at run time
-    does the code know which of the two types these numbers have.
+    time, Numba knows only whether the last argument is None, and not its value.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)
@@ -66,9 +61,8 @@ def _decorated(definition: Callable, vectorised: Callable) -> Callable:
 def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
     """Return a Numba intrinsic that passes addresses to the LLVM function that `build` writes.
 
-    The text `layout` has one code for each argument after `cpu`. The code ``a`` stands for an
-    array. The code ``o2`` stands for an offset into array number 2. The code ``i`` stands for an
-    integer, which is passed to the LLVM function unchanged. The elements of all arrays must be as
+    `layout` has one code per argument after `cpu`: ``a`` is an array, ``o2`` an offset into array
+    number 2, and ``i`` an integer, which is passed unchanged. The elements of all arrays must be as
     wide as those of the first array, or 16 bits wide.
     """
     slots = layout.split()
@@ -78,7 +72,7 @@ def vector_intrinsic(layout: str, build: Callable, **options) -> Callable:
         widths = {a.dtype.bitwidth for a in arrays if isinstance(a, types.Array)}
         if len(widths - {16}) != 1 or not all(isinstance(a, types.Array) for a in arrays):
             raise TypingError(
-                f"expected arrays whose elements all have the same number of bytes, got {arrays}"
+                f"all arrays must have elements with the same number of bytes, got {arrays}"
             )
         kinds = [a if slot == "a" else types.int64 for a, slot in zip(args, slots, strict=True)]
         block, itemsize = BLOCKING[cpu.instance_class], arrays[0].dtype.bitwidth // 8

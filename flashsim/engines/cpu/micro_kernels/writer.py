@@ -1,8 +1,4 @@
-"""Writes LLVM IR over vectors: the values, arithmetic and loops that the module `codegen` uses.
-
-This module does not depend on Numba. Only the exponentials in this module are specific to
-attention. LLVM lowers the same IR to AVX2, AVX-512 or NEON.
-"""
+"""Writes LLVM IR over vectors, which LLVM lowers to AVX2, AVX-512 or NEON; does not use Numba."""
 
 from __future__ import annotations
 
@@ -27,16 +23,8 @@ ELEMENT = {4: ir.FloatType(), 8: ir.DoubleType()}
 class Code:
     """Writes the body of one LLVM function over vectors of one type.
 
-    Parameters
-    ----------
-    module : ir.Module
-        The module to which the function is added, unless the module already has that function.
-    name : str
-    block : Blocking
-    itemsize : int
-        4 (float) or 8 (double).
-    args : str
-        One letter per argument: ``p`` address of elements, ``i`` integer.
+    The function is added to `module` unless it is there already. `itemsize` is 4 (float) or 8
+    (double). `args` has one letter per argument: ``p`` address of elements, ``i`` integer.
     """
 
     def __init__(
@@ -140,12 +128,10 @@ class Code:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """Return n and 2^n for each of several vectors x.
+        """Return x, rounded to integers n, and 2^n; `shifted` has vectors x + `Exponential.magic`.
 
-        The caller has already added `Exponential.magic` to each x. Adding that constant to x rounds
-        x to the integer n. The sum has n + bias in its low bits, and one shift turns these bits
-        into the float 2^n. The code does each step for all vectors before the next step, so that
-        the vectors' dependency chains overlap.
+        The low bits of x + magic are n + bias, and one shift turns these bits into the float 2^n.
+        Each step is emitted for all vectors at once, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -165,9 +151,9 @@ class Code:
     def exp(self, xs: list) -> list:
         """Compute e^x of several vectors, as 2^n 2^f with n + f = x log2 e and |f| <= 1/2.
 
-        The argument x must be below bias ln 2. The product x log2 e is never rounded on its own:
-        two fused multiply-adds compute n and f. Results below the smallest normal number (also for
-        x = -inf) are exactly 0; NaN stays NaN.
+        The argument x must be below bias ln 2. Fused multiply-adds compute n and f, so x log2 e is
+        never rounded on its own. Results below the smallest normal number (also for x = -inf) are
+        exactly 0; NaN stays NaN.
         """
         e, log2e = Exponential.of(self.itemsize), self.const(np.log2(np.e))
         low, magic = self.const(-e.bias * np.log(2)), self.const(e.magic)
@@ -183,9 +169,8 @@ class Code:
 
         With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum y = 2^n (2^f - 1) +
         (2^n - 1) loses no precision for small x. The polynomial's error is small relative to 2^f -
-        1, and f includes the rounding errors of z and of the factor 2 log2 e / c. The code limits
-        |z| to twice the number of mantissa bits. Beyond that limit, the quotient is +-1 to the last
-        bit.
+        1, and f is corrected for the rounding errors of z and of the factor 2 log2 e / c. The limit
+        of |z| is twice the number of mantissa bits; beyond it, tanh is +-1 to the last bit.
         """
         e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -210,9 +195,7 @@ class Code:
     def transposed(self, rows: list) -> list:
         """Return the columns of a square matrix, given as vectors of its rows.
 
-        The method transposes in steps of n = 1, 2, 4, .. In each step, vectors whose numbers differ
-        by n exchange blocks of n lanes. Of two such vectors, the first vector's odd blocks are
-        swapped with the second vector's even blocks.
+        In steps n = 1, 2, 4, .., pairs of vectors that are n apart exchange blocks of n lanes.
         """
         size = 1
         while size < self.lanes:
@@ -229,10 +212,7 @@ class Code:
     def summed(self, sums: list) -> Any:
         """Return a vector whose lane i is the sum of all lanes of vector i.
 
-        The number of vectors is a power of two. Each step takes two vectors, adds one half of each
-        vector's lanes to the other half, and merges the sums into one vector. The first steps add
-        lanes within groups of 16 bytes, which are cheap to shuffle. The later steps add whole
-        groups of 16 bytes.
+        The number of vectors must be a power of two. Each step adds and merges pairs of vectors.
         """
         size, group = 1, 16 // self.itemsize
         while size < self.lanes:
@@ -253,18 +233,12 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of the chosen lanes of the vectors x and y.
-
-        The lanes of x have the first numbers, and those of y the numbers after them.
-        """
+        """Return a vector of chosen lanes of x and y, numbered as if y followed x."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Return `total` plus the product of `left` and a vector of a row of B.
-
-        Every lane of `left` holds the same scalar of A.
-        """
+        """Return `total` + `left` * `right`: all lanes of `left` hold one scalar of A."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
@@ -272,7 +246,8 @@ class Code:
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
         """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        The method returns the last `carried`. If nothing is carried, `body` may return None.
+        The method returns the last value of `carried`. If nothing is carried, `body` may return
+        None.
         """
         b, f = self.b, self.function
         before = b.block
@@ -304,15 +279,9 @@ class Code:
 def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_: Code) -> Callable:
     """Return the builder of an LLVM function that ``body(code, *arguments, **options)`` writes.
 
-    The builder is ``build(module, block, itemsize, **options)``. If the module does not have the
-    LLVM function yet, the builder writes it. Then the builder returns the function.
-
-    Parameters
-    ----------
-    args : str or callable
-        The argument `args` of `Code`, or a function that computes `args` from the options.
-    writer : callable
-        Returns the class of `code` for ``(block, **options)``.
+    ``build(module, block, itemsize, **options)`` returns the function, and writes it first if the
+    module does not have it. `args` is the argument `args` of `Code`, or a function that computes it
+    from the options. ``writer(block, **options)`` returns the class of `code`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:

@@ -1,8 +1,4 @@
-"""Allocates arrays and slices them inside a compiled kernel.
-
-The functions in this module replace NumPy's `empty` and `X[start:]`. They need a tenth of the LLVM
-IR, because Numba's versions handle every shape, sign and step that an array could have.
-"""
+"""Allocates and slices arrays in compiled kernels, with less LLVM IR than Numba's functions."""
 
 from __future__ import annotations
 
@@ -16,11 +12,7 @@ from flashsim.engines.cpu.primitives.borrowed_args import intrinsic
 
 @intrinsic
 def panel_array(context, n, dtype):
-    """Allocate n elements, aligned to a cache line.
-
-    An AVX-512 register is as long as a cache line. So an unaligned load would read from two cache
-    lines.
-    """
+    """Allocate n elements, aligned to a cache line, which an AVX-512 register exactly fills."""
     array = types.Array(dtype.dtype, 1, "C")
 
     def codegen(context, builder, signature, args):

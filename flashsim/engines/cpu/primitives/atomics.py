@@ -33,8 +33,7 @@ def fetch_add(context, counter):
 def arrive(context, array, index):
     """Add 1 to ``array[index]`` atomically, and return its old value.
 
-    After the call, this thread sees all data that other threads wrote before they called `arrive`.
-    Threads that call `arrive` later see all data that this thread wrote before its call.
+    A call sees all data that other threads wrote before their earlier calls of `arrive`.
     """
 
     def codegen(context, builder, signature, args):
@@ -46,10 +45,7 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """Return ``array[index]``, and make all data visible that its writer wrote earlier.
-
-    The thread that wrote the element must have used `store_release`.
-    """
+    """Return ``array[index]``; all data written before its `store_release` is then visible."""
 
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)

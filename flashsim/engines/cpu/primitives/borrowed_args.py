@@ -1,8 +1,4 @@
-"""Passes arrays to a kernel without counting references, and tables of arrays by address.
-
-The arguments outlive the kernel's call, so the kernel need not count references to them or copy
-them.
-"""
+"""Passes arrays to a kernel without counting references, because the arrays outlive the call."""
 
 from __future__ import annotations
 
@@ -25,9 +21,8 @@ _OWNERS = "meminfo", "parent"
 class ByAddress(types.Type):
     """The Numba type of a named tuple that is passed by its address instead of field by field.
 
-    By default, Numba passes a tuple field by field, and an array as seven numbers. Every call
-    passes all of these numbers on, down to the last function that reads a field. Numba also counts
-    references to each array at every call.
+    By default, Numba passes an array as seven numbers through every function call, and counts
+    references to the array at each call.
     """
 
     def __init__(self, of: types.BaseTuple) -> None:
@@ -49,10 +44,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the Numba type of a tuple's field, or None if the tuple has no such field.
-
-        For None, Numba reports that the field is unknown.
-        """
+        """Return the Numba type of a tuple's field; None makes Numba report a missing field."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -60,20 +52,14 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """Emit code that reads a field of a tuple of type `ByAddress`.
-
-    An array is read without its owner, so no references are counted.
-    """
+    """Emit code that reads a field of a `ByAddress` tuple; arrays get no owner."""
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """Emit code that reads a value of a Numba type from memory.
-
-    Arrays are read without owners, so no references are counted.
-    """
+    """Emit code that reads a value of a Numba type from memory; arrays get no owner."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for nth, name in enumerate(context.data_model_manager[kind]._fields):
@@ -102,10 +88,10 @@ def _lent(kind: Any) -> Any:
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)``, and pass arrays without owners, and tables by address.
+    """Call ``kernel(cpu, *arguments)`` without counting references; pass named tuples by address.
 
-    For an array with an owner, Numba counts references atomically around every call that takes the
-    array. So the threads of a kernel would contend for these counters at every tile.
+    At every call, Numba counts references to arrays that have owners, so threads would contend for
+    the counters.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 
@@ -130,10 +116,9 @@ def _holds_arrays(kind: Any) -> bool:
 
 @intrinsic
 def borrow(context, value):
-    """Return `value` with arrays that have no owner, so that no references are counted.
+    """Return `value` (an array, a number or a nested tuple) with arrays that have no owner.
 
-    `value` is an array, a number or a nested tuple of these. The caller must keep `value` alive as
-    long as the result is used.
+    The caller must keep `value` alive as long as the result is used.
     """
 
     def codegen(context, builder, signature, args):

@@ -1,11 +1,9 @@
 """Compiles a kernel together with all functions it calls, so that LLVM optimises each only once.
 
-By default, Numba builds a separate library for every `@njit` function that another one calls. Numba
-optimises that library, and translates it, with a wrapper for Python callers, to machine code that
-is never run. Then Numba links the library's LLVM IR into each caller, and optimises the IR again at
-every level of calls. In this module, a `part` is a function that is only lowered to LLVM IR. A
-`Whole` is the entry function of a kernel. The library of a `Whole` links in every part that the
-kernel calls, directly or indirectly, and optimises everything once.
+By default, Numba compiles every called `@njit` function to machine code of its own, which never
+runs. Numba also optimises each called function's LLVM IR again in every caller. Here, a `part` is a
+function that is only lowered to LLVM IR. The library of a `Whole`, a kernel's entry function, links
+in every part that the kernel calls, directly or indirectly, and optimises everything once.
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ class _Text(JITCodeLibrary):
     _linking_libraries: list[Any]
 
     def _optimize_functions(self, ll_module: Any) -> None:
-        """Do not optimise, because the library that links in this library optimises all code."""
+        """Do nothing, because the library that links in this LLVM IR optimises it."""
         ll_module.data_layout = self._codegen._data_layout
 
     def finalize(self) -> None:
@@ -55,10 +53,7 @@ class _Text(JITCodeLibrary):
 
 
 class _HotText(_Text):
-    """An inner loop's LLVM IR, which is optimised once more before it is linked.
-
-    LLVM unrolls an inner loop further each time it optimises the loop.
-    """
+    """The LLVM IR of an inner loop, optimised once more before linking, to unroll it further."""
 
     _optimize_functions = JITCodeLibrary._optimize_functions
 
@@ -76,7 +71,7 @@ class _Whole(JITCodeLibrary):
     _optimize_functions = _Text._optimize_functions
 
     def finalize(self) -> None:
-        """Link in every callee once; Numba itself would link all callees once per function."""
+        """Link in every callee once; Numba itself would link a callee again for each caller."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()
@@ -107,7 +102,7 @@ class _LowerToText(NativeLowering):
     library = _Text
 
     def run_pass(self, state: Any) -> bool:
-        """Lower one function."""
+        """Lower one function to LLVM IR."""
         target = state.targetctx
         state.library = self.library(target.codegen(), state.func_id.func_qualname)
         flags = state.flags
@@ -123,7 +118,7 @@ class _LowerToText(NativeLowering):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerToHotText(_LowerToText):
-    """Numba's lowering pass, changed to produce a `_HotText`."""
+    """Numba's lowering pass, changed to produce a `_HotText`, which is optimised before linking."""
 
     _name = "flashsim_lower_to_hot_text"
     library = _HotText
@@ -147,12 +142,12 @@ class Part(CompilerBase):
 
 @register_pass(mutates_CFG=True, analysis_only=False)
 class _LowerWhole(NativeLowering):
-    """Numba's lowering pass, changed to produce a `_Whole`."""
+    """Numba's lowering pass, changed to produce a `_Whole`, which Python can call."""
 
     _name = "flashsim_lower_whole"
 
     def run_pass(self, state: Any) -> bool:
-        """Lower one function."""
+        """Lower a kernel's entry function to LLVM IR."""
         state.library = _Whole(state.targetctx.codegen(), state.func_id.func_qualname)
         state.library.enable_object_caching()
         return super().run_pass(state)
@@ -171,10 +166,7 @@ class HotPart(Part):
 
 
 def using(pipeline: type[Part], definition: Callable, choose: Callable, **options: Any) -> None:
-    """Make compiled code call the function that `choose` returns for the types of the arguments.
-
-    The source code calls `definition`, and the compiler replaces it by the chosen function.
-    """
+    """Make compiled code call the function `choose(*types)` where the source calls `definition`."""
     jit_options: Any = {"pipeline_class": pipeline, "error_model": "numpy", **options}
     overload(definition, strict=False, jit_options=jit_options)(choose)
 

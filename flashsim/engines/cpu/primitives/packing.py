@@ -21,10 +21,7 @@ def panels_of(cpu, n):
 
 @part
 def filled(n, value, dtype):
-    """Return an array of n equal numbers.
-
-    The function compiles three times as fast as `np.full`.
-    """
+    """Return an array of n equal numbers; the code compiles three times as fast as `np.full`."""
     array = panel_array(n, dtype)
     fill(array, array.dtype.type(value))
     return array
@@ -39,20 +36,13 @@ def fill(X, value):
 
 @part
 def room_for(n, dtype, rounding):
-    """Allocate memory for n 16-bit numbers that are converted to floats.
-
-    If the inputs are floats, the function returns an empty array.
-    """
+    """Allocate memory to convert n 16-bit numbers to floats; empty if the inputs are floats."""
     return panel_array(0 if rounding is None else n, dtype)
 
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """Return an array that holds n numbers of X as floats, and the offset of the first number.
-
-    If X contains floats, the returned array is X itself. If X contains 16-bit numbers, the function
-    converts these numbers into `room`, and returns `room`.
-    """
+    """Return an array of floats (X or `room`) and the index in it of the first of n numbers."""
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
@@ -68,11 +58,7 @@ def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Transpose panels into n rows of X, each times its factor.
-
-    If X contains floats, check the results for NaN and infinity; otherwise convert the results to
-    X's 16-bit type.
-    """
+    """Transpose panels into rows of X, times a factor per row; check for NaN and infinity."""
     if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
@@ -83,11 +69,7 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part(fastmath={"reassoc"})
 def look(counter, X, x0, n):
-    """Set a flag, which is an element of `counter`, if any of n results is NaN or infinite.
-
-    To find such a result, the function multiplies each result by 0: the product is NaN if the
-    result is NaN or infinite.
-    """
+    """Set `counter[ODD]` if any of n results is NaN or infinite (times 0, such a result is NaN)."""
     total = X.dtype.type(0)
     for i in range(n):
         total += X[np.uint64(x0 + i)] * X.dtype.type(0)  # as in `copy_rows`
@@ -123,9 +105,7 @@ def unpack(cpu, panels, X, x0, n, d, factors):
 def copy_rows(out, stride, X, x0, n, d, factor):
     """Copy n rows of X (.., d), times `factor`, and pad each row with zeros to length `stride`.
 
-    The indices are unsigned, because a negative index counts from the array's end. With signed
-    indices, the compiler could not assume that neighbours are adjacent in memory, and would use
-    gathers and scatters.
+    With signed indices instead of unsigned ones, the compiler would use gathers and scatters.
     """
     for row in range(n):
         for x in range(d):
