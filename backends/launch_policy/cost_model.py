@@ -115,10 +115,10 @@ CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 _LAUNCHED = 12.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
-#: Relative difference of two ends below which smaller head groups are better.
-_SAME = 0.005
-#: The most sizes of head groups that are compared.
-_SIZES = 12
+#: For head groups of several waves: the relative difference of two ends below which smaller groups
+#: are better; the most that a row tile of each head may take of L2; and by how many waves a group
+#: may differ from whole ones.
+_SAME, _LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
 _LONG = 150.0  # µs
 #: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
 #: then be predicted to be faster by more than the largest observed error of the prediction.
@@ -324,29 +324,42 @@ def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = Non
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
-def heads_together(walks: int, items: np.ndarray, places: int, clump: int, most: int) -> int:
-    """Return how many of the heads `walks` form a head group, if each group takes several waves.
+def heads_together(
+    walks: int, items: np.ndarray, places: int, clump: int, share: float, drift: int
+) -> int:
+    """Return how many of the heads `walks` form a head group, if several waves may run together.
 
     The result is `clump`, which fits in L2, unless larger groups of equal size end sooner. The gain
-    must exceed the possible cost of additional L2 misses. Groups of at most `most` heads are
-    preferred, and of those that end at about the same time, the smallest. If there are many waves,
-    the function returns `clump` without a comparison.
+    must exceed the possible cost of additional L2 misses. Of groups that end at about the same
+    time, the smallest are best. If there are many waves, the function returns `clump` without a
+    comparison.
 
     Parameters
     ----------
     walks, places, clump : int
     items : ndarray
         As for `makespan`.
-    most : int
-        The largest number of heads of which all blocks find the same rows in L2, although some of
-        the blocks are ahead of others.
+    share : float
+        The fraction of L2 that a row tile of one head takes.
+    drift : int
+        How far blocks get ahead of others, relative to the kernel for head dims up to 128.
     """
     if walks * len(items) > _ROUNDS * places:
         return clump
-    sizes = sorted({-(-walks // groups) for groups in range(1, walks + 1)})
-    larger = [size for size in sizes if size > clump][-_SIZES:]
-    larger = [size for size in larger if size <= most] or larger[:1]
-    ends_at = {size: makespan(items, walks, places, size) for size in larger}
+
+    def aligned(size: int) -> bool:
+        """Return whether blocks find most rows in L2 that other blocks of the group have read."""
+        waves, live = size * len(items) / places, size * share
+        if live > _LIVE or live * waves * drift > 1:  # blocks drift further apart with each wave
+            return False
+        # Where a wave has the end of a group and the beginning of the next, these loop over
+        # different rows, or in different directions.
+        whole = size == walks or abs(waves - max(1, round(waves))) <= _BESIDE
+        return whole or (waves >= 1.5 and 8 * live * drift <= 1)
+
+    groups = range(1, -(-walks // clump))
+    sizes = {size for n in groups if (size := -(-walks // n)) > clump and aligned(size)}
+    ends_at = {size: makespan(items, walks, places, size) for size in sizes}
     first = min(ends_at.values(), default=math.inf)
     if first >= (1 - 2 * _DOUBT) * makespan(items, walks, places, clump):
         return clump

@@ -42,9 +42,6 @@ CAPABILITY = (9, 0)
 #: Average query rows per loop from which on dQ is deferred.
 _LONG_WALK = 1024
 
-#: The part of L2 that a row tile of each co-scheduled head may take: one in so many.
-_ROW_TILES = 10
-
 #: The head_dim up to which the fused kernel stores dQ after one visit.
 _WIDEST_ONCE = 128
 
@@ -256,9 +253,9 @@ class Hopper(Family):
                 size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
             items = _item_times(walk)[0].items(p.group * tables.visits)
             # co-scheduled heads need not fit in L2 together, but a few row tiles of each should
-            row_tile = held(stage, p) * tables.schedule.tiling.block_q // p.n_q
-            most = max(1, gpu.l2_bytes // (_ROW_TILES * row_tile))
-            size = heads_together(walk.walks, items, processors, size, most)
+            share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
+            drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
+            size = heads_together(walk.walks, items, processors, size, share, drift)
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
         if short and walk.walks * tables.tiles >= 8 * processors:
@@ -271,12 +268,12 @@ class Hopper(Family):
         A KV-outer pass alternates if the tensors that a head group loops over, and the group's dQ,
         together exceed the size of L2. No pass alternates under a left window, because its work
         tiles begin at different row tiles. If there are more work tiles than SMs, the threshold is
-        twice the L2 size. The reason: work tiles that run at the same time are then about equally
-        long, and drift apart slowly.
+        1.25 times the L2 size, or twice for a single head. The reason: work tiles that run at the
+        same time are then about equally long, and drift apart slowly.
         """
         p, gpu = walk.problem, walk.gpu
-        waves = walk.tables.tiles / gpu.multiprocessors
-        room = gpu.l2_bytes * (2 if clump == 1 and waves > 1 else 1)
+        more = clump * walk.tables.tiles > gpu.multiprocessors
+        room = gpu.l2_bytes * ((2 if clump == 1 else 1.25) if more else 1)
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 

@@ -117,7 +117,7 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
-    adds = adds_statistics(problem, once=variant.once)
+    adds = adds_statistics(problem, tiling, once=variant.once)
     rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
@@ -138,17 +138,16 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     )
 
 
-def adds_statistics(problem: Problem, *, once: bool) -> bool:
+def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
     """Return whether a product adds the log-sum-exp and delta of rows to the scores and dP.
 
     See STATISTICS in kernels/hopper/kv_outer.cuh. The product's operands are bfloat16 numbers,
     which have float32's range. A score function, a softcap or a negative scale needs the scores
-    themselves. With more columns, or with 64 rows per tile, the product takes as long as the loads
-    that it replaces.
+    themselves. With 80 rows per tile, shared memory has no room for the operand.
     """
     simple = not problem.softcap and problem.score_mod is None and problem.scale > 0
-    narrow = max(problem.head_dim, problem.head_dim_v) <= 48
-    return problem.dtype == "bfloat16" and simple and narrow and not once
+    room = tiling.block_q % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
+    return problem.dtype == "bfloat16" and simple and room and not once
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:

@@ -286,7 +286,8 @@ def tensor_flops(
         each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
         if hopper and not python and stage.name in ("dkdv", "fused"):
             # 16 more columns of S and dP
-            each += 2 * 2 * sides[2] * 16 * hopper_kernels.adds_statistics(p, once=stage.once)
+            adds = hopper_kernels.adds_statistics(p, tiling, once=stage.once)
+            each += 2 * 2 * sides[2] * 16 * adds
         if stage.name == "fused" and not hopper and p.itemsize == 2:
             each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
         # If launches differ, all work tiles are equally long (`Hopper.remainder`). If dQ may be
