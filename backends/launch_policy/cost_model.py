@@ -324,6 +324,18 @@ def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = Non
     return max(ends(np.sort(items)[::-1].tolist(), walks, clump or walks, [0.0] * places))
 
 
+def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
+    """Return whether running all heads together is faster than running one head group at a time.
+
+    The predicted gain must exceed the possible cost of additional L2 misses. If there are many
+    waves, the function returns False without a comparison.
+    """
+    if walks * len(items) > _ROUNDS * places:
+        return False
+    at_once, one_by_one = (makespan(items, walks, places, x) for x in (walks, clump))
+    return at_once < (1 - 2 * _DOUBT) * one_by_one
+
+
 def heads_together(
     walks: int, items: np.ndarray, places: int, clump: int, share: float, drift: int
 ) -> int:

@@ -28,6 +28,7 @@ from flashsim.backends.launch_policy.cost_model import (
     microseconds,
     microseconds_by_keys,
     remainder,
+    sooner_at_once,
 )
 from flashsim.backends.launch_policy.family import Family, PassRequest, Walked, widest
 from flashsim.backends.launch_policy.hopper_kernels import Rings
@@ -252,10 +253,12 @@ class Hopper(Family):
             if self.in_step(walk, 1):
                 size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
             items = _item_times(walk)[0].items(p.group * tables.visits)
-            # co-scheduled heads need not fit in L2 together, but a few row tiles of each should
-            share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
-            drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
-            size = heads_together(walk.walks, items, processors, size, share, drift)
+            if self.in_step(walk, walk.walks):  # a few row tiles of each head should fit in L2
+                share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
+                drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
+                size = heads_together(walk.walks, items, processors, size, share, drift)
+            elif sooner_at_once(walk.walks, items, processors, size):
+                size = walk.walks
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
         if short and walk.walks * tables.tiles >= 8 * processors:
