@@ -9,6 +9,7 @@ each SM finishes its last work tile.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
@@ -37,6 +38,12 @@ class Times(NamedTuple):
 #: tile. `python benchmarks/tile_times.py` measures and fits them. A faster or slower GPU scales all
 #: of them.
 HOPPER_FORWARD: dict[int, dict[Tiling, Times]] = {
+    32: {
+        Tiling(192, 128): Times(1.47, 1.10),
+        Tiling(192, 144): Times(1.63, 1.21),
+        Tiling(128, 128): Times(1.20, 0.84),
+        Tiling(128, 208): Times(1.45, 1.32),
+    },
     64: {
         Tiling(192, 128): Times(1.72, 1.45),
         Tiling(128, 128): Times(1.35, 1.14),
@@ -108,6 +115,10 @@ CLUSTERS = {1: 1.0, 2: 1.0, 4: 0.8, 8: 0.75}
 _LAUNCHED = 12.0
 #: Relative difference of two times below which either may be the shorter one.
 _DOUBT = 0.02
+#: For head groups of several waves: the relative difference of two ends below which smaller groups
+#: are better; the most that a row tile of each head may take of L2; and by how many waves a group
+#: may differ from whole ones.
+_SAME, _LIVE, _BESIDE = 0.003, 1 / 5, 1 / 6
 _LONG = 150.0  # µs
 #: With at most so many waves, the longest work tile may leave SMs idle for long. A cluster must
 #: then be predicted to be faster by more than the largest observed error of the prediction.
@@ -322,6 +333,48 @@ def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bo
         return False
     at_once, one_by_one = (makespan(items, walks, places, x) for x in (walks, clump))
     return at_once < (1 - 2 * _DOUBT) * one_by_one
+
+
+def heads_together(
+    walks: int, items: np.ndarray, places: int, clump: int, share: float, drift: int
+) -> int:
+    """Return how many of the heads `walks` form a head group, if several waves may run together.
+
+    The result is `clump`, which fits in L2, unless larger groups of equal size end sooner. The gain
+    must exceed the possible cost of additional L2 misses. Of groups that end at about the same
+    time, the smallest are best. If there are many waves, the function returns `clump` without a
+    comparison.
+
+    Parameters
+    ----------
+    walks, places, clump : int
+    items : ndarray
+        As for `makespan`.
+    share : float
+        The fraction of L2 that a row tile of one head takes.
+    drift : int
+        How far blocks get ahead of others, relative to the kernel for head dims up to 128.
+    """
+    if walks * len(items) > _ROUNDS * places:
+        return clump
+
+    def aligned(size: int) -> bool:
+        """Return whether blocks find most rows in L2 that other blocks of the group have read."""
+        waves, live = size * len(items) / places, size * share
+        if live > _LIVE or live * waves * drift > 1:  # blocks drift further apart with each wave
+            return False
+        # Where a wave has the end of a group and the beginning of the next, these loop over
+        # different rows, or in different directions.
+        whole = size == walks or abs(waves - max(1, round(waves))) <= _BESIDE
+        return whole or (waves >= 1.5 and 8 * live * drift <= 1)
+
+    groups = range(1, -(-walks // clump))
+    sizes = {size for n in groups if (size := -(-walks // n)) > clump and aligned(size)}
+    ends_at = {size: makespan(items, walks, places, size) for size in sizes}
+    first = min(ends_at.values(), default=math.inf)
+    if first >= (1 - 2 * _DOUBT) * makespan(items, walks, places, clump):
+        return clump
+    return min(size for size, end in ends_at.items() if end <= (1 + _SAME) * first)
 
 
 def fastest_first(

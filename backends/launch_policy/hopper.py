@@ -24,6 +24,7 @@ from flashsim.backends.launch_policy.cost_model import (
     busy_at_once,
     fastest_cluster,
     fastest_first,
+    heads_together,
     microseconds,
     microseconds_by_keys,
     remainder,
@@ -248,8 +249,12 @@ class Hopper(Family):
             if self.in_step(walk, 1):
                 size = _whole_rounds(walk.walks, tables.tiles, gpu) or size
             items = _item_times(walk)[0].items(p.group * tables.visits)
-            if sooner_at_once(walk.walks, items, processors, size):
-                size = walk.walks  # co-scheduled heads need not fit in L2 together
+            if self.in_step(walk, walk.walks):  # a few row tiles of each head should fit in L2
+                share = held(stage, p) * tables.schedule.tiling.block_q / p.n_q / gpu.l2_bytes
+                drift = 2 if widest(p) > 128 else 1  # warpgroups with roles let blocks drift apart
+                size = heads_together(walk.walks, items, processors, size, share, drift)
+            elif sooner_at_once(walk.walks, items, processors, size):
+                size = walk.walks
         few = processors // 8
         short = stage.name == "forward" and 0 < few * tables.tiles <= processors
         if short and walk.walks * tables.tiles >= 8 * processors:
@@ -261,11 +266,12 @@ class Hopper(Family):
 
         A KV-outer pass alternates if the tensors that a head group loops over, including dQ, exceed
         the size of L2. No pass alternates under a left window, where work tiles begin at different
-        row tiles. With more work tiles than SMs, the limit is twice the L2 size, because concurrent
-        work tiles are about equally long and drift apart slowly.
+        row tiles. With more work tiles than SMs, the limit is 1.25 times the L2 size, or twice for a
+        single head, because concurrent work tiles are about equally long and drift apart slowly.
         """
         p, gpu = walk.problem, walk.gpu
-        room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
+        more = clump * walk.tables.tiles > gpu.multiprocessors
+        room = gpu.l2_bytes * ((2 if clump == 1 else 1.25) if more else 1)
         unlimited = walk.stage.name == "fused" and p.left >= p.n_q + p.n_kv
         return unlimited and _drifts(walk) and clump * held(walk.stage, p) > room
 

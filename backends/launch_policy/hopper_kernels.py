@@ -117,6 +117,8 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
     # warps.
     dlse = problem.dlse and variant.once  # otherwise the delta kernel subtracts it
     rows = stages * (1 + dlse) + (stages + 1) * 8 if variant.once else 2 * stages
+    adds = adds_statistics(problem, tiling, once=variant.once)
+    rows = 8 * stages if adds else rows  # 16 columns of 2 bytes
     shared = on_chip(tiles + 4 * rows * bq, 2 + 2 * stages + (0 if wide else 4))
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     rows = bq // 2 if d == 64 else bq  # queries in a warpgroup's piece of dQ
@@ -128,11 +130,24 @@ def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kerne
         {"D": d, "FUSED": fused, "ORDERED": variant.ordered, "CLUSTER": variant.cluster}
         | {"IN_STEP": variant.in_step, "ONCE": variant.once, "AFTER": variant.after}
         | {"MORE": variant.more, "DEFERRED": variant.deferred, "DLSE": dlse}
+        | {"STATISTICS": adds}
         | ({"SCORE_LATE": 1} if problem.score_mod is not None and bq == 128 else {}),
         boxes,
         variant.cluster,
         outer="keys",
     )
+
+
+def adds_statistics(problem: Problem, tiling: Tiling, *, once: bool) -> bool:
+    """Return whether a product adds the log-sum-exp and delta of rows to the scores and dP.
+
+    See STATISTICS in kernels/hopper/kv_outer.cuh. The product's operands are bfloat16 numbers,
+    which have float32's range. A score function, a softcap or a negative scale needs the scores
+    themselves. With 80 rows per tile, shared memory has no room for the operand.
+    """
+    simple = not problem.softcap and problem.score_mod is None and problem.scale > 0
+    room = tiling.block_q % 64 == 0 and max(problem.head_dim, problem.head_dim_v) <= 128
+    return problem.dtype == "bfloat16" and simple and room and not once
 
 
 def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
@@ -141,7 +156,7 @@ def roles_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
     # K, V, Q and dO, P and dS; dQ is staged.
     tiles = 2 * (2 * bk * d + (stages + 1) * bq * d + 2 * bq * bk) + 4 * bq * d
     shared = on_chip(tiles + 4 * stages * 2 * bq, 3 + 2 * stages + 2 * d // _CHUNK)
-    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE"), 0)
+    never = dict.fromkeys(("ORDERED", "ONCE", "AFTER", "MORE", "DEFERRED", "DLSE", "STATISTICS"), 0)
     boxes = _boxes(("q", bq), ("k", bk), ("v", bk), ("dout", bq))
     return launch.built(
         *("hopper/backward_roles.cu", "hopper_backward_roles", 512, shared),

@@ -44,7 +44,7 @@ class PythonHopper(hopper.Hopper):
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))
-        untried = (80, 96) if 128 < asked.wide <= 192 else ()
+        untried = (80, 96) if 128 < asked.wide <= 192 else (144,)
         return tuple(t for t in every if t.block_k <= 176 and t.block_k not in untried)
 
     def in_step(self, walk: Walked, clump: int) -> bool:

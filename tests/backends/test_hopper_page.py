@@ -123,7 +123,7 @@ def test_the_page_says_where_ping_pong_is_off():
     assert "are 128\nand n_kv is above 16 × block_k" in PAGE.read_text("utf-8")
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 192, 256])
 def test_the_page_lists_the_forward_tiles(head_dim):
     (row,) = re.findall(rf"^\| tile, d ≤ {head_dim} \|(.*)$", PAGE.read_text("utf-8"), re.M)
     cell = row.split("|")[0]

@@ -196,7 +196,7 @@ def _given(
     for name, value in values.items():
         if name not in known:
             raise OptionError(
-                f"{what} has a value for {name!r}, which is not drawn; choose from "
+                f"{what} has a value for {name!r}, which is not in the plot; choose from "
                 f"{choices(name, known)}"
             )
         checks.number(f"{what} of {name!r}", value, least)

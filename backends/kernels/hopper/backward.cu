@@ -37,8 +37,8 @@ constexpr bool CARRY = D == 128 && BLOCK_Q == 64 && !FS_SOFTCAP && !FS_SCORE_MOD
 // for this many rows, the load takes long. At 32 columns under a causal mask or window, the early
 // load is slower. (So is an early load of dP's initial values at 32 columns; with more columns it
 // needs too many registers.)
-constexpr bool EARLY =
-    FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE && (COLUMNS > 32 || !FS_RIGHT);
+constexpr bool EARLY = FS_FUSED && START && BLOCK_Q == 128 && !FS_ONCE &&
+                       (COLUMNS > 32 || !FS_RIGHT) && !FS_STATISTICS;
 // dQ of a visit is computed in the next visit, so that no warpgroup waits for the other's dS.
 [[maybe_unused]] constexpr bool DEFERRED = FS_DEFERRED;
 // dQ^T, D x BLOCK_Q, is divided between the warpgroups in pieces of 64 columns of dQ by DQ_ROWS
@@ -67,6 +67,7 @@ static_assert(FS_CLUSTER == 1 || !(FS_ORDERED || FS_TIMELINE), "items have one b
 static_assert(!FS_ONCE || (FS_FUSED && !FS_ORDERED && !FS_SOFTCAP && BLOCK_Q % 32 == 0), "");
 static_assert(!FS_ONCE || !FS_SCORE_MOD, "delta is no sum of what it has");
 static_assert(FS_ONCE || !FS_DLSE, "delta has it already");
+static_assert(!FS_STATISTICS || (FS_BF16 && START && !FS_ONCE), "");
 static_assert(!FS_ONCE || !FS_DEFERRED, "no visit follows in which dQ would be computed");
 static_assert(D * ROW_OF_THREADS <= 2 * (2 * BLOCK_K + 2 * STAGES * BLOCK_Q) * D, "room for both");
 
@@ -87,9 +88,13 @@ struct OnChip {
     alignas(1024) float dq[WARPGROUPS][DQ_BOXES][DQ_ROWS * 32];  // staged for the addition to dQ
 #endif
 #endif
+#if FS_STATISTICS
+    alignas(1024) u16 statistics[STAGES][BLOCK_Q * 16];    // see STATISTICS in kv_outer.cuh
+#else
     float lse[STAGES][BLOCK_Q];                            // -lse, in the scores' unit
 #if !FS_ONCE
     float delta[STAGES][BLOCK_Q];                          // -delta
+#endif
 #endif
     u64 kv_full, k_empty, v_empty;                         // barriers of k and v
     u64 ds_full[STAGES], ds_free[STAGES];                  // barriers of ds, if dQ is deferred
@@ -118,6 +123,19 @@ __device__ __forceinline__ void issue_scores(float (&S)[BLOCK_Q / 2], const u16*
         wgmma_ss<0, 0>(S, da + along_row(x, BLOCK_K), db + along_row(x, BLOCK_Q), ADD || x > 0);
     wgmma_commit();
 }
+
+#if FS_STATISTICS
+// Issues the product that sets each score to its query's first (-lse / scale) or second (-delta)
+// statistic: the left operand's rows select the statistic's three parts.
+__device__ __forceinline__ void start_scores(float (&S)[BLOCK_Q / 2], const u16* statistics,
+                                             int which) {
+    constexpr u32 ONE = 0x3F80;  // 1 in bfloat16
+    const int pair = threadIdx.x % 4 - 2 * which;  // of columns
+    const u32 part = pair == 0 ? ONE | ONE << 16 : pair == 1 ? ONE : 0;
+    const u32 ones[4] = {part, part, 0, 0};
+    wgmma_rs<0>(S, ones, descriptor(statistics, 0, SWIZZLE_32), 0);
+}
+#endif
 
 // Loads the statistic (lse or delta) of each of this thread's scores.
 __device__ __forceinline__ void load_rows(float (&S)[BLOCK_Q / 2], const float* statistic) {
@@ -209,10 +227,12 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #if FS_SCORE_LATE
         FlashSums sums;  // sums of one query head
 #endif
+#if !FS_STATISTICS
         if (EARLY) {
             if (steps > 0) wait(&s.full[ring.stage], ring.parity);
             load_rows(S, s.lse[ring.stage]);
         }
+#endif
 #pragma unroll 1
         for (int left = steps; left; --left) {
             const Visit visit = visits(a, step.v);
@@ -228,16 +248,28 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             stamp(stamps, 0);
             if (!EARLY) wait(&s.full[stage], ring.parity);
             stamp(stamps, 1);
+#if !FS_STATISTICS
             if (START && !EARLY) load_rows(S, s.lse[stage]);
 #if !FS_ONCE
             load_rows(dP, s.delta[stage]);
 #endif
+#else
+#pragma unroll  // not needed, but otherwise ptxas serialises the products at 64 columns
+            for (int e = 0; e < (COLUMNS > 48) * BLOCK_Q / 2; ++e) S[e] = dP[e] = 0.0f;
+#endif
             if (CARRY) wgmma_wait<0>(), pin(dK);  // ptxas would wait here anyway
             else if (FS_ONCE) pin(S);
-            else pin(S), pin(dP);  // loads all of dP here, none of it after S
+            else if (!FS_STATISTICS || COLUMNS > 48)
+                pin(S), pin(dP);  // loads all of dP here, none of it after S
             wgmma_fence();
+#if FS_STATISTICS
+            start_scores(S, s.statistics[stage], 0);
+#endif
             issue_scores<START>(S, &s.k[0][64 * g * 64], s.q[stage][0]);
             wgmma_fence();
+#if FS_STATISTICS
+            start_scores(dP, s.statistics[stage], 1);
+#endif
             issue_scores<!FS_ONCE>(dP, &s.v[0][64 * g * 64], s.dout[stage][0]);
             if (CARRY && speaks && left < steps) arrive(&s.empty[stage ^ 1]);
 #if FS_SCORE_MOD
@@ -276,7 +308,11 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
 #else
 #pragma unroll
                 for (int e = first / 2; e < (first + SLICE) / 2; e += 2) {
-                    const float2 lse = START ? float2{0.0f, 0.0f} : query_pair(s.lse[stage], e / 4);
+#if FS_SCALED
+                    const float2 lse = query_pair(s.lse[stage], e / 4);
+#else
+                    const float2 lse = {0.0f, 0.0f};
+#endif
                     const float p0 = exp2_approx(S[e] * factor + lse.x);
                     const float p1 = exp2_approx(S[e + 1] * factor + lse.y);
                     P[e / 8][e / 2 % 4] = pack(p0, p1);
@@ -375,12 +411,14 @@ __device__ void consume(OnChip& s, const Args& a, int g) {
             wgmma_wait<1>();  // dV is complete
             if (speaks && left == 1) arrive(&s.k_empty);
 #endif
+#if !FS_STATISTICS
             if (EARLY) {  // if no visit follows, the values are loaded from this stage and not used
                 Ring next = ring;
                 next.next(STAGES);
                 if (left > 1) wait(&s.full[next.stage], next.parity);
                 load_rows(S, s.lse[next.stage]);
             }
+#endif
             if (!CARRY) {
                 wgmma_wait<0>();
                 pin(dK);

@@ -143,6 +143,27 @@ __device__ void produce(OnChip& s, const Args& a, const TensorMap* map_q, const 
 // Reads what the previous kernel wrote: a launch that does not wait for that kernel bypasses L1.
 __device__ inline float seen(const float* from) { return FS_AFTER ? __ldcg(from) : *from; }
 
+#if FS_STATISTICS
+// STATISTICS: the scores and dP start at a row's statistics, and a product brings them there:
+// reading them from shared memory takes longer, since every thread needs every second pair. A row
+// of 16 columns has each statistic as a sum of three bfloat16 numbers, which is exact to float32:
+// -lse / scale in columns 0 to 2, -delta in columns 4 to 6. The other columns are 0.
+constexpr float LOWEST = -0x1p126f;  // instead of -inf, which the product would multiply by 0
+__device__ inline void write_statistics(u16* rows, int row, float first, float second) {
+    u32 parts[4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const float x = i ? second : first;
+        const float high = unpack(pack(x, 0.0f)).x, middle = unpack(pack(x - high, 0.0f)).x;
+        parts[2 * i] = pack(high, middle), parts[2 * i + 1] = pack(x - high - middle, 0.0f);
+    }
+    const int turn = row / 4 % 2;  // the 32-byte swizzle
+    uint4* to = reinterpret_cast<uint4*>(rows + row * 16);
+    to[turn] = make_uint4(parts[0], parts[1], parts[2], parts[3]);
+    to[1 - turn] = make_uint4(0, 0, 0, 0);
+}
+#endif
+
 // A warp: writes the initial values of each visit's scores and dP, and arrives at the tiles'
 // barriers. A row past the end, or one that sees no key, gets -inf, so that its P is exactly 0.
 // With FS_ONCE there is no delta yet, only, with FS_DLSE, the LSE's gradient, which is subtracted
@@ -180,6 +201,14 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
                 report(counts + 3, 4 * exists);
             }
             wait(&s.empty[ring.stage], ring.parity ^ 1);  // its last readers are done
+#if FS_STATISTICS
+#pragma unroll
+            for (int i = 0; i < PER_LANE; ++i)
+                if (lane + 32 * i < BLOCK_Q)
+                    write_statistics(s.statistics[ring.stage], lane + 32 * i,
+                                     lse[i] == NEG_INF ? LOWEST : lse[i] * unit, -delta[i]);
+            fence_async_shared();
+#else
 #pragma unroll
             for (int i = 0; i < PER_LANE; ++i) {
                 const int x = lane + 32 * i;
@@ -192,6 +221,7 @@ __device__ void produce_statistics(OnChip& s, const Args& a) {
 #endif
                 }
             }
+#endif
             arrive(&s.full[ring.stage]);  // every lane arrives for what it wrote
             ring.next(STAGES);
             step.next(a, it, it.visits.count);

@@ -284,6 +284,10 @@ def tensor_flops(
         wide = replace(p, head_dim=d, head_dim_v=dv)
         visit = stage_work(wide, traffic.algorithm, traffic.direction, stage.name).visit
         each = total_flops(visit, *sides)["matmul"] + (2 * sides[2] * beyond if visit else 0)
+        if hopper and not python and stage.name in ("dkdv", "fused"):
+            # 16 more columns of S and dP
+            adds = hopper_kernels.adds_statistics(p, tiling, once=stage.once)
+            each += 2 * 2 * sides[2] * 16 * adds
         if stage.name == "fused" and not hopper and p.itemsize == 2:
             each += 2 * sides[2] * (_columns_of_dq(traffic) - d)
         # If launches differ, all work tiles are equally long (`Hopper.remainder`). If dQ may be
