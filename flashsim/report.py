@@ -36,6 +36,10 @@ class Table:
     rows: list[Sequence[Cell]] = field(default_factory=list)
     note: str = ""
 
+    def add(self, *row: Cell) -> None:
+        """Add a row with these cells."""
+        self.rows.append(row)
+
     def records(self) -> list[dict[str, Cell]]:
         """Return one dict per row, with the columns as keys."""
         return [dict(zip(self.columns, row, strict=True)) for row in self.rows]

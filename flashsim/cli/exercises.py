@@ -51,7 +51,7 @@ def listed() -> Tables:
         task = exercise.tasks[0] if isinstance(exercise, KernelExercise) else exercise.task
         sram = None if exercise.questions else task.sram_bytes
         full = None if exercise.questions else exercise.full_marks_bytes
-        table.rows.append((name, exercise.title, full, sram, len(exercise.hints)))
+        table.add(name, exercise.title, full, sram, len(exercise.hints))
     return table
 
 
@@ -218,7 +218,7 @@ def _judge(name: str, said: tuple[int | None, int | None], counted: Trace | Traf
     # Bytes added to HBM in place count as stored.
     right = counted.bytes("load"), counted.bytes("store") + counted.bytes("reduce")
     for what, measured, guess in zip(("loaded", "stored"), right, guesses, strict=True):
-        table.rows.append((what, guess, measured, guess / measured))
+        table.add(what, guess, measured, guess / measured)
     exact = tuple(guesses) == right
     table.note = "exact to the byte!" if exact else "the table below has the bytes of each tensor"
     show([table, counted.table()])
@@ -423,9 +423,9 @@ def _add(short: Table, full: Table, file: str, exercise: str, every: list[Marks]
         moved = marks.figures.get("bytes")
     points, most = (sum(getattr(marks, name) for marks in every) for name in ("points", "most"))
     row = (plain(file, 200), exercise, points, most, *parts.values(), moved)
-    short.rows.append((*row, textwrap.shorten(why[0] if why else "", 60)))
+    short.add(*row, textwrap.shorten(why[0] if why else "", 60))
     seconds = round(sum(marks.seconds for marks in every), 3)
-    full.rows.append((*row, " | ".join(why), seconds))
+    full.add(*row, " | ".join(why), seconds)
 
 
 def _write(text: str, path: Path, *, force: bool) -> None:

@@ -288,7 +288,7 @@ def _at_sizes(curves: dict[str, Any], sizes: list[float]) -> Table:
     for name, curve in curves.items():
         for size in sizes:
             nbytes = checks.number("--l2-sizes", size, low=0.0) * 2**20
-            table.rows.append((name, size, curve.reads(nbytes), curve.writes(nbytes)))
+            table.add(name, size, curve.reads(nbytes), curve.writes(nbytes))
     return table
 
 

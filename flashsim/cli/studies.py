@@ -340,13 +340,11 @@ def devices(sizes: opt.Sizes, decoding: opt.Decoding, *, typed: typer.Context) -
         "published; link GB/s: per direction",
     )
     for d in PRESETS.values():
-        table.rows.append(
-            (
-                *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
-                *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
-                *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12),
-                *(d.link, Link.get(d.link).bandwidth / 1e9, d.source),
-            )
+        table.add(
+            *(d.name, d.sram_bytes, d.sram_per_sm, d.registers_per_sm, d.sm_count),
+            *(d.l2_bytes, d.hbm_bytes, d.hbm_bandwidth / 1e9, d.l2_bandwidth / 1e9 or None),
+            *(d.peak("float16") / 1e12, d.cuda_flops["float32"] / 1e12),
+            *(d.link, Link.get(d.link).bandwidth / 1e9, d.source),
         )
     return table
 
@@ -439,7 +437,5 @@ def _filled(sizes: opt.Sizes, decoding: opt.Decoding) -> report.Table:
     for d in PRESETS.values():
         f = fill(problem, d, **how)
         splits = f.split.splits
-        table.rows.append(
-            (d.name, d.sm_count, str(f.tiling), f.per_sm, f.needed, f.whole, splits, f.blocks)
-        )
+        table.add(d.name, d.sm_count, str(f.tiling), f.per_sm, f.needed, f.whole, splits, f.blocks)
     return table

@@ -159,12 +159,10 @@ class Account(report.Tabled):
         lasts, out = int(self.flops.max(axis=0).sum()), self.out_bytes
         for rank in range(group.ranks):
             flops = int(self.flops[rank].sum())
-            table.rows.append(
-                (
-                    *(rank, _spans(group.rows(rank)), int(out[rank].sum()), flops / 1e12),
-                    *(100 * (1 - flops / lasts), int(self.hbm[rank].sum())),
-                    *(int(self.merge[rank].sum()), int(self.peak[rank])),
-                )
+            table.add(
+                *(rank, _spans(group.rows(rank)), int(out[rank].sum()), flops / 1e12),
+                *(100 * (1 - flops / lasts), int(self.hbm[rank].sum())),
+                *(int(self.merge[rank].sum()), int(self.peak[rank])),
             )
         return table
 
@@ -182,11 +180,9 @@ class Account(report.Tabled):
             scores = _scores(self, rank, number) if keys else ""
             sends = " ".join(name for name, x in self.sent.items() if x[rank, n])
             to = self.destination(rank, n)
-            table.rows.append(
-                (
-                    *(step, keys, scores, int(self.visits[rank, n]), self.flops[rank, n] / 1e12),
-                    *(int(self.hbm[rank, n]), sends, " ".join(map(str, to)), int(out[rank, n])),
-                )
+            table.add(
+                *(step, keys, scores, int(self.visits[rank, n]), self.flops[rank, n] / 1e12),
+                *(int(self.hbm[rank, n]), sends, " ".join(map(str, to)), int(out[rank, n])),
             )
         return table
 

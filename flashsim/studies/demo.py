@@ -81,13 +81,11 @@ class DemoLayer:
         for t in traces:
             fewer = round(standard[t.direction] / t.bytes(), 2)
             stored = t.bytes("store") + t.bytes("reduce")
-            table.rows.append(
-                (
-                    ALGORITHMS[t.algorithm].title,
-                    t.direction,
-                    *(t.bytes("load"), stored, t.bytes()),
-                    fewer,
-                )
+            table.add(
+                ALGORITHMS[t.algorithm].title,
+                t.direction,
+                *(t.bytes("load"), stored, t.bytes()),
+                fewer,
             )
         return table
 
@@ -99,7 +97,7 @@ class DemoLayer:
             note="standard attention differs more, because it stores the scores in HBM as float16",
         )
         for algorithm, difference in self.differences.items():
-            table.rows.append((algorithm, difference, difference < LIMIT))
+            table.add(algorithm, difference, difference < LIMIT)
         return table
 
 

@@ -159,12 +159,10 @@ class Roofline(report.Tabled):
         peak = first.device.peak(first.dtype)
         share = lambda x: None if x is None else 100 * x / peak  # noqa: E731
         for p in self.points:
-            table.rows.append(
-                (
-                    *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
-                    *(tera(p.attainable), p.bound, tera(p.achieved), share(p.achieved)),
-                    p.joules,
-                )
+            table.add(
+                *(p.algorithm, p.direction, p.count, p.flops, p.bytes, p.intensity, p.ridge),
+                *(tera(p.attainable), p.bound, tera(p.achieved), share(p.achieved)),
+                p.joules,
             )
         return table
 
@@ -258,7 +256,7 @@ def ridge_points(device: Device | str) -> report.Table:
     for dtype in dict.fromkeys((*device.tensor_flops, *device.cuda_flops)):
         peak = device.peak(dtype)
         l2 = peak / device.l2_bandwidth if device.l2_bandwidth else None
-        table.rows.append((dtype, peak / 1e12, device.ridge(dtype), l2))
+        table.add(dtype, peak / 1e12, device.ridge(dtype), l2)
     return table
 
 

@@ -228,5 +228,5 @@ def table(
                 continue
             a = access(name, layout, dtype=kind, columns=columns, pad=pad)
             figures = (a.wavefronts, a.ideal, a.conflicts, a.sectors, a.ideal_sectors)
-            result.rows.append((name, layout, *figures))
+            result.add(name, layout, *figures)
     return result

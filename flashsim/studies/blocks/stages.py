@@ -92,7 +92,7 @@ class BlockSizes(report.Tabled):
         for b in self.found:
             ms = None if b.seconds is None else 1e3 * b.seconds
             sizes = b.outer, b.visits, b.sram, b.blocks, b.bytes
-            table.rows.append((b.stage, str(b.tiling), *sizes, ms))
+            table.add(b.stage, str(b.tiling), *sizes, ms)
         return table
 
     def _words(self) -> str:

@@ -50,7 +50,7 @@ def table(*names: str) -> Table:
     for name in names or CLAIMS:
         finding = judge(name)
         verdict = "right" if finding.right else "wrong"
-        result.rows.append((name, verdict, CLAIMS[name].said, finding.found, finding.why))
+        result.add(name, verdict, CLAIMS[name].said, finding.found, finding.why)
     return result
 
 

@@ -171,13 +171,11 @@ class Climb(report.Tabled):
         )
         for name, step in self.steps.items():
             loads, stores = step.accesses(p.n_q * p.n_kv, p.itemsize)
-            table.rows.append(
-                (
-                    *(name, step.rung.title, loads, stores),
-                    *(step.bytes("load"), step.bytes("store")),
-                    "==" if step.moved == step.predicted else "DIFFERS",
-                    *(step.peak_sram, step.error),
-                )
+            table.add(
+                *(name, step.rung.title, loads, stores),
+                *(step.bytes("load"), step.bytes("store")),
+                "==" if step.moved == step.predicted else "DIFFERS",
+                *(step.peak_sram, step.error),
             )
         return table
 

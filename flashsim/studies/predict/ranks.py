@@ -91,15 +91,13 @@ class SpreadTime(report.Tabled):
         # Rounding errors of up to a picosecond, also negative ones, count as no wait.
         waits = np.maximum(self.end - self.start - self.compute, 0).round(12)
         for n, step in enumerate(account.steps):
-            table.rows.append(
-                (
-                    *(step, 1e3 * float(self.compute[:, n].max())),
-                    *(
-                        1e3 * float(self.compute[:, n].min()),
-                        1e3 * float(self.transfer[:, n].max()),
-                    ),
-                    1e3 * float(waits[:, n].max()),
-                )
+            table.add(
+                *(step, 1e3 * float(self.compute[:, n].max())),
+                *(
+                    1e3 * float(self.compute[:, n].min()),
+                    1e3 * float(self.transfer[:, n].max()),
+                ),
+                1e3 * float(waits[:, n].max()),
             )
         return table
 

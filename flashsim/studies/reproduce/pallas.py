@@ -15,7 +15,7 @@ from flashsim.problem.hardware import KIB, PRESETS, Device
 from flashsim.problem.problem import Problem
 from flashsim.report import Table
 from flashsim.schedule.tiling import Tiling
-from flashsim.studies.reproduce.page import line, page
+from flashsim.studies.reproduce.page import Page
 from flashsim.studies.roofline import textbook_bytes
 
 WIDTH, LENGTHS = 64, (128, 256, 512, 1024, 2048, 4096)
@@ -104,7 +104,7 @@ def _cells() -> list[tuple[str, str, int, int]]:
 
 
 def _intensities() -> Table:
-    table = page(
+    table = Page(
         "Intensity, FLOP/B, one head, d = 64, each tensor once",
         "A roofline of attention in Pallas; forward 4 T^2 d + 5 T^2 FLOPs, backward 8, 14 or 10 "
         "T^2 d. The write-up labels them bfloat16, but only 4 B per element give its figures",
@@ -116,12 +116,12 @@ def _intensities() -> Table:
         printed, ours = INTENSITY[direction, kernel][at], textbook(direction, kernel, n).intensity
         narrow = textbook(direction, kernel, n, DTYPE).intensity
         why = f"{'rounded' if round(ours) == printed else 'differs'}; with 2 B {narrow:,.0f}"
-        table.rows.append(line(f"{direction}, {name}, T = {n:,}", printed, ours, why))
+        table.line(f"{direction}, {name}, T = {n:,}", printed, ours, why)
     return table
 
 
 def _executed() -> Table:
-    table = page(
+    table = Page(
         "Intensity as executed: matrix FLOP/B requested, bfloat16, d = 64, tiles 64 x 64",
         f"up to T = {EXECUTED_TO} from runs on the simulated memory, beyond from the equal closed "
         "form. K and V are read once per row tile, so the intensity stops growing with T; "
@@ -141,7 +141,7 @@ def _executed() -> Table:
         why = whys[kernel] if at == 0 else ""
         printed = INTENSITY[direction, kernel][at]
         name = f"{direction}, {kernel}, T = {n:,}"
-        table.rows.append(line(name, printed, counted.flops("matmul") / moved, why))
+        table.line(name, printed, counted.flops("matmul") / moved, why)
     return table
 
 
@@ -175,7 +175,7 @@ def speed(direction: str, kernel: str, at: int) -> float:
 
 def _speeds() -> Table:
     peak = Device.get(DEVICE).peak(DTYPE)
-    table = page(
+    table = Page(
         f"Percentage of the peak of {peak / 1e12:g} TFLOP/s, {DEVICE}, d = 64, from printed times",
         f"the printed percentages follow from {heads()} heads in all, which the write-up does not "
         "print. The FLOP/s of each kernel count its own products, so a backward pass in two "
@@ -187,17 +187,17 @@ def _speeds() -> Table:
         printed = PER_CENT.get((direction, kernel)) if n == LENGTHS[-1] else None
         why = f"{TIMES[direction, kernel][at]:g} ms, {ours / 1e12:.1f} TFLOP/s"
         name = f"{direction}, {kernel}, T = {n:,}"
-        table.rows.append(line(name, printed, 100 * ours / peak, why))
+        table.line(name, printed, 100 * ours / peak, why)
     for direction, before in BEFORE.items():
         after = TIMES[direction, "flash"][LENGTHS.index(1024)]
         why = f"{before:g} to {after:g} ms, times"
-        table.rows.append(line(f"{direction}, mixed precision", None, before / after, why))
+        table.line(f"{direction}, mixed precision", None, before / after, why)
     return table
 
 
 def _overflow() -> Table:
     rule = [min(64, max(32, 16384 // d)) for d in BLOCK_KIB]
-    table = page(
+    table = Page(
         "On-chip KiB of a backward block, 64 x 64 scores, float32",
         "4 tiles of 64 x d and one of scores; the write-up states 48 to 96 KB per SM. Its rule for "
         f"the block, min(64, max(32, 16384 // C)), gives {', '.join(map(str, rule))} for these d, "
@@ -208,19 +208,19 @@ def _overflow() -> Table:
         four = sum(held[name] for name in ("Q", "K", "V", "dO", "S"))
         whole = sum(held.values())
         why = f"with dK, dV, dP, L, delta {whole / KIB:.4g}, which fits {_fitting(whole)}"
-        table.rows.append(line(f"Q, K, V, dO, S at d = {d}", printed, four / KIB, why))
+        table.line(f"Q, K, V, dO, S at d = {d}", printed, four / KIB, why)
     return table
 
 
 def _scores_on_chip() -> Table:
-    table = page(
+    table = Page(
         "Do T x T scores fit on chip? KiB in bfloat16",
         "the write-up says: only at T = 128; `flashsim study devices` lists a block's capacity",
     )
     for n, printed in SCORES_KIB.items():
         size = n * n * Problem(n, dtype=DTYPE).itemsize
         why = f"fits {_fitting(size)}; with float32 scores, as in kernels: {_fitting(2 * size)}"
-        table.rows.append(line(f"T = {n}", printed, size / KIB, why))
+        table.line(f"T = {n}", printed, size / KIB, why)
     return table
 
 

@@ -78,9 +78,9 @@ def tiles(
         O = alpha * O + p @ v[visit.cols]
         m = m_new
         span = f"{keys[0]} to {keys[-1]}"
-        table.rows.append((f"{tile}, {visit.j}", span, _4(m), _4(alpha), _4(l), _text(O)))
-    table.rows.append(("O / l", "", None, None, None, _text(O / l)))
-    table.rows.append(("L = m + log l", "", _4(m + np.log(l)), None, None, ""))
+        table.add(f"{tile}, {visit.j}", span, _4(m), _4(alpha), _4(l), _text(O))
+    table.add("O / l", "", None, None, None, _text(O / l))
+    table.add("L = m + log l", "", _4(m + np.log(l)), None, None, "")
     seen = row + 1 if causal else n
     s = k[:seen].astype(np.float64) @ q[row] * problem.scale
     weights = np.exp(s - s.max())

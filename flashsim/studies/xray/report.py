@@ -225,26 +225,24 @@ class XRay(report.Tabled):
             c, seen = launch.counters, launch.seen
             seconds = c.get("seconds")
             least = None if p is None else compulsory(p, launch.direction)
-            table.rows.append(
-                (
-                    f"{launch.call}: {'unknown shape' if p is None else in_words(p)}",
-                    kernel.times,
-                    launch.direction,
-                    kernel.name,
-                    FORMS[kernel.found.form],
-                    kernel.side("block_q"),
-                    kernel.side("block_k"),
-                    int(seen.read),
-                    int(seen.written),
-                    int(seen.reduced),
-                    seen.read / least if least else None,
-                    _whole(c.get("DRAM read")),
-                    _whole(c.get("DRAM write")),
-                    _whole(seen.tensor_flops),
-                    None if seconds is None else seconds * 1e3,
-                    seen.tensor_flops / seconds / 1e12 if seen.tensor_flops and seconds else None,
-                    self._of_roof(kernel),
-                )
+            table.add(
+                f"{launch.call}: {'unknown shape' if p is None else in_words(p)}",
+                kernel.times,
+                launch.direction,
+                kernel.name,
+                FORMS[kernel.found.form],
+                kernel.side("block_q"),
+                kernel.side("block_k"),
+                int(seen.read),
+                int(seen.written),
+                int(seen.reduced),
+                seen.read / least if least else None,
+                _whole(c.get("DRAM read")),
+                _whole(c.get("DRAM write")),
+                _whole(seen.tensor_flops),
+                None if seconds is None else seconds * 1e3,
+                seen.tensor_flops / seconds / 1e12 if seen.tensor_flops and seconds else None,
+                self._of_roof(kernel),
             )
         return table
 
@@ -276,7 +274,7 @@ class XRay(report.Tabled):
         close = sorted(tried.values(), key=lambda fit: abs(seen.read / fit.read - 1))
         for fit in close[:10]:
             pair = fit.block_q, fit.block_k
-            table.rows.append((*pair, fit.read, fit.reduced, seen.read / fit.read, pair in fits))
+            table.add(*pair, fit.read, fit.reduced, seen.read / fit.read, pair in fits)
         return table
 
     def rows(self) -> list[dict[str, report.Cell]]:
