@@ -312,14 +312,15 @@ def _softmax(scores: np.ndarray) -> np.ndarray:
 
 
 def _run(rung: Rung, x: _Inputs, tiling: Tiling, device: Device) -> Step:
-    predicted = rung.predict(x.problem, tiling, device)
     if rung.page is None:
-        out, moved, peak = _simulate(rung.name, x, tiling, device)
+        ran = run(x.q, x.k, x.v, algorithm=rung.name, tiling=tiling, device=device, trace=True)
+        out, peak = ran.out[0, 0], ran.trace.peak_sram()
+        moved = by_operation(ran.trace.transfers)
     else:
         out, moved, peak = _execute(rung, x, tiling, device)
     with np.errstate(invalid="ignore"):
         error = x.error(rung.result, out)
-    return Step(rung, out, error, moved, predicted, peak)
+    return Step(rung, out, error, moved, rung.predict(x.problem, tiling, device), peak)
 
 
 def _execute(
@@ -335,11 +336,4 @@ def _execute(
     O = bench.hbm.new("O", p.n_q, p.head_dim_v, p.dtype)
     with np.errstate(over="ignore", under="ignore", invalid="ignore", divide="ignore"):
         rung.page(bench)
-    return (O if P is None or rung.result != "P" else P)[0, 0], bench.transfers, bench.peak
-
-
-def _simulate(
-    algorithm: str, x: _Inputs, tiling: Tiling, device: Device
-) -> tuple[np.ndarray, Moves, int]:
-    result = run(x.q, x.k, x.v, algorithm=algorithm, tiling=tiling, device=device, trace=True)
-    return result.out[0, 0], by_operation(result.trace.transfers), result.trace.peak_sram()
+    return (O if P is None or rung.result != "P" else P)[0, 0], dict(bench.transfers), bench.peak

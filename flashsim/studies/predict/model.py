@@ -391,8 +391,8 @@ def stage_seconds(
         last, mean = in_launches(_alike(one, works, traffic, c), device.sm_count)
     else:
         last, mean = makespan(shared.tolist(), waiting.tolist(), *grid, places, work.blocks)
-    lost = changeover(c, grid[0] * len(work.visits), places * work.blocks)
-    last, mean = last + lost, mean + lost  # every SM loses as much, so there is no tail
+    if grid[0] * len(work.visits) > places * work.blocks:  # some block starts after another ends
+        last, mean = last + c.changeover, mean + c.changeover  # on every SM, so there is no tail
     once, again = once_bytes(traffic, one.stage.name), bytes_again(one, traffic)
     forward = bool(one.kernel.boxes) and one.stage.name == "forward"
     # The constants of the forward in Python were fitted without the first tiles' own time.
@@ -409,7 +409,8 @@ def stage_seconds(
         seconds = alone + (last**power + (hbm - alone) ** power) ** (1 / power)
     else:
         seconds = max(last, hbm)
-    return _throttled(seconds, c.throttle) + c.launch, last, mean, hbm
+    seconds += c.throttle * max(0.0, seconds - POWER_AFTER)  # the clock falls after this time
+    return seconds + c.launch, last, mean, hbm
 
 
 def _exposed(one: KernelPass, work: Work, traffic: Traffic) -> float:
@@ -509,16 +510,3 @@ def durations(work: Work, c: Constants) -> tuple[np.ndarray, np.ndarray]:
     shared = work.visits * a_visit + work.masked * (c.masked * unit["scores"]) + c.own * work.own
     waiting = work.visits * latency + c.item
     return shared, waiting
-
-
-def changeover(c: Constants, blocks: int, places: int) -> float:
-    """Return the seconds that a launch loses when its first thread blocks end at the same time."""
-    return c.changeover if blocks > places else 0.0
-
-
-def _throttled(seconds: float, more: float) -> float:
-    """Return the time of a kernel whose clock falls after `POWER_AFTER` seconds.
-
-    With the lower clock, each second of the kernel's time takes `more` additional seconds.
-    """
-    return seconds + more * max(0.0, seconds - POWER_AFTER)

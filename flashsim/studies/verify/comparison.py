@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -130,10 +130,10 @@ def _rows(one: MeasuredPass, l2: L2Model) -> Iterator[Row]:
         if measured.keys() & {"DRAM read", "DRAM write"}:
             predicted |= left.predicted(stage, launches[0])
         for quantity, value in measured.items():
-            op = _OPS.get(quantity)
-            counted = (
-                None if op is None or one.counted is None else _of(one.counted, stage.name, op)
-            )
+            counted = None
+            if quantity in _OPS and one.counted is not None:
+                key = stage.name, _OPS[quantity]
+                counted = sum(n for (s, o, _), n in one.counted.items() if (s, o) == key)
             yield Row(stage.name, quantity, predicted.get(quantity), counted, value)
 
 
@@ -240,7 +240,3 @@ def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
     how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))
     cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
     return how.clump, how.in_step, cluster
-
-
-def _of(transfers: Mapping[tuple[str, str, str], int], stage: str, op: str) -> int:
-    return sum(n for (s, o, _), n in transfers.items() if (s, o) == (stage, op))

@@ -84,7 +84,10 @@ class Profile:
     def problem(self, call: int) -> Problem | None:
         """Return a call's shape and mask, or None if a `Problem` cannot describe them."""
         values = self.calls[call]["problem"]
-        return None if values is None else Problem(**_tuples(values))
+        if values is None:
+            return None
+        # JSON has no tuples.
+        return Problem(**{k: tuple(x) if isinstance(x, list) else x for k, x in values.items()})
 
     def save(self, path: Path) -> None:
         """Write the record to `path` as JSON."""
@@ -107,11 +110,6 @@ class Profile:
                 f"({type(error).__name__}: {error}); measure the program again"
             ) from error
         return read
-
-
-def _tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a `Problem`, which were read from JSON, with tuples instead of lists."""
-    return {name: tuple(x) if isinstance(x, list) else x for name, x in values.items()}
 
 
 @own_errors

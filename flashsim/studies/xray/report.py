@@ -64,7 +64,10 @@ class ProfiledKernel:
         """Return the possible sizes of the query or key tile as a text, such as "64 or 128"."""
         if not self.found.fits or self.problem is None:
             return ""
-        return _sides(self.found.sides(name), _extent(self.problem, name))
+        sides, extent = self.found.sides(name), _extent(self.problem, name)
+        if len(sides) == 1:
+            return str(sides[0]) if sides[0] < extent else "all"
+        return "?" if _any(sides, extent) else " or ".join(map(str, sides))
 
     def sentences(self) -> Iterator[str]:
         """Yield sentences that say what the kernel's hardware counters show."""
@@ -125,12 +128,6 @@ def _any(sides: Sequence[int], extent: int) -> bool:
     """Return whether nearly every tile size fits: then the counters do not determine the size."""
     tried = [side for side in SIDES if side < extent] or [SIDES[0]]
     return len(sides) > 0.8 * len([side for side in tried if side <= 256])
-
-
-def _sides(sides: Sequence[int], extent: int) -> str:
-    if len(sides) == 1:
-        return str(sides[0]) if sides[0] < extent else "all"
-    return "?" if _any(sides, extent) else " or ".join(map(str, sides))
 
 
 def _advice(p: Problem, name: str) -> str:
