@@ -19,9 +19,9 @@ from flashsim.cli.declare import option as option
 from flashsim.cli.declare import pair as pair
 from flashsim.cli.declare import refuse_unused as refuse_unused
 from flashsim.cli.declare import written as written
-from flashsim.errors import OptionError, choices
 from flashsim.l2 import L2Model
 from flashsim.l2.launch import ORDERS, WALKS
+from flashsim.problem import checks
 from flashsim.problem.checks import DTYPES
 from flashsim.problem.problem import Problem
 from flashsim.schedule.plans import ALGORITHMS
@@ -144,12 +144,7 @@ class One:
 
 def one_pass(direction: str) -> str:
     """Return `direction`; raise `OptionError` unless it is "forward" or "backward"."""
-    if direction not in ("forward", "backward"):
-        raise OptionError(
-            f"unknown --direction {direction!r}; choose from "
-            f"{choices(direction, ('forward', 'backward'))}"
-        )
-    return direction
+    return str(checks.one_of("--direction", direction, ("forward", "backward")))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from flashsim.cli import options as opt
 from flashsim.cli import values
 from flashsim.cli.output import Tables, draw, ready_to_draw, say, show, working
 from flashsim.counts import questions
-from flashsim.errors import MemoryModelError, OptionError, choices
+from flashsim.errors import MemoryModelError, OptionError
+from flashsim.problem import checks
 from flashsim.problem.hardware import PRESETS
 from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
@@ -86,11 +87,9 @@ def walkthrough(
     if name is None:
         opt.refuse_unused(typed, "the list of walkthroughs", only=())
         return report.Table("Walkthroughs", ("name", "what"), [*walks.NAMES.items()])
-    if name not in walks.NAMES:
-        raise OptionError(
-            f"there is no walkthrough {name!r}; choose from {choices(name, walks.NAMES)}"
-        )
-    walk: Callable[..., report.Table] = getattr(walks, name)
+    walk: Callable[..., report.Table] = getattr(
+        walks, checks.one_of("walkthrough", name, walks.NAMES)
+    )
     takes = inspect.signature(walk).parameters
     opt.refuse_unused(
         typed, f"the walkthrough {name}", only={"n_q" if x == "n" else x for x in takes}

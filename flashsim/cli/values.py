@@ -280,9 +280,7 @@ def parse_window(text: str) -> tuple[int, int] | None:
 def parse_mask(text: str) -> bool:
     """Return whether a mask is causal, from the text "full" or "causal"."""
     masks = {"full": False, "causal": True}
-    if text not in masks:
-        raise OptionError(f"unknown mask {text!r}; choose from {choices(text, masks)}")
-    return masks[text]
+    return masks[checks.one_of("mask", text, masks)]
 
 
 def parse_tiling(text: str) -> Tiling | str:

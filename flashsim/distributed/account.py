@@ -11,7 +11,7 @@ import numpy as np
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.distributed.group import Group
-from flashsim.errors import OptionError, choices, own_errors, shown
+from flashsim.errors import OptionError, own_errors
 from flashsim.problem import checks
 
 #: The quantities counted at every step, besides the bytes sent.
@@ -74,11 +74,8 @@ class Account(report.Tabled):
 
     def link_bytes(self, tensor: str | None = None, rank: int | None = None) -> int:
         """Return the bytes that one rank or all ranks send, of one tensor or of all tensors."""
-        if tensor is not None and tensor not in self.sent:
-            raise OptionError(
-                f"no rank sends a tensor named {shown(tensor)}; choose from "
-                f"{choices(tensor, self.sent)}"
-            )
+        if tensor is not None:
+            checks.one_of("tensor", tensor, self.sent)
         if rank is not None:
             rank = checks.place("rank", rank, self.group.ranks)
         arrays = [x for name, x in self.sent.items() if tensor in (None, name)]

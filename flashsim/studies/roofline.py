@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from flashsim import report
 from flashsim.counts.questions import in_words
 from flashsim.counts.traffic import Traffic
-from flashsim.errors import OptionError, choices, own_errors
+from flashsim.errors import OptionError, own_errors
 from flashsim.l2 import L2Model, dram
 from flashsim.problem import checks
 from flashsim.problem.hardware import Device
@@ -128,13 +128,8 @@ class Roofline(report.Tabled):
 
     def __getitem__(self, count: str) -> Point:
         """Return the roofline point whose bytes were counted in the way `count`."""
-        for point in self.points:
-            if point.count == count:
-                return point
-        raise OptionError(
-            f"the roofline has no point {count!r}; choose from "
-            f"{choices(count, [p.count for p in self.points])}"
-        )
+        points = {point.count: point for point in self.points}
+        return points[checks.one_of("roofline point", count, points)]
 
     def table(self) -> report.Table:
         """Return a table with one row per roofline point."""
@@ -195,7 +190,6 @@ def roofline(
     UnsupportedError
         If there are too many requests for the L2 model.
     """
-    checks.instance("counted", counted, Traffic, "Traffic, from flashsim.count")
     for name, value in (("seconds", seconds), ("measured_bytes", measured_bytes)):
         if value is not None and not checks.number(name, value) > 0:
             raise OptionError(f"{name} must be positive, got {value!r}")

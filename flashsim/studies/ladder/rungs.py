@@ -237,8 +237,6 @@ def climb(
     names = tuple(RUNGS) if rungs is None else tuple(rungs)
     for name in names:
         checks.one_of("rung", name, RUNGS)
-    if tiling is not None:
-        checks.instance("tiling", tiling, Tiling, "flashsim.Tiling(block_q, block_k)")
     magnify = checks.number("magnify", magnify)
     problem = Problem(n_q, n_kv, head_dim, dtype=dtype)
     if problem.fp8:

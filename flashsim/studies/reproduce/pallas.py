@@ -5,8 +5,7 @@ The write-up counts one HBM transfer per tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from flashsim.api.execution import run
 from flashsim.api.samples import random_inputs
@@ -57,17 +56,9 @@ _SOFTMAX = 5  # operations per score
 _ROOMY = Device.get("H100")
 
 
-@dataclass(frozen=True)
-class Textbook:
-    """The FLOPs and bytes of one pass of one head, counted as in the write-up.
+class Textbook(NamedTuple):
+    """The FLOPs and bytes of one pass of one head, counted as in the write-up."""
 
-    `n` is the number of queries and of keys. Each element counts as 4 bytes, because only this size
-    gives the printed figures.
-    """
-
-    direction: str
-    kernel: str
-    n: int
     flops: int
     bytes: int
 
@@ -78,8 +69,9 @@ class Textbook:
 
 
 def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Textbook:
-    """Return the FLOPs and bytes of one pass, counted as in the write-up's model.
+    """Return the FLOPs and bytes of one pass with n queries and keys, as the write-up counts them.
 
+    Elements count as 4 bytes by default, because only this size gives the printed figures.
     In the forward pass, the products have 4 T^2 d FLOPs, and the softmax 5 T^2. In the backward
     pass, the products have 8 T^2 d FLOPs (naive), 14 T^2 d (two kernels) or 10 T^2 d (one kernel).
     The tensors q, k, v and out are transferred once, in the backward pass also the gradients. The
@@ -90,7 +82,7 @@ def textbook(direction: str, kernel: str, n: int, dtype: str = "float32") -> Tex
     softmax = _SOFTMAX * n * n if direction == "forward" else 0
     statistic = 0 if algorithm == "standard" else n * problem.compute_itemsize
     nbytes = textbook_bytes(problem, algorithm, direction) + statistic
-    return Textbook(direction, kernel, n, counted.flops("matmul") + softmax, nbytes)
+    return Textbook(counted.flops("matmul") + softmax, nbytes)
 
 
 def pallas() -> list[Table]:
@@ -135,13 +127,11 @@ def _executed() -> Table:
     executed = {n: _run(n) for n in LENGTHS if n <= EXECUTED_TO}
     for direction, kernel, n, at in _cells():
         p = Problem(n, head_dim=WIDTH, dtype=DTYPE)
-        algorithm = KERNELS[kernel]
-        counted = traffic.count_schedule(p, TILING, algorithm, direction, _ROOMY)
+        counted = traffic.count_schedule(p, TILING, KERNELS[kernel], direction, _ROOMY)
         moved = executed[n][kernel, direction] if n in executed else counted.bytes()
+        printed, ours = INTENSITY[direction, kernel][at], counted.flops("matmul") / moved
         why = whys[kernel] if at == 0 else ""
-        printed = INTENSITY[direction, kernel][at]
-        name = f"{direction}, {kernel}, T = {n:,}"
-        table.line(name, printed, counted.flops("matmul") / moved, why)
+        table.line(f"{direction}, {kernel}, T = {n:,}", printed, ours, why)
     return table
 
 
@@ -159,11 +149,10 @@ def _run(n: int) -> dict[tuple[str, str], int]:
 def heads() -> int:
     """Return batch size times heads, computed from the write-up's times and percentages."""
     peak = Device.get(DEVICE).peak(DTYPE)
-    counts = {
+    (number,) = {
         round(share / 100 * peak * TIMES[key][-1] / 1e3 / textbook(*key, LENGTHS[-1]).flops)
         for key, share in PER_CENT.items()
     }
-    (number,) = counts
     return number
 
 
@@ -186,8 +175,7 @@ def _speeds() -> Table:
         ours = speed(direction, kernel, at)
         printed = PER_CENT.get((direction, kernel)) if n == LENGTHS[-1] else None
         why = f"{TIMES[direction, kernel][at]:g} ms, {ours / 1e12:.1f} TFLOP/s"
-        name = f"{direction}, {kernel}, T = {n:,}"
-        table.line(name, printed, 100 * ours / peak, why)
+        table.line(f"{direction}, {kernel}, T = {n:,}", printed, 100 * ours / peak, why)
     for direction, before in BEFORE.items():
         after = TIMES[direction, "flash"][LENGTHS.index(1024)]
         why = f"{before:g} to {after:g} ms, times"
@@ -236,13 +224,9 @@ def _fitting(size: int) -> str:
 def series() -> dict[str, list[tuple[str, float, float]]]:
     """Return measured points for `viz.roofline_series`: (length, FLOP/B in bfloat16, FLOP/s)."""
     return {
-        f"{kernel}, {direction}": [
-            (
-                f"T = {n}",
-                textbook(direction, kernel, n, DTYPE).intensity,
-                speed(direction, kernel, at),
-            )
+        f"{key[1]}, {key[0]}": [
+            (f"T = {n}", textbook(*key, n, DTYPE).intensity, speed(*key, at))
             for at, n in enumerate(LENGTHS)
         ]
-        for direction, kernel in TIMES
+        for key in TIMES
     }
