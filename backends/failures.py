@@ -1,7 +1,7 @@
 """Translate errors of the GPU, its driver or its compilers into `BackendUnavailable` errors.
 
-Errors of CuPy, torch, numba-cuda and cuda.core are recognised by the names of their classes, so
-that none of these libraries is imported only for this check.
+The module recognises errors of CuPy, torch, numba-cuda and cuda.core by the names of their classes,
+without importing these libraries.
 """
 
 from __future__ import annotations

@@ -109,7 +109,7 @@ class _Late:
     """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return the import spec of `flashsim.X` if X is a short name in `_LATE`; else None."""
+        """Return the import spec of `flashsim.X` if X is a short name in `_LATE`, or None."""
         package, _, rest = name.partition(".")
         where = _LATE.get(rest.partition(".")[0], __name__)
         if package != __name__ or where == __name__:
@@ -123,10 +123,11 @@ class _Late:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Give the module back its own spec, which import replaced; its code has run already.
+        """Restore the module's own spec, which Python's import replaced; do not run its code again.
 
-        Its submodules that are already loaded get their short names too. Otherwise, importing a
-        submodule by its short name would replace a function of the same name in its package.
+        Loaded submodules of the module get their short names too. If a loaded submodule had no
+        short name, importing it by that name would replace a function of the same name in its
+        package.
         """
         second = module.__spec__
         assert second is not None

@@ -227,7 +227,7 @@ def _guarded(function: Any, bound: int) -> Any:
 
 
 def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError | None:
-    """Return the error for arguments of a wrong number, name or type; None if all are right."""
+    """Return the error for arguments of wrong number, name or type, or None if all are right."""
     name = function.__qualname__.split("<locals>.")[-1]
     if bound:
         owner = args[0] if isinstance(args[0], type) else type(args[0])
@@ -265,7 +265,7 @@ def _refusal(function: Any, bound: int, args: Any, kwargs: Any) -> FlashSimError
 
 
 def _type(annotation: str, function: Any) -> Any:
-    """Return the type that an annotation names; `Any` if only type checkers import it."""
+    """Return the type that an annotation names, or `Any` if only type checkers import the type."""
     holder = SimpleNamespace(__annotations__={"x": annotation})
     try:
         return get_type_hints(holder, vars(sys.modules[function.__module__]))["x"]
@@ -276,7 +276,8 @@ def _type(annotation: str, function: Any) -> Any:
 def _fits(value: Any, hint: Any) -> bool:
     """Return whether a value matches a type annotation, without consuming an iterator.
 
-    NumPy's scalars count as numbers, but booleans do not. Arrays count as sequences, not strings.
+    NumPy's scalars count as numbers, but booleans do not. Arrays count as sequences, but strings do
+    not.
     """
     origin, of = get_origin(hint), get_args(hint)
     kind = origin or hint

@@ -58,9 +58,9 @@ class Table:
     def rich(self, width: int) -> Any:
         """Return the table as Rich prints it in a terminal of `width` columns, with no cell cut.
 
-        A table that does not fit gets its constant columns moved into the title, then larger units
-        for bytes and FLOPs. A table that is still too wide is transposed, with one column per row,
-        in as many pieces as necessary.
+        If a table does not fit, its constant columns move into the title. If the table still does
+        not fit, bytes and FLOPs get larger units. A table that is still too wide is transposed,
+        with one column per row, in as many pieces as necessary.
         """
         from rich.console import Group
         from rich.text import Text
@@ -199,7 +199,7 @@ def beside(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the folder of `path`; at the end, rename that file to `path`.
 
     After an error or an interrupt, the temporary file is removed, and the old content of `path` is
-    unchanged. If `path` is not a regular file, such as /dev/stdout, it is written to directly.
+    unchanged. If `path` is no regular file, such as /dev/stdout, the path itself is yielded.
     """
     if path.exists() and not path.is_file():  # resolving the path of a pipe would fail
         yield path
@@ -295,7 +295,7 @@ def _grids(
 
 
 def _shared(least: Sequence[int], wanted: Sequence[int], room: int) -> list[int]:
-    """Return the columns' widths: those wanted, or cut to a common maximum that fits."""
+    """Return the columns' widths: the `wanted` widths, cut to a common maximum that fits."""
     upto = lambda cap: [max(x, min(y, cap)) for x, y in zip(least, wanted, strict=True)]  # noqa: E731
     cap = max((c for c in range(max(wanted) + 1) if sum(upto(c)) <= room), default=0)
     widths, wider = upto(cap), upto(cap + 1)
@@ -331,13 +331,13 @@ class Tabled:
 
 
 def short(value: Any) -> str:
-    """Return a dataclass's or named tuple's fields in one line; of arrays, only type and shape."""
+    """Return a dataclass's or named tuple's fields in one line; arrays show only type and shape."""
     facts = ", ".join(f"{name} {text}" for name, text in _facts(value))
     return f"<{type(value).__name__} {facts}>"
 
 
 def card(value: Any) -> str:
-    """Return the fields of a dataclass or named tuple as HTML; of arrays, only type and shape."""
+    """Return a dataclass's or named tuple's fields as HTML; arrays show only type and shape."""
     return Table(type(value).__name__, ("field", "value"), [*_facts(value)]).html()
 
 

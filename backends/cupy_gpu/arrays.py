@@ -3,11 +3,10 @@
 A GPU call returns arrays of the inputs' library, or CuPy arrays if that library is not NumPy, CuPy
 or torch. The inputs' library can import a CuPy array through DLPack without a copy.
 
-Kernels read GPU arrays in place. An array is copied only if the kernels' 16-byte accesses cannot
-read it. The last axis of such an array is not contiguous, its rows or its first byte are not
-16-byte aligned, or its head_dim is not a multiple of 8. CuPy copies NumPy arrays to the GPU, and
-their results back to the CPU. For torch arrays, kernels run on torch's current CUDA stream, and for
-all others on CuPy's.
+A GPU array is copied only if the kernels' 16-byte accesses cannot read it. In such an array, the
+last axis is not contiguous, a row is not 16-byte aligned, or head_dim is not a multiple of 8. CuPy
+copies NumPy inputs to the GPU, and the results back to the CPU. For torch arrays, kernels run on
+torch's current CUDA stream. For all other arrays, kernels run on CuPy's current stream.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ Place = tuple[int, int, int, int]
 
 
 class View(NamedTuple):
-    """A (batch, heads, n, d) array in HBM as kernels read it: address and strides."""
+    """The address and strides of a (batch, heads, n, d) array in HBM, as kernels read it."""
 
     place: Place  # address; strides of the first three axes, in elements
     array: Any  # keeps the memory alive
@@ -61,7 +60,7 @@ class Space:
         return cupy.cuda.Device(self.device)
 
     def zeros(self, shape: tuple[int, ...], dtype: str) -> cupy.ndarray:
-        """Return a new CuPy array of zeros, to which a kernel writes its reports."""
+        """Return a new CuPy array of zeros, to which a kernel writes counts or time stamps."""
         return cupy.zeros(shape, dtype)
 
     def counters(self, shape: tuple[int, ...]) -> Any:
@@ -70,12 +69,12 @@ class Space:
             return cupy.zeros(shape, "uint32")
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, in the library of the inputs."""
+        """Return the first `keep` columns of a `width`-column array, in the inputs' library."""
         return array if keep == width else _copy(array[..., :keep])
 
 
 class CupySpace(Space):
-    """A space of CuPy arrays on the current stream."""
+    """The `Space` (library, device, stream) of CuPy arrays on CuPy's current stream."""
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -105,7 +104,7 @@ class CupySpace(Space):
         return array.copy(order="C")
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return upload(np.full(shape, value, numpy_dtype(dtype)))
 
     def prototype(self, dtype: str) -> Any:
@@ -126,7 +125,7 @@ class CupySpace(Space):
 
 
 class NumpySpace(CupySpace):
-    """A space of NumPy arrays: inputs are copied to the GPU, and results back to the CPU."""
+    """The `Space` of NumPy arrays: inputs are copied to the GPU, and results back to the CPU."""
 
     def __init__(self, device: int, dtype: str) -> None:
         super().__init__(device)
@@ -141,7 +140,7 @@ class NumpySpace(CupySpace):
         return super().view(array)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return np.full(shape, value, numpy_dtype(dtype))
 
     def prototype(self, dtype: str) -> Any:
@@ -150,13 +149,13 @@ class NumpySpace(CupySpace):
         return cupy.empty(0, _RAW.get(size, np.float32))
 
     def result(self, array: Any, keep: int = 0, width: int = 0) -> Any:
-        """Return the first `keep` of an array's `width` columns, copied to a NumPy array."""
+        """Return the first `keep` columns of a `width`-column array, as a NumPy array."""
         host = cupy.asnumpy(super().result(array, keep, width))
         return host.view(self.dtype) if host.dtype == np.uint16 else host
 
 
 class TorchSpace(Space):
-    """A space of torch CUDA tensors on torch's current stream."""
+    """The `Space` (library, device, stream) of CUDA tensors on torch's current stream."""
 
     def __init__(self, device: int) -> None:
         import torch
@@ -189,7 +188,7 @@ class TorchSpace(Space):
         return made(*shape) if shape else made(())
 
     def maker(self, shape: tuple[int, ...], dtype: str = "float32") -> Callable[[], Any]:
-        """Return a function whose calls return new uninitialised tensors of this shape and type."""
+        """Return a function that returns a new uninitialised tensor of this shape and type."""
         kind = getattr(self.torch, dtype)
         try:
             # torch's allocation for compiled code takes half the time, but it is private.
@@ -206,7 +205,7 @@ class TorchSpace(Space):
         return array.clone(memory_format=self.torch.contiguous_format)
 
     def full(self, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array for the caller that is filled with `value`."""
+        """Return an array in the caller's library that is filled with `value`."""
         return self._float32.new_full(shape, value, dtype=getattr(self.torch, dtype))
 
     def prototype(self, dtype: str) -> Any:
@@ -214,7 +213,7 @@ class TorchSpace(Space):
         return self._float32.new_empty(0, dtype=getattr(self.torch, dtype))
 
     def counters(self, shape: tuple[int, ...]) -> Any:
-        """Return an array of 32-bit zeros from torch, which may allocate during a graph capture."""
+        """Return 32-bit zeros, allocated by torch because torch can allocate in a graph capture."""
         return self._float32.new_zeros(shape)
 
     def pointer(self, array: Any) -> int:
@@ -231,7 +230,7 @@ class TorchSpace(Space):
 
 
 def place(space: Space, x: Any) -> tuple[Place, Any]:
-    """Return a tensor's address and strides, and the tensor (or a copy) that owns this memory."""
+    """Return the address and strides of a tensor or of its copy, and the owner of this memory."""
     batch, head, row, last = x.stride()
     at = x.data_ptr()
     if (
@@ -248,14 +247,14 @@ def place(space: Space, x: Any) -> tuple[Place, Any]:
 
 
 def _empty(shape: tuple[int, ...], dtype: np.dtype) -> cupy.ndarray:
-    """Return a new uninitialised CuPy array, also of an FP8 type, which CuPy does not allocate."""
+    """Return a new uninitialised CuPy array; the type may be FP8, which `cupy.empty` lacks."""
     if dtype.itemsize == 1:
         return cupy.empty(shape, np.uint8).view(dtype)
     return cupy.empty(shape, dtype)
 
 
 class ForeignStream:
-    """A context manager that makes another library's stream and device CuPy's current ones."""
+    """A context manager that makes a stream and device of another library current in CuPy."""
 
     def __init__(self, device: int, stream: int) -> None:
         self._device, self._pointer = cupy.cuda.Device(device), stream
@@ -311,7 +310,7 @@ def upload(array: np.ndarray) -> cupy.ndarray:
 
 
 def check_space(name: str, array: Any, dtype: str, space: Space) -> None:
-    """Raise `DTypeError` unless `array` has the forward pass's library and is on its device."""
+    """Raise `DTypeError` unless `array` has the library and the device of the forward pass."""
     if _space(name, array, dtype) is not space:
         raise DTypeError(
             f"{name} must be on the same device as q, k and v, which are "
@@ -346,7 +345,7 @@ _DLPACK_CUDA = (2, 13)
 
 @cache
 def _made(space: Any, *where: Any) -> Space:
-    """Return the same object for equal arguments, so that `is` can compare spaces."""
+    """Return one and the same space for equal arguments, so that `is` can compare spaces."""
     return space(*where)
 
 
@@ -413,12 +412,12 @@ def _place(array: Any) -> str:
 
 
 def _readable(steps: int, last: int, width: int) -> bool:
-    """Return whether a kernel can read an array in place with 16-byte accesses.
+    """Return whether a kernel can read an array with 16-byte accesses, without a copy.
 
     The rows of a readable array are contiguous, 16-byte aligned, and a multiple of 16 bytes long.
-    `steps` is the bitwise OR of the address and all strides in bytes, so it is a multiple of 16 if
-    and only if the address and each stride are. `last` and `width` are the stride and the length of
-    the array's last axis, in elements.
+    `steps` is the bitwise OR of the address and all strides in bytes. `steps` is a multiple of 16
+    if and only if the address and all strides are. `last` and `width` are the stride and the length
+    of the array's last axis, in elements.
     """
     return last == 1 and width % 8 == 0 and steps % 16 == 0
 

@@ -38,7 +38,7 @@ def as_function(job: Job, *, gradient: bool = False) -> Job:
 
 @lru_cache(maxsize=64)
 def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph:
-    """Return a score function that adds a bias, its last captured array, and applies `score`."""
+    """Return a score function that adds its last captured array, the bias, and applies `score`."""
     arrays = () if score is None else score.arrays
     made = Builder([], [*arrays, ArraySpec(NAME, shape, dtype)])
     at = [
@@ -57,6 +57,6 @@ def _with_bias(score: Graph | None, shape: tuple[int, ...], dtype: str) -> Graph
 
 
 def renamed(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the gradients `found`, with the bias's gradient under the name "dbias"."""
+    """Return the dict `found` of gradients, in which the bias's gradient is renamed "dbias"."""
     name = f"d:{NAME}"
     return {"dbias" if key == name else key: x for key, x in found.items()}

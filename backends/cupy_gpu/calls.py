@@ -47,7 +47,7 @@ _PER_THREAD = cupy.cuda.runtime.streamPerThread
 
 
 class Uploaded:
-    """The tables of a schedule's loop in GPU memory."""
+    """A schedule's tables, copied to GPU memory."""
 
     def __init__(self, tables: Lowered) -> None:
         self.arrays = {
@@ -62,7 +62,7 @@ class Uploaded:
 
 @lru_cache(maxsize=256)
 def uploaded(tables: Lowered, device: int) -> Uploaded:
-    """Return copies of a schedule's tables in GPU memory, which are made once per device."""
+    """Return copies of a schedule's tables in GPU memory, which are cached per device."""
     return Uploaded(tables)
 
 
@@ -74,12 +74,12 @@ class NewArray(NamedTuple):
     width: int
 
     def at(self, address: int) -> tuple[int, int, int, int]:
-        """Return the fields of ``struct Args`` for this array: its address and strides."""
+        """Return `address` and the array's strides, which are its fields in ``struct Args``."""
         return address, *self.strides
 
 
 class NewArrays(NamedTuple):
-    """The shapes and strides of a call's new arrays, and the number of query rows of all heads."""
+    """The shapes and strides of a call's new arrays, and the total query rows of all heads."""
 
     out: NewArray
     lse: tuple[int, int, int]
@@ -170,9 +170,8 @@ class ReadyPass:
     ) -> Parameters:
         """Return the kernel parameters of a launch, including its tensor maps.
 
-        `made_of` holds the address and strides from which each tensor map is made, in the order of
-        the kernel's boxes. By default, `args` and `counter` are the buffers that all launches of
-        the pass share.
+        `made_of` lists the address and strides of each box's tensor, in the order of the kernel's
+        boxes. By default, `args` and `counter` are the buffers that all launches of the pass share.
         """
         p, boxes = self.one.tables.schedule.problem, self.one.kernel.boxes
         args = self._args if args is None else args
@@ -195,7 +194,7 @@ class ReadyPass:
         return Parameters(*(one.ctypes.data for one in maps), *others, keeps=keeps)
 
     def fixed(self, call: Call) -> FixedLaunch:
-        """Return a launch on this call's stream and arrays, which can be repeated."""
+        """Return a repeatable launch on this call's stream and arrays."""
         args, counter = Argument(self.one.kernel.args), ctypes.c_uint64()
         with self._lock:
             args.buffer[:] = self._args.buffer
@@ -263,10 +262,10 @@ class ReadyPass:
 
 
 class Repeated:
-    """Cached launches for calls whose key (stream, addresses and strides) occurred before.
+    """Cached launches of calls, by key: a call's stream, and its arrays' addresses and strides.
 
-    Memory allocators often return the same addresses again. When a key occurs for the second time,
-    its launches are prepared and cached.
+    Keys recur because memory allocators often reuse the address of freed memory. When a key occurs
+    for the second time, its launches are prepared and cached.
     """
 
     def __init__(self, launches: Sequence[ReadyPass]) -> None:
@@ -284,7 +283,7 @@ class Repeated:
         return True
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call, none of whose arrays may be a copy, so that `launch` can repeat it."""
+        """Record a call so that `launch` can repeat it; none of its arrays may be a copy."""
         if self._counts and _makes_its_counter(call.stream):
             return
         if len(self._known) >= _MOST_REPEATED:
@@ -299,17 +298,18 @@ _MOST_REPEATED = 256
 def _makes_its_counter(stream: int) -> bool:
     """Return whether every launch on this stream needs a separate work counter.
 
-    The handle of the per-thread stream stands for several streams. A captured CUDA graph may later
-    run in any stream and beside other launches.
+    The handle of CUDA's per-thread stream means a different stream in each thread. A captured CUDA
+    graph may later run in any stream and beside other launches.
     """
     return stream == _PER_THREAD or cupy.cuda.runtime.streamIsCapturing(stream)
 
 
 def _map_of(box: launch.Box) -> range:
-    """Return the range of `Call.head` that holds the address and strides of a box's tensor.
+    """Return the indices in `Call.head` of the address and strides of a box's tensor.
 
-    For dQ's accumulator, the range holds only the address, since its strides never change. For a
-    captured array the range is empty, since `Call.head` does not hold captured arrays.
+    For dQ's accumulator, the result is the index of the address alone, since the strides never
+    change. For a captured array, the result is empty, since `Call.head` does not hold captured
+    arrays.
     """
     if box.tensor == launch.TILE:
         return range(0)
@@ -321,7 +321,7 @@ def _map_of(box: launch.Box) -> range:
 
 
 def summed_up(sizes: NewArrays, dtype: str, algorithm: str) -> int | None:
-    """Return the number of elements of a backward's dQ accumulator, or None without delta."""
+    """Return the dQ accumulator's number of elements, or None if the backward needs no delta."""
     if algorithm == "flash2-once":
         return None
     narrow = algorithm == "flash2-fused" and dtype != "float32"
@@ -358,18 +358,18 @@ class Plan:
     def gradients(
         self, space: arrays.Space, places: tuple[int, ...], lse: int, dlse: int, like: Any
     ) -> tuple[Call, Any, Any, Any]:
-        """Return a backward pass's `Call`, and the arrays dQ, dK and dV that it will fill.
+        """Return a backward pass's `Call`, and new arrays dQ, dK and dV for the pass to fill.
 
-        `places` holds address and strides of q, k, v, out and dout. `lse` and `dlse` are the
-        addresses of the LSE and of its gradient (0 if it has none). `like` is an array of the
-        gradients' type.
+        `places` lists the address and strides of q, k, v, out and dout. `lse` and `dlse` are the
+        addresses of the LSE and of its gradient, or 0 for a missing gradient. `like` is an array of
+        the gradients' type.
         """
         made = self.new_arrays(space, like)
         head = self.head(space, places, lse, dlse, made)
         return Call(space, head, keeps=made), *made[:3]
 
     def new_arrays(self, space: arrays.Space, like: Any) -> tuple[Any, Any, Any, Any, Any]:
-        """Allocate a backward's dQ, dK, dV, scratch memory and semaphores (None if not needed)."""
+        """Allocate dQ, dK, dV, scratch memory and semaphores; the last two may be None."""
         sizes, summed, scratch, turns = self.sizes, self.summed, None, None
         dq = space.empty(sizes.dq.shape, like)
         dk = space.empty(sizes.dk.shape, like)
@@ -390,7 +390,7 @@ class Plan:
         dlse: int,
         made: Sequence[Any],
     ) -> tuple[int, ...]:
-        """Return the `Call.head` of a backward that writes to the result `made` of `new_arrays`."""
+        """Return the `Call.head` of a backward that writes to `made`, a result of `new_arrays`."""
         sizes, summed = self.sizes, self.summed
         dq, dk, dv, scratch, turns = (0 if x is None else space.pointer(x) for x in made)
         return (
@@ -401,7 +401,7 @@ class Plan:
     def run(
         self, call: Call, trace: bool | str
     ) -> tuple[tuple[StageTrace, ...] | None, np.ndarray | None]:
-        """Launch all passes; return trace events and the timeline (None unless `trace` asks)."""
+        """Launch all passes; return trace events and the timeline, each None unless requested."""
         if not trace:
             for launch_one in self.launches:
                 launch_one(call, {})
@@ -442,7 +442,7 @@ class Plan:
         return made
 
     def _timeline(self, reports: list[dict[str, cupy.ndarray]]) -> np.ndarray:
-        """Return the SM and the time span of each visit, in ns since the first block started."""
+        """Return the SM and the time span of each visit, in ns since the first span began."""
         parts = [
             timeline.spans(
                 number,

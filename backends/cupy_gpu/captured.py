@@ -17,13 +17,13 @@ from flashsim.problem.problem import numpy_dtype
 
 
 class ReadByFunctions(NamedTuple):
-    """One call's captured arrays and sinks, which kernels read in addition to q, k and v.
+    """One call's captured arrays and attention sinks, which kernels read besides q, k and v.
 
-    `plain` and `summing` are the bytes of ``struct FlashCaptured``, for kernels without and with
-    gradients of captured arrays. `sinks` is the address of one float32 per query head, or 0 without
-    sinks. `tile` is the address of the array that TMA loads tile by tile, or 0 without such an
-    array. `gradients` maps "d:<name>" to a float32 array of zeros, to which the kernel adds.
-    `keeps` holds the owners of the arrays' memory.
+    `plain` and `summing` are the bytes of ``struct FlashCaptured``. Kernels take `summing` if they
+    compute gradients of captured arrays, and otherwise `plain`. `sinks` is the address of one
+    float32 per query head, or 0 without sinks. `tile` is the address of the array that TMA loads
+    tile by tile, or 0 without such an array. `gradients` maps "d:<name>" to a float32 array of
+    zeros, to which the kernel adds. `keeps` holds the owners of the arrays' memory.
     """
 
     plain: bytes = b""
@@ -38,7 +38,7 @@ NOTHING = ReadByFunctions()
 
 
 def captured(job: Job, space: arrays.Space) -> ReadByFunctions:
-    """Return a job's captured arrays and sinks in GPU memory, and zeros for wanted gradients."""
+    """Return a job's captured arrays and sinks in GPU memory, and zeros for requested gradients."""
     p = job.problem
     if not p.has_functions:
         return NOTHING
@@ -72,8 +72,7 @@ def gradients(
 ) -> dict[str, Any]:
     """Return the gradients of captured arrays and of sinks, in the library of the call's arrays.
 
-    `lse` and `delta` are the GPU addresses of arrays in which the backward's kernels have stored
-    one float32 per row.
+    `lse` and `delta` are the GPU addresses of two float32 arrays with one element per query row.
     """
     p, made = job.problem, dict(given.gradients)
     if p.sinks:
@@ -117,7 +116,7 @@ def _of_mask(mask: MaskFunction, device: int) -> list[cupy.ndarray]:
 
 
 def _typed(array: Any, spec: ArraySpec) -> cupy.ndarray:
-    """Return a contiguous copy or view of a GPU array with the element type that kernels read."""
+    """Return a GPU array as a contiguous array (view or copy) of the type that kernels read."""
     if spec.dtype == "bfloat16":
         # float32 values, converted to the type that kernels read
         if isinstance(array, np.ndarray) and array.dtype == np.float32:

@@ -1,4 +1,4 @@
-"""Run `algorithm="flash-decode"` on a GPU, in one or two launches and with reusable memory."""
+"""Run `algorithm="flash-decode"` on a GPU, in one or two launches, with memory that calls reuse."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _TABLE_AT, _ITEMS_AT, _CAPACITY_AT = (
 
 
 class Workspace:
-    """Memory that calls with ``algorithm="flash-decode"`` reuse, passed as ``workspace=``.
+    """Memory that decode calls reuse, passed to each call as ``workspace=``.
 
     A workspace holds the splits' partial results, their arrival counters, and the results `out` and
     `lse`. Each call overwrites the results of the previous call. When a call needs a larger array
@@ -87,12 +87,12 @@ _WORKSPACES: dict[tuple[int, int], Workspace] = {}
 def _parts(
     space: arrays.Space, made: decode_plan.Decode, given: Workspace | None, stream: int
 ) -> tuple[tuple[int, int, int], Any]:
-    """Return the three addresses of `Workspace.partial`, and an object that owns the memory.
+    """Return the three addresses that `Workspace.partial` returns, and the owner of the memory.
 
     The owner is None if a workspace owns the memory, or if no memory is needed. While a CUDA graph
-    is captured, a call without a workspace allocates from the graph's private memory, because the
-    graph may later run in any stream, beside other work. The arrival counters of a captured graph
-    are never freed.
+    is captured, a call without a workspace allocates from the graph's private memory. The graph may
+    later run in any stream, beside other work. The arrival counters of a captured graph are never
+    freed.
     """
     if given is not None:
         return given.partial(space, made), None
@@ -116,7 +116,7 @@ _CAPTURED: dict[tuple[int, int, int], list[cupy.ndarray]] = {}
 
 
 def _captured_counters(space: arrays.Space, n: int, stream: int) -> int:
-    """Return the address of `n` counters, which every launch of a captured graph leaves at 0."""
+    """Return the address of `n` counters for a captured graph; every launch leaves them at 0."""
     held = _CAPTURED.setdefault((space.device, capture_of(stream), stream), [])
     if not held or held[-1].size < n:
         with aside():
@@ -156,10 +156,10 @@ class _Ready:
     ) -> None:
         """Launch the decode kernel on `stream`, whose device must be CuPy's current device.
 
-        `head` holds the address and strides of each of `decode_kernels.TENSORS`, then the addresses
-        of its `POINTERS`. `row` is the number of entries per sequence in the block table, and
-        `pages` the number of pages in the pool. `capacity` is the number of rows per sequence in
-        the cache, for a kernel that reads live lengths at run time.
+        `head` lists the address and strides of each tensor in `decode_kernels.TENSORS`, and then
+        the addresses in `decode_kernels.POINTERS`. `row` is the number of block-table entries per
+        sequence, and `pages` the number of pages in the pool. `capacity` is the number of rows per
+        sequence in the cache, for a kernel that reads live lengths at run time.
         """
         with self._lock:
             _CAPACITY.pack_into(self._args.buffer, _CAPACITY_AT, capacity)
@@ -192,11 +192,11 @@ def forward(job: Job, gpu: Gpu, space: arrays.Space) -> Outcome:
 
 
 class Decoder:
-    """Decodes torch tensors with a kernel that reads sequence lengths from GPU memory.
+    """Decodes torch tensors; the kernel reads the sequence lengths from GPU memory.
 
     Every call is one launch that does not wait for the GPU, so a CUDA graph can capture it. The
-    number of splits is chosen for sequences of up to `problem.n_kv` keys, but calls may have fewer
-    or more.
+    number of splits is chosen for sequences of `problem.n_kv` keys, but a call's sequences may be
+    shorter or longer.
     """
 
     def __init__(
@@ -225,8 +225,9 @@ class Decoder:
 
         `q` is (batch, heads, n_q, head_dim). `k` and `v` are (entries, kv_heads, n, width), or with
         a `table` (pages, kv_heads, page, width). `lengths`, `starts` and `entries` are contiguous
-        int32 (batch,): for each sequence, the end and the begin of its live keys, and the index of
-        its entry in the cache. `table` is int32 (batch, pages of a sequence) with contiguous rows.
+        int32 (batch,). For each sequence, they hold the end and the begin of its live keys, and the
+        index of its entry in the cache. `table` is int32 (batch, pages per sequence) with
+        contiguous rows.
         """
         space, pages, capacity, row = self._space, 0, k.shape[2], 0
         with _EXPLAINING, space.on_device():
@@ -258,7 +259,7 @@ class Decoder:
         keys: int,
         stream: int,
     ) -> None:
-        """Decode arrays at the given addresses, with `keys` live keys per sequence."""
+        """Decode arrays at these addresses; every sequence has `keys` live keys."""
         with _EXPLAINING, self._space.on_device():
             parts, _kept = _parts(self._space, self._made, None, stream)
             head = *q, out, *self._strides, *k, *v, lse, *parts, self._ready.items, *_WHOLE
@@ -368,10 +369,10 @@ def _totals(reports: Mapping[str, cupy.ndarray]) -> dict[str, int]:
 def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
     """Return the number of keys of each sequence, and of the prefix that all sequences share.
 
-    The function does not check a block table on the GPU, since the call would have to wait for the
-    GPU to copy the table. Instead, the kernel skips pages that the pool lacks, and a sequence whose
-    table names such a page gets NaN. The function also does not check whether sequences share a
-    prefix if the caller says so.
+    The function does not check a block table in GPU memory, since it would have to wait for the
+    GPU. The kernel skips page numbers that the page pool lacks, and the output of a sequence with
+    such a number is NaN. The function also trusts the caller's number of keys that all sequences
+    share.
     """
     p, options = job.problem, job.options
     lengths = live_keys.live_lengths(
@@ -391,7 +392,7 @@ def _live_keys(job: Job, table: Any, page: int) -> tuple[tuple[int, ...], int]:
 
 
 def _table(table: Any) -> tuple[int, int, Any]:
-    """Return the address and row length of a block table, and the GPU array that owns it."""
+    """Return the address and row length of a block table, and the GPU array that holds it."""
     if table is None:
         return 0, 0, None
     if isinstance(table, np.ndarray):

@@ -15,7 +15,7 @@ _EXPLAINING = Explaining()
 
 
 class Placed:
-    """A forward pass on contiguous arrays with these shapes of q, k and v, passed by address."""
+    """A forward pass for fixed shapes of contiguous q, k and v, which are passed by address."""
 
     def __init__(
         self, space: arrays.Space, shapes: tuple[tuple[int, ...], ...], run: Plan | Decoder
@@ -45,7 +45,7 @@ class Placed:
 
 
 class Forward:
-    """A forward pass on torch tensors on one device, which repeats prepared launches."""
+    """A forward pass on torch tensors on one device, which caches launches and repeats them."""
 
     def __init__(self, space: arrays.TorchSpace, plan: Plan) -> None:
         self._space, self._plan, sizes = space, plan, plan.sizes
@@ -53,7 +53,7 @@ class Forward:
         self._out, self._lse = space.maker(sizes.out.shape, plan.dtype), space.maker(sizes.lse)
 
     def again(self, q: Any, k: Any, v: Any) -> tuple[Any, Any, tuple[Any, ...] | None]:
-        """Return new arrays for out and the LSE, and None if a cached launch will fill them.
+        """Return new arrays for out and the LSE, and None if a cached launch was repeated.
 
         If no launch is cached for these addresses, the third result is the key to pass to `note`,
         and the caller must launch the pass. The rows of the attention output are padded. The
@@ -68,7 +68,7 @@ class Forward:
         return out, lse, None if self._repeated.launch(key, stream) else key
 
     def note(self, key: tuple[Any, ...], call: Call) -> None:
-        """Note a call on the tensors themselves, not copies, so that `again` can repeat it."""
+        """Record a call so that `again` can repeat it; none of its tensors may be a copy."""
         self._repeated.note(key, call)
 
     def __call__(self, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
@@ -159,7 +159,7 @@ class Direct:
 
 
 def _makers(space: arrays.TorchSpace, plan: Plan) -> list[Callable[[], Any]]:
-    """Return five functions, each of which allocates one of the arrays of `Plan.new_arrays`."""
+    """Return five functions, which allocate the five arrays of `Plan.new_arrays`."""
     sizes, dtype, summed = plan.sizes, plan.dtype, plan.summed
     makers = [space.maker(x.shape, dtype) for x in (sizes.dq, sizes.dk, sizes.dv)]
     scratch = _none if summed is None else space.maker((summed + sizes.rows,))

@@ -83,7 +83,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def constant_of(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-    """Return an array as `constant` does, for a job that was checked before."""
+    """Return an array filled with `value`, as `constant` does, but without checking the job."""
     require_gpu()
     given = {"q": job.q, "k": job.k, "v": job.v}
     space = arrays.space_of(given, job.problem.result_dtype)
@@ -95,9 +95,9 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
     """Return a checked job's passes as functions of torch tensors, or None.
 
     The returned functions do not check their arguments. The result is None if the job's arrays are
-    not torch tensors, or if the job's launches need more data than the tensors' addresses and
-    strides. ``backward_job(recalled, with_lse)`` returns the backward's job, given the result of
-    `recall` and whether the LSE has a gradient.
+    not torch tensors, or if launches need more than the tensors' addresses and strides.
+    ``backward_job(recalled, with_lse)`` returns the backward's job. `recalled` is the result of
+    `recall`, and `with_lse` says whether the LSE has a gradient.
     """
     p = job.problem
     if job.algorithm == DECODE or job.trace or p.fp8:
@@ -119,7 +119,7 @@ def direct(job: Job, backward_job: Callable[[Mapping[str, Any], bool], Job]) -> 
 def placed(job: Job, *, few: bool) -> Placed | None:
     """Return a checked job's forward pass as a function of array addresses, or None.
 
-    With `few`, the function runs the decode kernels. The arrays at these addresses must be
+    With `few`, the returned function runs the decode kernels. The arrays at the addresses must be
     contiguous. The result is None if the kernels cannot read contiguous arrays in place, for
     example because a head_dim is not a multiple of 8.
     """
@@ -152,7 +152,7 @@ def adopt(name: str, array: Any) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward with ordered dQ is the fastest deterministic backward."""
+    """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
     job = bias.as_function(job)
     family = _family(job, gpu_of(saved["space"].device), "backward")
     return family.orders_dq(job.problem)
@@ -227,7 +227,7 @@ def _outcome(
 
 
 def _repeated(job: Job, plan: Plan, space: arrays.Space) -> Forward | None:
-    """Return an object that repeats forward launches, or None if these need more than addresses."""
+    """Return an object that repeats forward launches, or None if there are functions or sinks."""
     p = job.problem
     if job.trace or p.fp8 or not isinstance(space, arrays.TorchSpace):
         return None
@@ -467,7 +467,7 @@ def _no_fp8_gradients(job: Job) -> None:
 
 
 def _family(job: Job, gpu: Gpu, direction: str) -> Family:
-    """Return the job's kernel family; "auto" is Hopper's if it supports the job, else portable."""
+    """Return the job's kernel family; for "auto", Hopper's family if it supports the job."""
     name = job.options.get("kernel", "auto")
     if job.problem.fp8:
         if name == "portable":

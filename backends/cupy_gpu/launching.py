@@ -1,8 +1,8 @@
 """Launch kernels through the CUDA driver, and hold the memory of their arguments.
 
 Thread-block clusters and programmatic dependent launch (a kernel may begin before the previous one
-ends) need launch attributes, which CuPy cannot set. So this module calls the CUDA driver's library
-directly.
+ends) need launch attributes, which CuPy cannot set. This module sets them by calls to the CUDA
+driver's library.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class _Config(ctypes.Structure):
 
 
 class Argument:
-    """The memory of a kernel's ``struct`` argument, at an address that never changes."""
+    """A buffer for a kernel's ``struct`` argument, at an address that never changes."""
 
     def __init__(self, dtype: np.dtype) -> None:
         whole = np.zeros(dtype.itemsize, np.uint8)
@@ -70,8 +70,8 @@ class Launcher:
 
     `grid` is the number of thread blocks along x and y. `cluster` is the number of blocks per
     cluster, along x, unless the kernel itself declares its cluster size. With `overlap`, the kernel
-    may begin before the previous kernel in the stream has ended. The kernel itself must then wait
-    (griddepcontrol.wait) before it reads or writes memory that the previous kernel may access.
+    may begin before the previous kernel in the stream has ended. A kernel with `overlap` must wait
+    (griddepcontrol.wait) before it accesses memory that the previous kernel may access.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class FixedLaunch:
 
 @cache
 def _own_stream(device: int) -> Any:
-    """Return the stream, on CuPy's current device, in which tables are copied to the GPU."""
+    """Return the stream of CuPy's current device in which tables are copied to the GPU."""
     return cupy.cuda.Stream(non_blocking=True)
 
 
@@ -154,7 +154,7 @@ def _own_stream(device: int) -> Any:
 def aside() -> Iterator[None]:
     """Run the body of a `with` statement in a separate stream, and wait for that stream.
 
-    A plan's uploads and compilations run in the separate stream. So a call that prepares a plan
+    A plan's uploads and compilations run in the separate stream. A call that prepares a plan thus
     does not wait for the caller's other GPU work, and may run while a CUDA graph is captured.
     """
     mode = ctypes.c_int(_RELAXED)
@@ -170,7 +170,7 @@ def aside() -> Iterator[None]:
 
 
 def capture_of(stream: int) -> int:
-    """Return the driver's number for the CUDA graph capture of a stream, or 0 if there is none."""
+    """Return the driver's number for a stream's CUDA graph capture, or 0 if no capture runs."""
     status, number = ctypes.c_int(), ctypes.c_uint64()
     error = driver().cuStreamGetCaptureInfo_v2(
         ctypes.c_void_p(stream), ctypes.byref(status), ctypes.byref(number), None, None, None

@@ -20,7 +20,7 @@ _TYPES = {"float32": "float", "float16": "u16", "bfloat16": "u16"}
 
 @lru_cache
 def kernel(width: int, total: str, part: str) -> Kernel:
-    """Return the kernel that merges rows of `width` elements, of type `part` into type `total`."""
+    """Return the kernel that merges rows of type `part` into rows of type `total`."""
     vector = next(n for n in (8, 4, 2, 1) if width % n == 0 and not (n == 8 and total == "float32"))
     lanes = next(n for n in (32, 16, 8, 4, 2, 1) if n * vector <= max(width, vector))
     constants: dict[str, Any] = {
@@ -39,9 +39,9 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
     """Merge `part`, the attention of the same queries over other keys, into `out` and its LSE.
 
     The merged output and LSE are computed in float32. `out` (batch, heads, n, width) is float32 or
-    has part's type, and `lse` (batch, heads, n) is float32. `out` and `lse` are rows ``whole[:, :,
-    a:b]`` of contiguous torch tensors, which the function changes in place. `part` and `part_lse`
-    are contiguous and have the same shapes.
+    has part's type, and `lse` (batch, heads, n) is float32. `out` and `lse` are slices ``whole[:,
+    :, a:b]`` of contiguous torch tensors, and the function changes them in place. `part` and
+    `part_lse` are contiguous, and have the shapes of `out` and `lse`.
     """
     space = arrays.space_of({"out": out, "part": part}, "float32")
     with failures.Explaining(), space.on_device(), space.active():
@@ -49,7 +49,7 @@ def merge_into(out: Any, lse: Any, part: Any, part_lse: Any) -> None:
 
 
 def _launch(space: arrays.Space, given: tuple[Any, ...], strides: tuple[int, int]) -> None:
-    """Launch the merging kernel; `strides` are out's and the LSE's between heads, in elements."""
+    """Launch the merging kernel; `strides` are the elements between heads in `out` and in `lse`."""
     names = (arrays.dtype_name(x) for x in (given[0], given[2]))
     batch, heads, rows, width = given[0].shape
     made = kernel(width, *names)
@@ -65,7 +65,7 @@ _MOST_HEADS = 65535
 
 
 def held(given: dict[str, Any]) -> dict[str, Any]:
-    """Return `given` as arrays that `merged` takes: torch tensors, or CuPy arrays without a copy.
+    """Return `given`, without a copy, as arrays that `merged` takes: torch tensors or CuPy arrays.
 
     The function raises `BackendUnavailable` or `DTypeError` if the arrays are not all on one GPU,
     or have types that no kernel merges.
@@ -88,8 +88,8 @@ def held(given: dict[str, Any]) -> dict[str, Any]:
 def merged(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any) -> tuple[Any, Any]:
     """Merge two partial results, and return the output and the LSE over the keys of both.
 
-    The results are new arrays with the library and type of `out_a` and `lse_a`. The arguments are
-    arrays that `held` returned.
+    The results are new arrays with the library and type of `out_a` and `lse_a`. The arguments must
+    be results of the function `held`.
     """
     space = arrays.space_of({"out_a": out_a}, "float32")
     with failures.Explaining(), space.on_device(), space.active():

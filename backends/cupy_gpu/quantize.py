@@ -49,7 +49,7 @@ def quantize(
 
     The arrays q, k and v are on a GPU, with shape (batch, heads, n, d). The FP8 `dtype` is
     "float8_e4m3fn" or "float8_e5m2", and the granularity "tensor", "head" or "block". With "block",
-    `block` is the number of rows of Q that share a scale, and the number of rows of K and of V. If
+    `block` holds two numbers: how many rows of Q share a scale, and how many rows of K and of V. If
     `signs` (d,) is passed, q and k are first multiplied by diag(signs) H / sqrt(d), where H is the
     Hadamard matrix. The function needs only one launch if each scale covers 64 or 128 rows.
     """

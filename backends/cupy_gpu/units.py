@@ -25,7 +25,7 @@ _TIMES = 5
 
 
 class Unit(NamedTuple):
-    """The measured rate or time of one hardware unit, as a number `value` in the unit `unit`."""
+    """A hardware unit's measured rate or time: a number `value`, in the unit of measure `unit`."""
 
     name: str
     value: float
@@ -82,7 +82,7 @@ class _Bench:
     def in_cycles(
         self, name: str, threads: int, rounds: int, shared: int = 0, file: str = "portable"
     ) -> float:
-        """Return the median cycles that one block takes while every SM runs one block."""
+        """Return the median number of cycles that a block takes while every SM runs one block."""
         function, taken = self.kernel(file, name, shared), []
         keep = cupy.uint32(123) if name in _WHOLE else cupy.float32(123.5)
         for _ in range(_TIMES):

@@ -1,1 +1,1 @@
-"""Describe kernel launches (kernels, arguments, schedule tables, passes) without a GPU."""
+"""Describe kernel launches (kernels, arguments, schedule tables, passes); needs no GPU."""

@@ -23,14 +23,14 @@ class Lowered:
 
     A visit is one iteration of the inner loop: one query tile times one key tile. `rows` and `cols`
     are int32 (T_r, 4) and (T_c, 4), as in `Schedule`. `spans`, int32 (tiles, 4) or None, is
-    `Schedule.row_spans` or `col_spans`. `ptr`, `index` and `kind`, int32 with one entry per visit,
-    are `Schedule.row_csr` or `col_csr`, and are computed at first use.
+    `Schedule.row_spans` or `col_spans`. `ptr`, `index` and `kind` are the int32 arrays of
+    `Schedule.row_csr` or `col_csr`, and are computed at first use.
 
-    `visits` and `masked`, int64 (tiles,), are the number of visits per outer tile, and how many of
-    them need a mask. `order`, int32 (tiles,), lists the outer tiles in the order in which blocks
-    take them. Tiles with the most visits come first, since blocks that start late should have
-    little work. The function `in_turns` uses another order, and computes `ranks`, int32
-    (n_visits,).
+    `visits`, int64 (tiles,), holds the number of visits per outer tile. `masked`, int64 (tiles,),
+    holds the number of visits that need a mask. `order`, int32 (tiles,), lists the outer tiles in
+    the order in which blocks take them. The outer tiles with the most visits come first, so that
+    the tiles which start last are short. The function `in_turns` replaces `order`, and also
+    computes `ranks`, int32 (n_visits,).
     """
 
     schedule: Schedule
@@ -50,17 +50,17 @@ class Lowered:
 
     @property
     def n_visits(self) -> int:
-        """The number of visits in one head's loop over the whole schedule."""
+        """The number of visits (tile pairs) of one head."""
         return int(self.visits.sum())
 
     @property
     def ptr(self) -> np.ndarray:
-        """The position in `index` and `kind` of each outer tile's first visit."""
+        """For each outer tile, the position of its first visit in `index` and `kind`."""
         return self._csr[0]
 
     @property
     def index(self) -> np.ndarray:
-        """The number of the inner tile that each visit (tile pair) takes."""
+        """For each visit (tile pair), the number of its inner tile."""
         return self._csr[1]
 
     @property
@@ -111,10 +111,10 @@ def lower(schedule: Schedule, by: Literal["row", "col"]) -> Lowered:
 
 
 def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | None:
-    """Return the range of inner tiles that each outer tile visits under a mask function, or None.
+    """Return each outer tile's range of inner tiles under a mask function, or None.
 
-    The result is None if the visits of some outer tile, or its FULL visits, do not have consecutive
-    inner tiles. Without ranges, kernels read a list of visits from memory.
+    The result is None if an outer tile exists whose visits, or whose FULL visits, do not have
+    consecutive inner tiles. If the result is None, kernels read a list of visits from memory.
     """
     ascending = replace(schedule, key_order="ascending")
     ptr, index, kind = ascending.row_csr if by == "row" else ascending.col_csr
@@ -141,8 +141,8 @@ def _as_spans(schedule: Schedule, by: Literal["row", "col"]) -> np.ndarray | Non
 def in_turns(walk: Lowered) -> Lowered:
     """Return the tables of a KV-outer loop whose blocks add to dQ in a fixed order.
 
-    `schedule.turns` computes the order in which blocks take the outer tiles, and the position in
-    the fixed order at which each visit adds to dQ.
+    `schedule.turns` computes the order in which blocks take the outer tiles. `schedule.turns` also
+    computes each visit's position in the fixed order of additions to dQ.
     """
     order, ranks = turns(walk.ptr, walk.index)
     return replace(walk, order=order, ranks=ranks)
@@ -165,8 +165,8 @@ def refuse(problem: Problem) -> None:
 def refuse_functions(problem: Problem, kernels: str, instead: str) -> None:
     """Raise `UnsupportedError` if a problem has `mask_mod`, `score_mod` or `sinks`.
 
-    The error text names the `kernels`, and `instead` tells the user what to do. A bias is refused
-    too, because callers turn it into a score function first.
+    In the error text, `kernels` is the name of the kernels, and `instead` is the advice. A bias
+    also raises the error, since callers have turned the bias into a score function.
     """
     for name, text in (
         ("mask_mod", "mask_mod"),

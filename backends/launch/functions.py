@@ -36,8 +36,8 @@ _AFTER = "#pragma nv_diagnostic pop\n"
 class BiasTile(NamedTuple):
     """An array that a score function reads at index [.., q, k] and that TMA can load tile by tile.
 
-    `array` and `node` are the indices of the array among the score function's captured arrays, and
-    of the load among its nodes.
+    `array` is the index of the array among the score function's captured arrays. `node` is the
+    index of the load among the score function's nodes.
     """
 
     array: int
@@ -46,7 +46,7 @@ class BiasTile(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """The array's size as (planes, queries, keys), where each head reads one of the planes."""
+        """The array's shape as (planes, queries, keys), where each head reads one of the planes."""
         *planes, rows, columns = self.spec.shape
         return math.prod(planes), rows, columns
 
@@ -54,8 +54,9 @@ class BiasTile(NamedTuple):
 class TableBand(NamedTuple):
     """An array that a score function reads at index [.., sign * (q - k) + offset].
 
-    A tile pair has few different distances q - k, so a kernel can load their elements to shared
-    memory, once per tile pair. `node` is the index of the load among the score function's nodes.
+    A tile pair has few different distances q - k, so a kernel can load the array's elements for
+    these distances to shared memory. `node` is the index of the load among the score function's
+    nodes.
     """
 
     node: int
@@ -67,8 +68,8 @@ class Ramp(NamedTuple):
     """A score function that adds a linear function of the positions to the score (ALiBi).
 
     `factors` are the indices of the score function's nodes that depend on nothing but the batch
-    entry and the head. The function adds their product times an integer, which is linear in the
-    positions and grows by `steps` per key.
+    entry and the head. The function adds the product of these nodes and an integer. The integer is
+    linear in the positions and grows by `steps` per key.
     """
 
     factors: tuple[int, ...]
@@ -80,14 +81,15 @@ class Generated:
     """The CUDA source code that was generated for one kernel.
 
     `captured_bytes` is the size of ``struct FlashCaptured``, a multiple of 8. With `sums`,
-    ``flash_score_grad`` adds to the gradients of the captured arrays `wanted`. With `reads`, the
-    functions read captured arrays at query or key positions, so a kernel must call the functions
-    only at positions that exist. With `reads_beside`, the functions read captured arrays other than
-    `tile` and `band` at query or key positions.
+    ``flash_score_grad`` adds to the gradients of those captured arrays that `wanted` names. With
+    `reads`, the functions read captured arrays at query or key positions, so a kernel must call the
+    functions only at positions that exist. With `reads_beside`, the functions read captured arrays
+    other than `tile` and `band` at query or key positions.
 
-    A kernel may load the array `tile` to shared memory tile by tile. Without a `tile`, a kernel may
-    load elements of `band` by the distance q - k. `ramp` is a term of the score function that is
-    linear in the positions. `graphs` are the mask and the score function, for kernels in Python.
+    A kernel may load the array `tile` to shared memory tile by tile. If `tile` is None, a kernel
+    may load the elements of `band` that the tile pair's distances q - k select. `ramp` is a term of
+    the score function that is linear in the positions. `graphs` are the mask and the score
+    function, for kernels in Python.
     """
 
     text: str
@@ -137,8 +139,8 @@ def functions_of(problem: Problem) -> Functions | None:
 def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
     """Return whether the mask or score function reads captured arrays at query or key positions.
 
-    With `beside_ahead`, the arrays of `tile_of` and `band_of` are ignored, because kernels load
-    them before they call the function.
+    With `beside_ahead`, the arrays of `tile_of` and `band_of` do not count, because kernels load
+    them before they call the functions.
     """
     functions = functions_of(problem)
     if functions is None:
@@ -148,7 +150,7 @@ def read_arrays(problem: Problem, *, beside_ahead: bool = False) -> bool:
 
 
 def has_known_slope(problem: Problem) -> bool:
-    """Return whether the score function's derivative is independent of the score, as for a bias."""
+    """Return whether the score function's derivative does not use the score, as for a bias."""
     return problem.score_mod is not None and _known_slope(problem.score_mod)
 
 
@@ -161,10 +163,10 @@ def _known_slope(graph: Graph) -> bool:
 
 
 def tile_of(problem: Problem) -> BiasTile | None:
-    """Return the largest array that is read at [.., q, k] and that TMA can load, or None.
+    """Return the largest captured array that is read at [.., q, k] and that TMA can load, or None.
 
-    TMA needs rows whose length is a multiple of 16 bytes. The result is also None for packed
-    sequences, because a token's position among the packed tokens is not its index in the array.
+    TMA needs rows whose length is a multiple of 16 bytes. For packed sequences the result is None,
+    because a token's position among the packed tokens is not its index in the array.
     """
     functions = functions_of(problem)
     return None if functions is None or problem.cu_seqlens_q is not None else functions.plain.tile
@@ -187,7 +189,7 @@ def _tile_of(graph: Graph) -> BiasTile | None:
 
 
 def band_of(problem: Problem) -> TableBand | None:
-    """Return an array that the forward's score function reads at distances q - k, or None."""
+    """Return a captured array that the score function reads at distances q - k, or None."""
     functions = functions_of(problem)
     return None if functions is None else functions.plain.band
 
@@ -215,7 +217,7 @@ def _band_of(graph: Graph, extents: tuple[tuple[str, int], ...]) -> TableBand | 
 def _ahead(
     score: Graph | None, extents: tuple[tuple[str, int], ...]
 ) -> tuple[BiasTile | None, TableBand | None]:
-    """Return the array that kernels load before they call the score function, as (tile, band)."""
+    """Return (tile, band): the array that kernels load in advance is one of them, or none."""
     tile = None if score is None else _tile_of(score)
     return tile, None if score is None or tile else _band_of(score, extents)
 
@@ -248,8 +250,8 @@ def ramp_of(problem: Problem) -> Ramp | None:
     """Return the linear term that the score function adds, or None if tensor cores cannot add it.
 
     The Hopper forward's tensor cores add the term while they compute the scores (Ramp in
-    hopper/forward.cu). The format bfloat16 has the exponents of float32, so three bfloat16 numbers
-    hold any float32 step.
+    hopper/forward.cu). The format bfloat16 has the exponents of float32, so the sum of three
+    bfloat16 numbers can be any float32 step.
     """
     functions = functions_of(problem)
     if functions is None or problem.dtype != "bfloat16" or problem.softcap:
@@ -284,7 +286,7 @@ def _ramp_of(graph: Graph) -> Ramp | None:
 
 
 def score_bound(problem: Problem) -> float:
-    """Return an upper bound of all scores' absolute values before the softmax, or infinity."""
+    """Return an upper bound of the absolute values of scores before the softmax, or infinity."""
     if problem.score_mod is None:
         return problem.softcap or math.inf
     return _largest(problem.score_mod, _extents(problem))
@@ -296,7 +298,7 @@ def _largest(graph: Graph, extents: tuple[tuple[str, int], ...]) -> float:
 
 
 def heads_share(problem: Problem, least: int) -> bool:
-    """Return whether all heads read one array of at least `least` bytes by query and key."""
+    """Return whether all heads read the same array, of `least` bytes or more, by query and key."""
     graph = problem.score_mod
     return graph is not None and any(
         {"q", "k"} <= graph.depends[n] and "h" not in graph.depends[n] and size >= least

@@ -47,8 +47,8 @@ ARGS = np.dtype(
 def args_dtype(functions: Generated | None, *, packed: bool, sinks: bool) -> np.dtype:
     """Return `ARGS` with the fields that mask functions, score functions and sinks add.
 
-    The field ``captured`` holds captured arrays and numbers. The fields ``starts`` (for packed
-    sequences) and ``sinks`` are addresses.
+    The field ``captured`` holds the arrays and numbers that functions capture. The fields
+    ``starts`` (for packed sequences) and ``sinks`` are addresses.
     """
     more = [] if functions is None else [("captured", f"V{functions.captured_bytes}")]
     more += [("starts", "<u8")] if functions is not None and packed else []
@@ -77,9 +77,9 @@ class Gpu:
 
     `shared_bytes` is the shared memory that a thread block may opt in to. `clock_khz` is the
     highest SM clock, and `hbm_bandwidth` the data sheet's bytes per second. `clusters` holds pairs
-    of a cluster size (in blocks) and the number of such clusters that run at once, with one block
-    per SM. The number of clusters must be measured on each chip, because the SMs are divided
-    differently between the processing clusters of different chips.
+    of a cluster size (in blocks) and the number of such clusters that run at the same time, with
+    one block per SM. The number of clusters must be measured on each chip, because two chips of one
+    model group their SMs differently.
     """
 
     name: str
@@ -92,7 +92,7 @@ class Gpu:
     clusters: tuple[tuple[int, int], ...] = ()
 
     def at_once(self, cluster: int) -> int:
-        """Return how many clusters of `cluster` blocks run at once, estimated if not measured."""
+        """Return how many clusters of `cluster` blocks run at once, which may be an estimate."""
         return dict(self.clusters).get(cluster, self.multiprocessors // cluster)
 
     @classmethod
@@ -109,21 +109,21 @@ class Gpu:
 class Variant:
     """A kernel's compile-time choices besides the tile: tables, reports and arithmetic.
 
-    With `tf32`, tensor cores compute float32 products, with operands rounded to tf32. `python`
-    marks a kernel of `flashsim.backends.numba_gpu`. The warps of a Python kernel exchange no scores
-    in the backward pass, and its row sums always stay in registers. `cluster` is the number of
+    With `tf32`, float32 operands are rounded to tf32, so that tensor cores can multiply them.
+    `python` marks a kernel of `flashsim.backends.numba_gpu`. In the backward pass of a Python
+    kernel, warps exchange no scores, and row sums stay in registers. `cluster` is the number of
     thread blocks that share a work tile of the Hopper backward. With `overlap`, a kernel lets the
-    next kernel start before it has ended. A kernel with `overlap` also waits for the previous
+    next kernel start early, before its own end. A kernel with `overlap` waits for the previous
     kernel before it reads that kernel's results.
 
-    With `in_step`, the Hopper backward co-schedules its work tiles: it sets the order in which they
-    loop over the row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward
-    computes the dQ of a visit during the next visit (kernels/hopper/backward.cu). With `once`, each
-    row tile visits a single key tile. With `fused`, kernels compute dQ in one pass with dK and dV.
-    With both `fused` and `ordered`, the kernels add to dQ in a fixed order.
+    With `in_step`, the Hopper backward orders its loops so that concurrent work tiles read the same
+    row tiles (kernels/hopper/kv_outer.cuh). With `deferred`, the Hopper backward computes the dQ of
+    a visit during the next visit (kernels/hopper/backward.cu). With `once`, each row tile visits a
+    single key tile. With `fused`, kernels compute dQ in one pass with dK and dV. With both `fused`
+    and `ordered`, the kernels add to dQ in a fixed order.
 
-    `after` and `more` are for a pass of several launches. With `after`, a launch starts once the
-    previous launch has begun. With `more`, a launch lets the next launch begin.
+    With `after`, a launch starts as soon as the previous launch of the pass has begun. With `more`,
+    a launch lets the next launch of the pass begin.
     """
 
     spans: bool
@@ -147,8 +147,8 @@ class Variant:
 class Box:
     """A TMA box: the rows and columns of a tensor that one TMA copy moves.
 
-    `swizzle` is the width of the box in bytes, within which TMA permutes 16-byte pieces over shared
-    memory's banks. `transposed` says that the tensor is (.., d, n), with n padded to a multiple of
+    `swizzle` is the width of the box in bytes. Within this width, TMA permutes 16-byte pieces to
+    avoid bank conflicts. If `transposed`, the tensor is (.., d, n), with n padded to a multiple of
     16.
     """
 
@@ -187,7 +187,7 @@ class Kernel:
 
     @property
     def roles(self) -> int:
-        """The number of roles (the block, or its warpgroups) that record time stamps."""
+        """The number of warp roles per block that record time stamps: 1, or one per warpgroup."""
         return self.threads // 128 if self.boxes else 1
 
     @property
@@ -199,10 +199,10 @@ class Kernel:
 
 
 def padded(head_dim: int, other: int = 0) -> int:
-    """Return head_dim rounded up as a kernel needs it: to a multiple of 16, or of 32 above 128.
+    """Return head_dim rounded up to a multiple of 16, or to a multiple of 32 if it exceeds 128.
 
     Tensor cores take 16 columns at a time. Rows that are split between warps need a multiple of 32
-    columns. `other` is the problem's other head dimension (head_dim_v for head_dim): if either
+    columns. `other` is the problem's other head dimension, such as head_dim_v. If one of the two
     exceeds 128, the rows of both are split.
     """
     step = 16 if max(head_dim, other) <= 128 else 32
@@ -215,14 +215,14 @@ def row_elements(head_dim: int) -> int:
 
 
 def whole_sixteens(n: int) -> int:
-    """Return the keys per row of an FP8 V^T: n, padded to the 16 bytes that kernels access."""
+    """Return the number of keys per row of an FP8 V^T: `n`, rounded up to a multiple of 16."""
     return -(-n // 16) * 16
 
 
 def check_asked(
     backend: str, asked: Job, algorithms: tuple[str, ...], kernels: Iterable[str]
 ) -> str:
-    """Return the job's option `kernel`; raise an error if the backend lacks it or the algorithm."""
+    """Return the job's option `kernel`; raise an error if the kernel or algorithm is unknown."""
     if asked.algorithm not in algorithms:
         raise UnsupportedError(
             f"backend={backend!r} runs only the algorithms {', '.join(map(repr, algorithms))}, "
@@ -303,7 +303,7 @@ def built(
     *,
     outer: str | None = "queries",
 ) -> Kernel:
-    """Return the `Kernel` called `name` in `file`, with `constants` and the extra constants `more`.
+    """Return the `Kernel` called `name` in `file`, with the given compile-time constants.
 
     `outer` is "queries" or "keys" for the kernel's outer loop, or None for a row-wise kernel. A
     KV-outer kernel also adds up the gradients of arrays that functions capture.

@@ -16,9 +16,10 @@ class KernelPass:
     The grid has one dimension for a loop over tile pairs, and two for a row-wise kernel. `walks` is
     the number of heads in the batch: KV heads for a KV-outer loop, and otherwise query heads.
     `clump` is the number of heads in a head group, which run together so that their tensors stay in
-    L2 (`take_work` in common.cuh). `items` are the numbers of the launch's work tiles over all
-    heads, in the order in which blocks take them. `before` holds earlier launches of the same
-    stage, which take the other work tiles. `before` is empty if the kernels report counts or times.
+    L2 (`take_work` in common.cuh). `items` is the range of the launch's work tiles, in the order in
+    which blocks take the work tiles of all heads. `before` holds earlier launches of the same
+    stage, which compute the stage's other work tiles. `before` is empty if the kernels report
+    counts or times.
     """
 
     stage: plans.Stage

@@ -1,9 +1,9 @@
 """Predict how long a kernel launch takes, in order to find the fastest tile size.
 
 A work tile is one outer tile of one head, such as a row tile in the forward pass. A visit is one
-tile pair: one iteration of a work tile's inner loop. A work tile takes a fixed time, plus a time
-per visit, which are both measured. The model computes the number of work tiles, their visits, and
-how persistent thread blocks fill the SMs.
+tile pair: one iteration of a work tile's inner loop. A work tile takes a measured fixed time, plus
+a measured time per visit. The model computes how many work tiles and visits there are, and when
+each SM finishes its last work tile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Times(NamedTuple):
     visit: float
 
     def items(self, visits: np.ndarray) -> np.ndarray:
-        """Return the times in µs of work tiles that have these numbers of visits."""
+        """Return the times in µs of work tiles whose numbers of visits are `visits`."""
         return self.item + self.visit * visits
 
 
@@ -70,7 +70,7 @@ HOPPER_FORWARD_WIDE: dict[int, dict[Tiling, Times]] = {
 
 
 class Backward(NamedTuple):
-    """The times of three Hopper backward kernels: for dK and dV, for dQ, and for all three."""
+    """Times of three Hopper backward kernels: for dK and dV, for dQ, and for all gradients."""
 
     dkdv: Times
     dq: Times
@@ -118,7 +118,7 @@ _ROUNDS = 12
 
 @lru_cache(maxsize=512)
 def microseconds(problem: Problem, tiling: Tiling, times: Times, processors: int) -> float:
-    """Return the predicted µs of a forward launch: one block per SM, long work tiles first."""
+    """Return the predicted µs of a forward launch that has one block per SM."""
     visits = Schedule(problem, tiling).visit_counts
     return _launch(times.items(visits), problem.batch * problem.heads, processors)
 
@@ -152,9 +152,9 @@ def backward_microseconds(passes: tuple[KernelPass, ...], gpu: Gpu) -> float:
     """Return the predicted µs of a Hopper backward, excluding its delta kernel.
 
     "flash2-once" is the only backward algorithm without a delta kernel. The prediction for
-    "flash2-once" includes `WITHOUT_DELTA`. A kernel begins on an SM as soon as the previous kernel
-    has left that SM, so the kernel for dQ overlaps with the kernel for dK and dV. The kernel that
-    converts dQ waits for all SMs.
+    "flash2-once" includes `WITHOUT_DELTA`. The model lets a kernel begin on an SM as soon as the
+    previous kernel has left that SM. In this model, the kernel for dQ overlaps with the kernel for
+    dK and dV. The kernel that converts dQ starts when all SMs are done.
     """
     p, free, more = passes[0].tables.schedule.problem, [0.0] * gpu.multiprocessors, 0.0
     width = 64 if max(p.head_dim, p.head_dim_v) <= 64 else 128
@@ -187,10 +187,10 @@ def shared_out(
 ) -> list[float]:
     """Return the predicted times in µs, unordered, at which SMs finish their last work tile.
 
-    Each of `walks` heads has the work tiles whose visits (tile pairs) `steps` lists. `cluster`
-    blocks share each work tile, which costs `adding_up` additional µs. Clusters of several blocks
-    start only on SMs on which nothing ran before. `free` holds the time in µs from which each SM is
-    free.
+    For each of the `walks` heads, `steps` lists the visits (tile pairs) per work tile. `cluster`
+    blocks share each work tile. If `cluster` exceeds 1, this costs `adding_up` additional µs per
+    work tile. Only part of the SMs can form clusters (`CLUSTERS`). For each SM, `free` holds the
+    time in µs at which the SM becomes free.
     """
     items = times.items(-(-steps // cluster)) + adding_up * (cluster > 1)
     places = int(len(free) * CLUSTERS[cluster]) // cluster
@@ -217,14 +217,14 @@ def ends_of_launch(
 def remainder(
     items: int, steps: int, times: Times, adding_up: float, gpu: Gpu
 ) -> tuple[tuple[int, int], ...]:
-    """Return extra launches that take the work tiles which do not fill a whole wave.
+    """Return extra launches for the work tiles of the last, partial wave.
 
     Each extra launch is a pair (blocks per cluster, number of work tiles). There are `items` work
-    tiles, each with `steps` visits. Without extra launches, most SMs would be idle during the last,
-    partial wave. The extra launches run first, and the blocks of a cluster share each of their work
-    tiles, which costs `adding_up` additional µs. Either all clusters have the same size, or as many
-    clusters as possible have two blocks and the others have more. The result is empty if the extra
-    launches would not save at least `_LAUNCHED` µs each.
+    tiles, each with `steps` visits. The extra launches run before the main launch. In these
+    launches, a cluster of blocks shares each work tile, which costs `adding_up` additional µs.
+    There are one or two extra launches. Of two launches, the second fills the GPU with clusters of
+    two blocks, and the first has larger clusters. The result is empty unless extra launches save
+    more than `_LAUNCHED` µs per launch.
     """
 
     def takes(cluster: int) -> float:
@@ -249,7 +249,7 @@ def remainder(
 def fastest_cluster(
     walks: int, steps: np.ndarray, times: Times, adding_up: float, processors: int
 ) -> int:
-    """Return the predicted fastest cluster size, or 1 if there are work tiles for all SMs."""
+    """Return the predicted fastest cluster size, or 1 if there are many work tiles per SM."""
     rounds = walks * len(steps) / processors
     if rounds > _FEW_ROUNDS:
         return 1
@@ -265,8 +265,8 @@ def fastest_cluster(
 def busy_at_once(problem: Problem, tiling: Tiling) -> tuple[float, float]:
     """Return the average number of busy thread blocks in a Q-outer pass, and in a KV-outer pass.
 
-    The estimate assumes that each thread block has one work tile. A block is busy for this fraction
-    of the time: its visits divided by the visits of the longest work tile.
+    The estimate assumes that each thread block has one work tile. The fraction of the time for
+    which a block is busy is its number of visits divided by that of the longest work tile.
     """
     visits = Schedule(problem, tiling).visit_counts
     share = problem.batch * float(visits.mean() / max(visits.max(), 1))
@@ -278,9 +278,9 @@ def ends(takes: Sequence[float], walks: int, clump: int, free: Sequence[float]) 
     """Return the times in µs, unordered, at which SMs (or clusters) finish their last work tile.
 
     `takes` holds the time of each work tile of one head, in the order in which SMs take the work
-    tiles. The `walks` heads run in head groups of `clump` heads. The first work tiles of all heads
-    of a group come first, then the second work tiles, and so on. `free` holds the time from which
-    each SM (or cluster) is free.
+    tiles. The `walks` heads run in head groups of `clump` heads. Within a group, SMs take the first
+    work tile of every head, then the second work tile of every head, and so on. For each SM (or
+    cluster), `free` holds the time at which it becomes free.
     """
     return [end for end, _, _ in last_items(takes, walks, clump, free)]
 
@@ -290,8 +290,9 @@ def last_items(
 ) -> list[tuple[float, int, int]]:
     """Return each SM's last work tile as (end time, number of the SM, index in `takes`).
 
-    If clusters share the work tiles, "SM" means a cluster. A work tile goes to the SM that is free
-    first. The index is -1 for an SM that gets no work tile. For the parameters, see `ends`.
+    If clusters share the work tiles, "SM" means a cluster. Each work tile goes to the SM that
+    becomes free first. The index is -1 for an SM that gets no work tile. For the parameters, see
+    `ends`.
     """
     held = [(end, place, -1) for place, end in enumerate(free)]
     heapq.heapify(held)
@@ -313,10 +314,10 @@ def makespan(items: np.ndarray, walks: int, places: int, clump: int | None = Non
 
 
 def sooner_at_once(walks: int, items: np.ndarray, places: int, clump: int) -> bool:
-    """Return whether running all heads together beats running one head group after another.
+    """Return whether running all heads together is faster than running one head group at a time.
 
-    The gain must exceed the possible cost of additional L2 misses. If there are many waves, the
-    function returns False without a comparison.
+    The predicted gain must exceed the possible cost of additional L2 misses. If there are many
+    waves, the function returns False without a comparison.
     """
     if walks * len(items) > _ROUNDS * places:
         return False
@@ -333,9 +334,8 @@ def fastest_first(
     """Return the tilings of `times`, sorted from the fastest to the slowest predicted launch.
 
     `launch` is the function that predicts a launch's time. In a long launch, the first tiling of
-    `times` stays first unless another tiling's gain exceeds the uncertainty of the prediction. The
-    first tiling does the most arithmetic per byte of shared memory, which helps when a hot GPU
-    lowers its clock.
+    `times` gets a small bonus, the uncertainty of the prediction. The first tiling of `times` reads
+    the least shared memory per FLOP, which helps when a hot GPU lowers its clock.
     """
     took = {t: launch(problem, t, times[t], processors) for t in times}
     first = next(iter(times))

@@ -111,7 +111,7 @@ def check_latent(problem: Problem, gpu: Gpu) -> None:
 
 
 def block_q_of(rows: int, d: int, dv: int) -> int:
-    """Return the rows per row tile (16 times a power of two) that a warp's registers allow."""
+    """Return how many rows a row tile has (16 times a power of two), as registers allow."""
     blocks = 1
     while 16 * blocks < rows and 2 * blocks * (d // 4 + dv // 2) <= _HELD:
         blocks *= 2
@@ -121,7 +121,7 @@ def block_q_of(rows: int, d: int, dv: int) -> int:
 def merge_kernel(
     problem: Problem, block_q: int, *, counts: bool, overlap: bool, cascade: bool = False
 ) -> Kernel:
-    """Return the kernel that merges splits from a decode kernel with `block_q` rows per tile."""
+    """Return the kernel that merges a decode kernel's splits; row tiles have `block_q` rows."""
     variant = Variant(True, False, counts=counts)
     return built(
         *("portable/decode_merge.cu", "flash_decode_merge", 32 * MERGE_WARPS, 0),
@@ -134,11 +134,11 @@ def merge_kernel(
 def on_chip(
     rows: int, d: int, dv: int, gpu: Gpu, *, wide: bool, ring: int = RING
 ) -> tuple[int, int, int, int]:
-    """Return a decode block's warps, pipeline stages, shared memory in bytes, and most splits.
+    """Return a decode block's numbers of (warps, stages, bytes of shared memory, splits at most).
 
-    The bytes of shared memory are ``sizeof(OnChip)`` of the kernel. The last number is the largest
-    number of splits that a block can merge: the splits' weights must fit into the memory of the
-    pipeline stages. All stages together keep up to `ring` bytes in flight per SM.
+    The shared memory is ``sizeof(OnChip)`` of the kernel. The last number is the largest number of
+    splits that a block can merge. The splits' weights must fit into the memory of the pipeline
+    stages. Up to `ring` bytes of K and V are in flight per SM.
     """
     room, blocks = (gpu.shared_bytes, 1) if wide else ((gpu.shared_bytes - 1024) // 2, 2)
     for warps in (8, 4, 2, 1) if wide else (4, 2, 1):
@@ -156,7 +156,7 @@ def on_chip(
 
 
 def exchanged(cluster: int, rows: int, width: int) -> int:
-    """Return how many bytes of a block's shared memory receive results of its cluster's blocks."""
+    """Return the bytes of a block's shared memory to which its cluster's blocks write results."""
     if cluster == 1:
         return 0
     share = -(-rows * width // 4 // cluster)

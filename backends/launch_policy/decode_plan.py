@@ -1,9 +1,9 @@
-"""Plan decode launches (kernels/portable/decode.cu): their thread blocks and their kernels.
+"""Plan the thread blocks and the kernels of decode launches (kernels/portable/decode.cu).
 
 The keys of a sequence are split over several thread blocks. The number of splits depends on the
 lengths of all sequences in the batch and on the GPU's number of SMs (`flashsim.schedule.split` has
 the rules). Latent attention has its own kernel (kernels/hopper/decode_latent.cu). A prefix that all
-sequences share is read only once (cascade attention), in a loop whose row tiles hold the queries of
+sequences share is read only once (cascade attention): row tiles for the prefix hold the queries of
 all sequences. Nothing in this module needs a GPU.
 """
 
@@ -70,17 +70,19 @@ _OVERLAPPED = 600e6
 class Decode:
     """The plan of one launch of the kernel `flash_decode`.
 
-    `items`, int32 (n, 8), has one entry per thread block that works on the same KV head and row
-    tile. Fields 0 to 3 of an entry are the sequence, the first key tile, the key tile after the
-    last, and the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its
-    number of splits and its length. Field 7 is 0, or the row tile if there is a prefix. The longest
-    entries come first. If the splits of a sequence form a cluster, their entries stay together.
+    `items`, int32 (n, 8), has one row ("entry") per thread block of one KV head and row tile.
+    Fields 0 to 3 of an entry are the sequence, the first key tile, the key tile after the last, and
+    the slot of the partial results. Fields 4 to 6 are the sequence's first slot, its number of
+    splits and its length. With a prefix, field 7 is the row tile, and otherwise 0. The entries with
+    the most key tiles come first. If the splits of a sequence form a cluster, their entries stay
+    together.
 
-    `splits` holds the number of splits per sequence, by the rule `split`. `rows` is the number of
-    packed rows per KV head (queries times query heads per KV head), which fill `row_tiles` row
-    tiles. `n_visits` is the number of key tiles of the longest sequence. The kernel `merge` merges
-    the splits after `kernel`. If `merge` is None, `kernel` itself merges the splits. All sequences
-    share `prefix` keys, which are divided into `prefix_splits` parts and read only once.
+    `splits` holds the number of splits per sequence, which follows from the rule `split`. `rows` is
+    the number of packed rows per KV head: queries times query heads per KV head. The packed rows
+    fill `row_tiles` row tiles. `n_visits` is the number of key tiles of the longest sequence. The
+    kernel `merge` runs after `kernel` and merges the splits. If `merge` is None, `kernel` itself
+    merges the splits. All sequences share `prefix` keys, which are divided into `prefix_splits`
+    parts and read only once.
     """
 
     problem: Problem
@@ -106,7 +108,8 @@ class Decode:
     def grid(self) -> tuple[int, int]:
         """The decode kernel's grid of thread blocks.
 
-        If a second kernel merges the splits, the row tiles of a split are neighbours along x.
+        If a second kernel merges the splits, the blocks for a split's row tiles are neighbours
+        along x.
         """
         blocks = len(self.items) * self.problem.kv_heads
         if self.prefix:
@@ -115,12 +118,11 @@ class Decode:
 
     @property
     def merges(self) -> np.ndarray:
-        """The table of the merging kernel, int32 (n, 8): one row per sequence that has splits.
+        """The merging kernel's table, int32 (n, 8), with one row per sequence that is split.
 
         Fields 0 to 3 are the sequence's number, its first slot of partial results, its number of
         splits, and the index of its first entry in `items`. Field 4 is the number of parts of a
-        shared prefix, and field 5 the number of slots from one of these parts to the next. Fields 6
-        and 7 are 0.
+        shared prefix, and field 5 the number of slots per part. Fields 6 and 7 are 0.
         """
         first = {b: i for i, b in reversed([*enumerate(self.items[:, 0].tolist())])}
         parted = [b for b, n in enumerate(self.splits) if n > 1 or self.prefix]
@@ -135,7 +137,7 @@ class Decode:
 
     @cached_property
     def cluster(self) -> int:
-        """The number of thread blocks per cluster; 1 if the splits merge through HBM."""
+        """The number of thread blocks per cluster, which is 1 if the splits merge through HBM."""
         return dict(self.kernel.constants)["FS_CLUSTER"]
 
     @property
@@ -154,7 +156,7 @@ class Decode:
 
     @cached_property
     def partial_elements(self) -> tuple[int, int]:
-        """The sizes of all partial O and of all partial LSE, in float32 elements."""
+        """The numbers of float32 elements of all partial outputs O, and of all partial LSE."""
         rows = self.slots * self.problem.kv_heads * self.rows
         return rows * row_elements(self.problem.head_dim_v), rows
 
@@ -165,14 +167,14 @@ class Decode:
 
     @property
     def walks(self) -> int:
-        """The number of row tiles of all sequences and KV heads, and of a shared prefix."""
+        """The number of row tiles of all sequences and of a shared prefix, over all KV heads."""
         return self.counters + self.problem.kv_heads * self.prefix_tiles
 
 
 def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
-    """Return a launch's argument struct, in which only addresses and strides are not yet set.
+    """Return a launch's argument struct, with all fields set except addresses and strides.
 
-    A sequence has `table_row` entries in the block table, and the page pool has `pages` pages.
+    The block table has `table_row` entries per sequence, and the page pool has `pages` pages.
     """
     made_of = {"row_tiles": made.row_tiles, "n_visits": made.n_visits}
     made_of |= {"capacity": made.problem.n_kv}
@@ -185,10 +187,11 @@ def record(made: Decode, table_row: int = 0, pages: int = 0) -> np.ndarray:
 
 
 def live(problem: Problem, lengths: tuple[int, ...], page: int, prefix: int = 0) -> Problem:
-    """Return the same problem with packed sequences of the live keys, which share a prefix.
+    """Return the problem as one of packed sequences, which contain only live keys.
 
-    The function raises `OptionError` or `UnsupportedError` if a sequence is shorter than the
-    prefix, a query does not see all of the prefix, or the prefix does not consist of whole pages.
+    All sequences share `prefix` keys. The function raises `OptionError` or `UnsupportedError` if a
+    sequence is shorter than the prefix, if a query does not see the whole prefix, or if the prefix
+    ends within a page.
     """
     p = problem
     check_prefix(prefix, lengths)
@@ -234,16 +237,16 @@ def plan(
 ) -> Decode:
     """Return the decode launch's plan for a batch whose sequences have `lengths` keys.
 
-    If `splits` is None, the sequences get as many splits as needed to fill all SMs once. With
-    `splits`, a sequence with fewer than `splits` key tiles gets one split per key tile. With a
-    `prefix`, `splits` is the number of parts for the row tile that visits the most key tiles. The
-    other row tiles get parts in proportion to their key tiles.
+    If `splits` is None, the sequences get as many splits as needed to fill all SMs once. If
+    `splits` is a number, each sequence gets `splits` splits, or one per key tile if it has fewer
+    key tiles. With a `prefix`, the prefix and each sequence's own keys are divided into parts in
+    proportion to their key tiles. The largest number of parts is `splits`.
 
     `problem.n_kv` is the capacity of the cache per sequence. `page` is the number of rows per page,
-    or 0 if the cache is contiguous. With `counts` or `timeline`, the kernel reports the bytes that
-    it moves, or when it moves them. `prefix` is the number of keys that all sequences share. If the
-    kernel does not decode this problem, or cannot merge so many splits, the function raises
-    `UnsupportedError` or `OptionError`.
+    or 0 if the cache is contiguous. With `counts`, the kernel reports the bytes that it moves, and
+    with `timeline` time stamps. `prefix` is the number of keys that all sequences share. The
+    function raises `UnsupportedError` if no kernel decodes this problem, and `OptionError` if there
+    are more splits than the kernel can merge.
     """
     check(problem, gpu)
     if max(problem.n_kv, *lengths) > _INT32:
@@ -260,12 +263,12 @@ def plan(
 def dynamic(problem: Problem, gpu: Gpu, splits: int | None = None, page: int = 0) -> Decode:
     """Return the decode launch for sequences whose lengths the kernel reads at run time.
 
-    The number of splits is chosen as for sequences that fill the cache. A shorter sequence has the
-    same number of splits, each with fewer key tiles or with none. Fields 1 and 2 of an entry in
-    `Decode.items` are the number of the split and 0, and the kernel computes the split's key tiles.
-    So the same launch works for every length up to `problem.n_kv`. The function raises the errors
-    of `plan`, and `UnsupportedError` for latent attention, whose kernel does not read lengths at
-    run time.
+    The number of splits is that of sequences which fill the cache. A shorter sequence has as many
+    splits, and each of them has fewer key tiles or none. In an entry of `Decode.items`, field 1 is
+    the number of the split and field 2 is 0. At run time, the kernel computes which key tiles the
+    split has. One launch thus works for every length up to `problem.n_kv`. The function raises the
+    errors of `plan`, and `UnsupportedError` for latent attention, whose kernel cannot read lengths
+    at run time.
     """
     if problem.latent:
         raise UnsupportedError(
@@ -299,23 +302,21 @@ class _DecodeRequest(NamedTuple):
 def _plain(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for ordinary attention without a shared prefix.
 
-    If sequences must be split to fill the SMs, thread blocks have 8 warps and each SM runs one
-    block. If the batch has more blocks than the GPU has SMs even without splits, blocks have 4
-    warps and each SM runs two, so that no block gets more work than the average load of an SM.
+    If the unsplit sequences have no more blocks than the GPU has SMs, blocks have 8 warps and each
+    SM runs one block. If there are more blocks than SMs, blocks have 4 warps and each SM runs two
+    blocks.
 
-    On GPUs where clusters merge the splits, short sequences of equal length get 8 splits. A short
-    sequence with fewer than 8 key tiles gets as many splits as the largest possible cluster has
-    blocks. Contiguous sequences of about equal length are not split if their blocks already fill
-    the fraction `_ENOUGH` (with slower HBM `_MOST`) of the SMs. A split would then cost a merge and
-    gain nothing. The rule about `_ENOUGH` holds if a key and a value together have up to 128
-    columns. With more columns, the rule about `_ENOUGH` holds only where no cluster merges, or from
-    `_LONG` key tiles on. (Measured on an H200 and, with memory no faster than `_FAST_MEMORY`, on an
-    H100; docs/notebooks/decoding.md and benchmarks/decode.py have the sweeps.)
+    On GPUs with clusters, short sequences of equal length get 8 splits, which a cluster merges.
+    Sequences with fewer than 8 key tiles get 4 or 2 splits. Contiguous sequences of about equal
+    length are not split if their blocks already fill a large enough fraction of the SMs. The large
+    enough fraction is `_ENOUGH`, or `_MOST` on GPUs with slower HBM. The rule about `_ENOUGH` holds
+    before Hopper, for a key and a value with up to 128 columns together, and from `_LONG` key tiles
+    on. The notebook docs/notebooks/decoding.md has the measurements, on an H200 and an H100.
 
-    The splits of a sequence form a cluster only if the GPU can run all clusters at once, since
-    otherwise the last clusters would run alone. How many clusters run at once depends on the chip.
+    The splits of a sequence form a cluster only if the GPU can run all clusters at the same time.
     If there are too many clusters, each sequence gets fewer splits, which form a smaller cluster.
-    With up to 128 columns, a sequence instead keeps its number of splits, which merge through HBM.
+    If a key and a value together have up to 128 columns, the number of splits stays, and they merge
+    through HBM.
     """
     p, lengths, gpu, splits, page, variant, _ = asked
     hopper, rows, (d, dv) = gpu.compute_capability >= (9, 0), p.n_q * p.group, padded_dims(p)
@@ -385,9 +386,8 @@ def _latent(asked: _DecodeRequest) -> Decode:
 def _behind_prefix(asked: _DecodeRequest) -> Decode:
     """Return the plan of a decode launch for sequences that share a prefix.
 
-    A second kernel merges the prefix's partial results with those of each sequence's own keys. If
-    no number of splits is requested, no part of the prefix is longer than the average load of an
-    SM.
+    A second kernel merges the partial results for the prefix with those for each sequence's own
+    keys. If `splits` is None, no part has more key tiles than the average load of an SM.
     """
     p, lengths, gpu, splits, page, variant, prefix = asked
     if p.latent:
@@ -417,14 +417,14 @@ def _behind_prefix(asked: _DecodeRequest) -> Decode:
 
 @lru_cache(maxsize=256)
 def _packed(splits: int | None, longest: int) -> Split:
-    """Return a rule that makes `splits` splits, or if None, splits of up to `longest` key tiles."""
+    """Return a rule: `splits` splits or, if that is None, splits of up to `longest` key tiles."""
     return Split(pack_gqa=True, part_tiles=longest) if splits is None else Split(splits, True)
 
 
 def _ranges(
     p: Problem, lengths: tuple[int, ...], block_k: int
 ) -> tuple[list[tuple[int, int]], list[int]]:
-    """Return the range of key tiles that each sequence's queries see, and each range's length."""
+    """Return two lists: the range of key tiles that each sequence's queries see, and its length."""
     ends = [-(-length // block_k) for length in lengths]
     first = [max(0, length - p.n_q - p.left) // block_k for length in lengths]
     ranges = [(min(lo, hi), hi) for lo, hi in zip(first, ends, strict=True)]
@@ -441,7 +441,7 @@ def _launch(
     merge: Kernel | None = None,
     prefix: int = 0,
 ) -> Decode:
-    """Return the plan of a decode launch in which sequence b has key tiles ``range(*ranges[b])``.
+    """Return the plan of a decode launch; sequence b has the key tiles ``range(*ranges[b])``.
 
     `parts` holds the number of parts into which `split` divides each sequence. With a prefix,
     `lengths` exclude the prefix's keys, and the last entry of `parts` is for the prefix.

@@ -1,4 +1,4 @@
-"""The interface of a kernel family: the tiles it supports, and the kernel of each stage."""
+"""The interface of a kernel family: the tilings that it supports, and the kernel of each stage."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PLAIN = Variant(spans=True, descending=False)
 
 
 class PassRequest(NamedTuple):
-    """A requested pass, before a tiling is chosen. With `ordered`, dQ is added in a fixed order."""
+    """A pass whose tiling is not yet chosen. With `ordered`, blocks add to dQ in a fixed order."""
 
     problem: Problem
     gpu: Gpu
@@ -95,9 +95,9 @@ class Family(ABC):
 
     `name` is the family's name in traces. The compiler ``load(kernel, device)`` returns the
     compiled function, ready to launch on CuPy's current device. `like` holds the compile-time
-    choices that neither schedule tables nor reports determine. `takes_functions` says whether the
-    kernels take `mask_mod`, `score_mod` and `sinks`. `elsewhere` is the advice in error texts about
-    kernels that do not take functions.
+    choices that do not depend on schedule tables or reports. `takes_functions` says whether the
+    kernels take `mask_mod`, `score_mod` and `sinks`. If they do not, error texts end with the
+    advice `elsewhere`.
     """
 
     name: str
@@ -128,7 +128,7 @@ class Family(ABC):
         return TilingError(reason)
 
     def refusal(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> str | None:
-        """Return why the kernels cannot run ``PassRequest(problem, *asked)``, or None."""
+        """Return why kernels cannot run ``PassRequest(problem, *asked)``, or None if they can."""
         return self.why_not(PassRequest(problem, *asked), tiling)
 
     def tilings(self, *asked: Any) -> tuple[Tiling, ...]:
@@ -136,7 +136,7 @@ class Family(ABC):
         return self.possible(PassRequest(*asked))
 
     def choose(self, problem: Problem, tiling: Tiling | None, *asked: Any) -> Tiling:
-        """Return `tiling`, or if None the fastest tiling, or raise the error of `refused`."""
+        """Return `tiling` (if None, the fastest one), or raise an error for an unsupported pass."""
         question = PassRequest(problem, *asked)
         if reason := self.why_not(question, tiling):
             raise self.refused(reason)
@@ -155,19 +155,19 @@ class Family(ABC):
     # -- which backward -------------------------------------------------------------------------
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether the fused backward with ordered dQ can run and beats three passes."""
+        """Return whether a fused backward with ordered dQ sums can run and beats three passes."""
         return False
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Return whether "flash2-once" can run and is the fastest backward on this GPU.
 
-        With `ordered`, "flash2-once" competes with the fused backward that adds to dQ in a fixed
+        With `ordered`, "flash2-once" is compared with the fused backward that adds to dQ in a fixed
         order.
         """
         return False
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Return whether the fused backward with unordered dQ is faster than three passes."""
+        """Return whether the fused backward with unordered dQ sums is faster than three passes."""
         return True
 
     # -- how work tiles are assigned ------------------------------------------------------------
@@ -182,10 +182,10 @@ class Family(ABC):
         return 1
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return launches that take some work tiles before the main launch, or () for none.
+        """Return extra launches (or none) before the main launch, which compute some work tiles.
 
-        Each returned launch is a pair (blocks per cluster, number of work tiles). The argument
-        `cluster` is the number of blocks that share each work tile of the main launch.
+        Each returned launch is a pair (blocks per cluster, number of work tiles). In the main
+        launch, `cluster` blocks share each work tile.
         """
         return ()
 
@@ -194,7 +194,7 @@ class Family(ABC):
         return False
 
     def in_step(self, walk: Walked, clump: int) -> bool:
-        """Return whether a KV-outer pass visits the query heads of a GQA group in alternation."""
+        """Return whether a KV-outer pass alternates between the query heads of a GQA group."""
         return False
 
     def hand_out(
@@ -209,7 +209,7 @@ class Family(ABC):
         """Decide how a stage's work tiles are assigned to thread blocks.
 
         If blocks add to dQ in a fixed order, or record a timeline, no cluster shares a work tile.
-        If a pass reports bytes or times, each of its stages is a single launch.
+        If a pass reports bytes or times, the stage is a single launch.
         """
         walk = Walked(stage, tables, gpu)
         cluster = 1 if ordered or report == "timeline" else self.cluster(walk)
@@ -232,8 +232,8 @@ class Family(ABC):
         """Return a tuple that holds the single launch of the forward pass.
 
         If `tiling` is None, the method `choose` chooses the tiling. With the `report` "counts", the
-        kernels record the bytes that they move, and with "timeline" also when they move them. The
-        method raises `TilingError` or `UnsupportedError`.
+        kernels record the bytes that they move. With the `report` "timeline", the kernels also
+        record time stamps. The method raises `TilingError` or `UnsupportedError`.
         """
         return _passes(self, PassRequest(problem, gpu, "forward"), tiling, key_order, report)
 
@@ -249,9 +249,9 @@ class Family(ABC):
     ) -> tuple[KernelPass, ...]:
         """Return the launches of the backward pass, in order.
 
-        With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`), which needs
-        "flash2-fused" and `orders_dq`. For the other parameters and the errors, see
-        `forward_passes`.
+        With `ordered`, blocks add to dQ in a fixed order (`device_tables.in_turns`). The option
+        `ordered` needs the algorithm "flash2-fused" and a true `orders_dq`. For the other
+        parameters and the errors, see `forward_passes`.
         """
         asked = PassRequest(problem, gpu, "backward", algorithm, ordered)
         return _passes(self, asked, tiling, key_order, report)

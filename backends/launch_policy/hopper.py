@@ -50,8 +50,9 @@ _WIDEST_ONCE = 128
 class Hopper(Family):
     """The family of kernels that use instructions that only Hopper has.
 
-    If these kernels cannot run a pass, error texts suggest the option ``kernel=instead``. With
-    `brings_tiles`, the forward brings a captured array's elements to shared memory by TMA.
+    If these kernels cannot run a pass, the error text suggests the kernel family that `instead`
+    names. With `brings_tiles`, the forward kernel loads elements of a captured array to shared
+    memory by TMA.
     """
 
     instead: str = "portable"
@@ -143,15 +144,15 @@ class Hopper(Family):
         )
 
     def orders_dq(self, problem: Problem) -> bool:
-        """Return whether the fused backward with ordered dQ can run and beats three passes."""
+        """Return whether a fused backward with ordered dQ sums can run and beats three passes."""
         return widest(problem) <= 128
 
     def stores_dq(self, problem: Problem, gpu: Gpu, *, ordered: bool) -> bool:
         """Return whether "flash2-once" can run and is predicted to be the fastest backward.
 
-        With few work tiles, three passes are faster, since the kernel for dQ runs beside the kernel
-        for dK and dV. The fused backward with ordered dQ is never faster than "flash2-once",
-        because it also needs a delta kernel before it and a conversion after it.
+        With few work tiles, three passes are faster, since their kernel for dQ runs at the same
+        time as their kernel for dK and dV. The fused backward with ordered dQ sums is never faster
+        than "flash2-once", because it also needs a delta kernel and a kernel that converts dQ.
         """
         if self.refusal(problem, None, gpu, "backward", "flash2-once"):
             return False
@@ -159,18 +160,18 @@ class Hopper(Family):
         return ordered or once < min(others)
 
     def fuses(self, problem: Problem, gpu: Gpu) -> bool:
-        """Return whether the fused backward with unordered dQ is faster than three passes."""
+        """Return whether the fused backward with unordered dQ sums is faster than three passes."""
         if self.refusal(problem, None, gpu, "backward"):
             return True  # e.g. cells of 80 rows, for which three passes have no tile
         return self.fused_is_faster(problem, gpu)
 
     def fused_is_faster(self, problem: Problem, gpu: Gpu) -> bool:
-        """Return whether the time model predicts that the fused backward beats three passes.
+        """Return whether the fused backward is predicted to be faster than three passes.
 
-        The three passes compute more products, but need not clear and convert a float32 dQ. In the
-        three passes, the kernel for dQ runs beside the kernel for dK and dV. Above a head_dim of
-        192 the fused kernel does not exist: no shared memory is left from which it could send dQ to
-        HBM.
+        The three passes compute more matrix products, but do not clear and convert a float32 dQ. Of
+        the three passes, the kernel for dQ may run at the same time as the kernel for dK and dV.
+        The fused kernel does not exist above a head_dim of 192, where no shared memory is left to
+        stage dQ.
         """
         if widest(problem) > 192:
             return False
@@ -188,10 +189,10 @@ class Hopper(Family):
     def cluster(self, walk: Walked) -> int:
         """Return the number of thread blocks that share a work tile.
 
-        The number exceeds 1 for a KV-outer backward with too few work tiles to fill the SMs. The
-        number is always 1 for the kernel whose warpgroups have roles, which does not support
-        clusters. With a head_dim above 128, the number is limited so that all blocks run at once.
-        Clusters that do not run at once are slower: on an H100, 128 work tiles took 92 µs in
+        The number exceeds 1 if a KV-outer backward has too few work tiles to fill the SMs. The
+        number is 1 for `hopper_kernels.roles_kernel`, which does not support clusters. With a
+        head_dim above 128, the number is limited so that all blocks run at the same time. More
+        clusters than can run at the same time are slower: on an H100, 128 work tiles took 92 µs in
         clusters of two, and 72 µs without clusters.
         """
         p, (stage, tables, gpu) = walk.problem, walk
@@ -210,7 +211,7 @@ class Hopper(Family):
         return blocks
 
     def remainder(self, walk: Walked, cluster: int) -> tuple[tuple[int, int], ...]:
-        """Return launches in which clusters share the last wave's work tiles, or () for none."""
+        """Return extra launches in which clusters share the work tiles of the last wave."""
         p, (stage, tables, gpu) = walk.problem, walk
         if stage.name != "fused" or stage.once or cluster > 1 or widest(p) > 128 or not walk.alike:
             return ()
@@ -220,7 +221,8 @@ class Hopper(Family):
     def defers(self, walk: Walked, cluster: int) -> bool:
         """Return whether a fused pass should compute a visit's dQ during the next visit.
 
-        Only blocks with a long loop defer dQ, since deferral costs time once, at the loop's end.
+        Only blocks with long loops defer dQ, since deferral costs extra time at the end of each
+        loop.
         """
         p, tables = walk.problem, walk.tables
         rows = p.group * (tables.schedule.tiling.block_q * tables.visits.mean())
@@ -230,18 +232,16 @@ class Hopper(Family):
         """Return the number of heads in a head group, which run together.
 
         If all work tiles are equally long, a head group is one head, or the query heads of one GQA
-        group, which share K and V. There are no long work tiles that should start first, and with
-        small groups more blocks read the same tiles at the same time. The rule for equally long
-        work tiles excludes blocks that add to dQ in a fixed order. The rule also excludes heads
-        that share a large bias, whose rows the blocks of several heads should read at the same
-        time.
+        group, which share K and V. With small groups, more blocks read the same tiles at the same
+        time. The rule for equally long work tiles excludes blocks that add to dQ in a fixed order.
+        The rule also excludes heads that share a large bias, because blocks of several heads should
+        read the same rows of the bias at the same time.
 
         If work tiles have different lengths, the long work tiles of a head group come first and
         load its K and V, which the short work tiles then find in L2. A forward pass over many short
-        sequences is limited by DRAM. The head groups of such a pass are so small that at any time
-        some blocks are at the beginning of a group and other blocks at the end of another group. If
-        there are only a few waves, it matters more that the long work tiles of all heads come
-        first.
+        sequences is limited by DRAM. The head groups of such a pass are small, so that some blocks
+        begin a group while other blocks finish one. If there are only a few waves, all heads may
+        form one group, so that the long work tiles of all heads come first.
         """
         p, (stage, tables, gpu) = walk.problem, walk
         shared = functions.heads_share(p, gpu.l2_bytes // 8)
@@ -263,11 +263,11 @@ class Hopper(Family):
     def in_step(self, walk: Walked, clump: int) -> bool:
         """Return whether a KV-outer pass alternates between the query heads of a GQA group.
 
-        A KV-outer pass alternates if the tensors that a head group loops over, together with its
-        dQ, are larger than L2. No pass alternates under a left window, since work tiles then begin
-        at different row tiles and no order can align them. If there are more work tiles than SMs,
-        work tiles that run at the same time are about equally long and drift apart slowly, so the
-        threshold is twice the L2 size.
+        A KV-outer pass alternates if the tensors that a head group loops over, and the group's dQ,
+        together exceed the size of L2. No pass alternates under a left window, because its work
+        tiles begin at different row tiles. If there are more work tiles than SMs, the threshold is
+        twice the L2 size. The reason: work tiles that run at the same time are then about equally
+        long, and drift apart slowly.
         """
         p, gpu = walk.problem, walk.gpu
         room = gpu.l2_bytes * (1 if clump * walk.tables.tiles <= gpu.multiprocessors else 2)
@@ -277,9 +277,9 @@ class Hopper(Family):
     def rings(self, problem: Problem, tiling: Tiling, gpu: Gpu) -> Rings:
         """Return the sizes of the ring buffers that the forward kernel uses.
 
-        The rings of K and V have three stages if these fit into shared memory, and otherwise two.
-        Elements of captured arrays get a ring buffer of their own if it fits beside two stages of K
-        and V.
+        The ring buffers of K and V have three stages if these fit into shared memory, or else two.
+        Elements of captured arrays get a separate ring buffer if it fits beside two stages of K and
+        V.
         """
         tiled = self.brings_tiles and functions.tile_of(problem)
         possible = (Rings(3, 2), Rings(2, 2), Rings(2, 1)) if tiled else ()
@@ -295,7 +295,7 @@ class Hopper(Family):
     def kernel(
         self, stage: str, problem: Problem, tiling: Tiling, variant: Variant, gpu: Gpu
     ) -> Kernel:
-        """Return the kernel that runs a stage of a pass; row-wise kernels are portable ones."""
+        """Return the kernel that runs a stage of a pass; row-wise stages run portable kernels."""
         given = problem, tiling, replace(variant, overlap=True)
         if stage == "forward":
             rings = self.rings(problem, tiling, gpu)
@@ -316,7 +316,7 @@ HOPPER = Hopper("hopper", nvrtc.load, takes_functions=True, brings_tiles=True)
 
 
 def _item_times(walk: Walked) -> tuple[Times, float]:
-    """Return the times of a backward work tile, and the extra µs if a cluster shares that tile."""
+    """Return a backward kernel's `Times`, and the extra µs per work tile that a cluster shares."""
     p = walk.problem
     known = backward_times(p, walk.tables.schedule.tiling)
     return getattr(known, walk.stage.name), ADDING_UP[64 if widest(p) <= 64 else 128]
@@ -329,10 +329,11 @@ def _drifts(walk: Walked) -> bool:
 
 
 def _whole_rounds(walks: int, tiles: int, gpu: Gpu) -> int:
-    """Return how many heads, at most 4, together fill about a whole number of waves, or 0 if none.
+    """Return how many heads (1 to 4) together fill about a whole number of waves, or 0.
 
-    Co-scheduled work tiles of a wave loop over the row tiles in the same direction. In a wave that
-    two head groups share, work tiles would loop in different directions.
+    The result is 0 if no number of heads does so. If head groups fill whole waves, the work tiles
+    of a wave loop over the row tiles in the same direction. If two head groups shared a wave, their
+    work tiles would loop in different directions.
     """
     most = gpu.multiprocessors
 

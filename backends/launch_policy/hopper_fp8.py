@@ -27,7 +27,7 @@ _TENSOR, _HEAD, _BLOCK, _NONE = range(4)
 
 @dataclass(frozen=True)
 class HopperFp8(Family):
-    """The kernel family of FlashAttention-3's forward in FP8, which has no backward."""
+    """The kernel family of FlashAttention-3's FP8 forward, which has no backward kernels."""
 
     def why_not(self, asked: PassRequest, tiling: Tiling | None) -> str | None:
         """Return why these kernels cannot run this pass, or None if they can."""
@@ -77,8 +77,8 @@ class HopperFp8(Family):
     def clump(self, walk: Walked) -> int:
         """Return the number of heads in a head group, which run together.
 
-        The number is that of the 16-bit kernels, or the next smaller one that divides the number of
-        heads evenly if it is faster.
+        The result is the number of the 16-bit kernels or, if that is faster, the next smaller
+        number that divides the number of heads evenly.
         """
         size, group, walks = hopper.HOPPER.clump(walk), walk.problem.group, walk.walks
         if walk.alike:
@@ -122,7 +122,7 @@ def shared_bytes(problem: Problem, tiling: Tiling, stages: int) -> int:
 
 
 def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
-    """Return the granularity of scales, and how many rows of Q and of K share one scale."""
+    """Return the scales' granularity, and the numbers of rows of Q and of K that share a scale."""
     if problem.scales is None:
         return _NONE, (1, 1)
     if isinstance(problem.scales, str):
@@ -131,7 +131,7 @@ def _scales(problem: Problem) -> tuple[int, tuple[int, int]]:
 
 
 def _one_scale_a_tile(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether a single scale covers each K tile, V tile and warpgroup (64 rows of Q)."""
+    """Return whether each K tile, V tile and warpgroup (64 rows of Q) has a single scale."""
     kind, (queries, keys) = _scales(problem)
     rows = queries % tiling.block_q == 0 or (queries % 64 == 0 and tiling.block_q % queries == 0)
     return kind != _BLOCK or (rows and keys % tiling.block_k == 0)

@@ -1,4 +1,4 @@
-"""Compute the Hopper kernels' thread counts, shared memory (``struct OnChip``) and TMA boxes."""
+"""Compute each Hopper kernel's threads, shared memory (``struct OnChip``) and TMA boxes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _CHUNK = 64  # columns of a shared-memory chunk: 128 bytes of 16-bit elements
 
 
 class Rings(NamedTuple):
-    """The pipeline stages of the forward kernel's ring buffers in shared memory.
+    """The numbers of pipeline stages of the forward kernel's ring buffers in shared memory.
 
     `stages` is the number of pipeline stages of K, and of V. `tile` is the number of pipeline
-    stages of captured elements, or 0 if TMA does not load these elements.
+    stages of a captured array, or 0 if TMA does not load it.
     """
 
     stages: int
@@ -31,7 +31,7 @@ class Rings(NamedTuple):
 def forward_kernel(
     problem: Problem, tiling: Tiling, variant: Variant, shared: int, rings: Rings
 ) -> Kernel:
-    """Return the Hopper forward kernel for a problem, a tile size and these ring buffers."""
+    """Return the Hopper forward kernel for a problem, a tiling and sizes of ring buffers."""
     threads, bk = 128 * (tiling.block_q // 64 + 1), tiling.block_k
     more = {"STAGES": rings.stages, "TURNS": take_turns(problem, tiling)} | _bounded(problem)
     boxes, tile = _boxes(("q", 64), ("k", bk), ("v", bk)), functions.tile_of(problem)
@@ -58,7 +58,7 @@ _DISTANCES = 2
 
 
 def adds_ramp(problem: Problem) -> bool:
-    """Return whether the matrix product Q K^T also adds the score function (Ramp in forward.cu)."""
+    """Return whether tensor cores add the score function's linear term (Ramp in forward.cu)."""
     return functions.ramp_of(problem) is not None and max(tile_columns("forward", problem)) <= 128
 
 
@@ -70,15 +70,15 @@ _LARGEST_BOUND = 50
 def _bounded(problem: Problem) -> dict[str, int]:
     """Return ``{"BOUNDED": 1}`` if the forward kernel can omit the running maximum, or {}.
 
-    A kernel for bfloat16 can omit the running maximum if the scores have a small enough bound
-    (BoundedSoftmax in the kernels).
+    A bfloat16 kernel can omit it if the scores have a small upper bound (BoundedSoftmax in the
+    kernels).
     """
     bound = functions.score_bound(problem)
     return {"BOUNDED": 1} if problem.dtype == "bfloat16" and bound <= _LARGEST_BOUND else {}
 
 
 def take_turns(problem: Problem, tiling: Tiling) -> bool:
-    """Return whether the forward's warpgroups alternate their products (TURNS in forward.cu)."""
+    """Return whether the forward uses ping-pong scheduling (TURNS in forward.cu)."""
     wide = problem.head_dim == problem.head_dim_v == 128
     return not (wide and problem.n_kv > 16 * tiling.block_k)
 
@@ -102,7 +102,7 @@ def forward_bytes(problem: Problem, tiling: Tiling, rings: Rings) -> int:
 
 
 def backward_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
-    """Return the kernel of the KV-outer pass, which in a fused backward also computes dQ."""
+    """Return the KV-outer kernel, which computes dK and dV, and in a fused backward also dQ."""
     fused = variant.fused
     d, bq, bk, stages = _shared_dim(problem), tiling.block_q, tiling.block_k, 2
     wide = d > 128
@@ -164,12 +164,12 @@ def dq_kernel(problem: Problem, tiling: Tiling, variant: Variant) -> Kernel:
 
 
 def _boxes(*rows: tuple[str, int]) -> tuple[Box, ...]:
-    """Return a TMA box, 64 columns wide, for each pair (tensor, rows)."""
+    """Return a TMA box with 64 columns for each pair (tensor, number of rows)."""
     return tuple(Box(tensor, n, _CHUNK) for tensor, n in rows)
 
 
 def on_chip(data: int, barriers: int) -> int:
-    """Return the bytes of a ``struct OnChip`` (`data`, mbarriers, slots), a multiple of 1024."""
+    """Return the size of a ``struct OnChip`` in bytes, rounded up to a multiple of 1024."""
     items = -(-(data + barriers * _BARRIER) // 16) * 16
     return -(-(items + _ITEMS) // 1024) * 1024
 
@@ -180,29 +180,29 @@ def _wide(head_dim: int) -> int:
 
 
 def tile_columns(stage: str, problem: Problem) -> tuple[int, int]:
-    """Return the columns that TMA loads per tile of Q or K, and per tile of V or dO."""
+    """Return two numbers of columns that TMA loads: per tile of Q or K, and per tile of V or dO."""
     if stage == "forward":
         return _wide(problem.head_dim), _wide(problem.head_dim_v)
     return _shared_dim(problem), _shared_dim(problem)
 
 
 def _shared_dim(problem: Problem) -> int:
-    """Return the padded head_dim of the backward kernels, the same for Q, K, V and dO."""
+    """Return the backward kernels' padded head_dim, which is the same for Q, K, V and dO."""
     return _wide(max(problem.head_dim, problem.head_dim_v))
 
 
 def product_columns(
     stage: str, problem: Problem, tiling: Tiling, cluster: int = 1
 ) -> tuple[int, int]:
-    """Return how many columns each backward product computes, and the total of extra columns.
+    """Return the columns per product of the backward, and the extra columns of all products.
 
-    The number of computed columns is head_dim, rounded up to a multiple of 16. If a cluster shares
-    a work tile and head_dim is at most 128, it is rounded up to a multiple of 32. Extra columns are
-    those of products that compute all columns of a tile in shared memory. The product dQ^T has
-    extra columns, because its rows are the tile's columns. If the tile has at most 32 columns, the
-    kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, dK and dV have extra columns, too,
-    because their columns are divided between warpgroups. If one warpgroup computes all of dQ^T, its
-    rows are rounded to a multiple of 32 instead.
+    The number of columns per product is head_dim, rounded up to a multiple of 16. If a cluster
+    shares a work tile and head_dim is at most 128, head_dim is rounded up to a multiple of 32.
+    Extra columns are padding: some products compute all columns of a padded tile in shared memory.
+    The product dQ^T has extra columns, because its rows are the tile's columns. If the tile has at
+    most 32 columns, the kernel computes dQ instead of dQ^T. Beyond a head_dim of 128, the products
+    dK and dV also have extra columns, because two warpgroups divide them. If one warpgroup computes
+    all of dQ^T, the rows of dQ^T are only padded to a multiple of 32.
     """
     d, whole = max(problem.head_dim, problem.head_dim_v), _shared_dim(problem)
     step = 32 if cluster > 1 and whole <= 128 else 16

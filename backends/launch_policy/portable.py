@@ -52,7 +52,7 @@ class Portable(Family):
         return tuple(t for t in every if self._runs(asked, t))
 
     def fastest(self, asked: PassRequest) -> Tiling | None:
-        """Return the fastest tiling on this GPU (docs/notebooks/speed_gpu.md), or None."""
+        """Return this GPU's fastest tiling (docs/notebooks/speed_gpu.md), or None if unknown."""
         preferred = (Tiling(*sides) for sides in self._preferred(asked))
         mask = asked.problem.block_mask
         return next((t for t in preferred if t.divides(mask) and self._runs(asked, t)), None)
@@ -83,7 +83,7 @@ class Portable(Family):
         return need is not None and need <= asked.gpu.shared_bytes
 
     def _shared_need(self, asked: PassRequest, tiling: Tiling) -> int | None:
-        """Return the most bytes of shared memory of a kernel, or None if one cannot be built."""
+        """Return the most shared memory of any kernel in bytes, or None if one cannot be built."""
         if asked.direction == "forward":
             stages: tuple[str, ...] = ("forward",)
         else:

@@ -1,4 +1,4 @@
-"""Compute the portable kernels' thread counts, shared memory and compile-time constants."""
+"""Compute the number of threads, shared memory and constants of each portable kernel."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _sides(problem: Problem, tiling: Tiling) -> tuple[int, int, int, int]:
 
 
 def _plain(problem: Problem, variant: Variant) -> bool:
-    """Return whether 256 threads compute products in float32, without tensor cores."""
+    """Return whether 256 threads per block compute float32 products without tensor cores."""
     return problem.dtype == "float32" and not variant.tf32
 
 

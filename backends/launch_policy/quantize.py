@@ -45,7 +45,7 @@ def kernels(
 ) -> tuple[Kernel, ...]:
     """Return the kernels that quantise q, k and v to FP8, or raise `UnsupportedError`.
 
-    There is only one kernel if each thread block has all rows that share a scale.
+    A single kernel suffices if all rows that share a scale are in one thread block.
     """
     check_head_dim(d)
     if dtype not in ("float16", "bfloat16"):
@@ -75,7 +75,7 @@ def transposition(d: int) -> Kernel:
 
 
 def check_gpu(gpu: Gpu) -> None:
-    """Raise `UnsupportedError` for GPUs older than Hopper, which lack needed instructions."""
+    """Raise `UnsupportedError` for GPUs older than Hopper, which cannot run these kernels."""
     if gpu.compute_capability < (9, 0):
         has = ".".join(map(str, gpu.compute_capability))
         raise UnsupportedError(

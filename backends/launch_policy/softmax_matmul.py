@@ -1,4 +1,4 @@
-"""Choose block sizes and constants of the kernel that fuses a softmax with a matrix product."""
+"""Build the kernel that fuses a softmax with a matrix product."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Compile the Python tensor-core kernels, and cache them on disk. Only `load` needs a GPU.
+"""Compile and cache the Python tensor-core kernels. Only the function `load` needs a GPU.
 
 numba-cuda compiles a kernel to PTX, and nvJitLink compiles the PTX to a cubin. For kernels with
 Hopper's own instructions, the driver compiles the PTX as a whole program instead. The code that
-nvJitLink compiles may be linked to more code. In linkable code, the compiler ignores `setmaxnreg`
-and waits for every `wgmma` at once (ptxas reports this as C7504 and C7509).
+nvJitLink compiles may later be linked with other code. In linkable code, the compiler ignores
+`setmaxnreg` and waits for each `wgmma` immediately (ptxas reports this as C7504 and C7509).
 """
 
 from __future__ import annotations

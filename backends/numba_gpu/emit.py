@@ -45,9 +45,10 @@ def words(count: int) -> types.Type:
 def emitted(returns: Any, *parameters: Any) -> Callable[[Callable[..., Any]], Any]:
     """Turn ``function(builder, *values)``, which emits LLVM IR, into a Numba intrinsic.
 
-    `returns` is the type of the result. A Numba type stands for a value, a list for a fragment, and
-    a list of lists for several fragments. Scalars are cast to the type of their parameter. A
-    fragment must have exactly its parameter's type.
+    `returns` is the type of the result. In `values` and in the result of `function`, a scalar is
+    one LLVM value, a fragment is a list, and several fragments are a list of lists. Scalars are
+    cast to the type of their parameter. The type of a fragment must be exactly that of its
+    parameter.
     """
 
     def decorate(function: Callable[..., Any]) -> Any:
@@ -153,8 +154,8 @@ class ArgsType(types.Type):
     """The Numba type of the argument struct `launch.ARGS`, passed by value, of `nbytes` bytes.
 
     Kernels read the struct's fields as attributes, such as ``q_data`` and ``q_row`` for the tensor
-    q. Attribute ``word_n`` is the n-th of the 64-bit numbers that follow `launch.ARGS` in the
-    arguments of kernels with functions.
+    q. In kernels with mask or score functions, 64-bit numbers follow `launch.ARGS` in the struct.
+    The attribute ``word_n`` is the n-th of these numbers.
     """
 
     def __init__(self, nbytes: int = launch.ARGS.itemsize) -> None:

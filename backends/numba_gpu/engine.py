@@ -76,7 +76,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward pass in three deterministic kernels, or in one that sums dQ in HBM."""
+    """Run the backward as three deterministic passes, or as a fused pass that sums dQ in HBM."""
     if _kernel(job) == "teaching":
         return teaching_run.backward(job, saved, dout, dlse)
     return _launcher().backward_with(_family, job, saved, dout, dlse)
@@ -91,7 +91,7 @@ def constant(job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
 
 
 def orders_dq(job: Job, saved: Mapping[str, Any]) -> bool:
-    """Return whether the fused backward with ordered dQ is the fastest deterministic backward."""
+    """Return whether the fastest deterministic backward is the fused one with ordered dQ sums."""
     return _kernel(job) != "teaching" and _family_of(job, saved).orders_dq(job.problem)
 
 

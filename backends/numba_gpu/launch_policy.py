@@ -40,7 +40,7 @@ class PythonHopper(hopper.Hopper):
         return super().why_not(asked, tiling)
 
     def possible(self, asked: PassRequest) -> tuple[Tiling, ...]:
-        """Return the tilings of the C++ kernels that were also tested with the Python kernels."""
+        """Return those tilings of the C++ kernels that were also tested with the Python kernels."""
         every = super().possible(asked)
         if asked.direction == "backward":  # with 80 columns, products cost as much as with 128
             return tuple(sorted(every, key=lambda t: t.block_q))

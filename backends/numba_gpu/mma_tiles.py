@@ -7,7 +7,7 @@ in block i, 8-column piece c, at row ``x // 2 * 8 + lane / 4`` and column ``c * 
 lane holds elements of two rows, called its *halves*.
 
 The accumulators of a score tile already have the layout of the next product's left operand, and
-only need to be rounded to 16 bits. So P and dS stay in registers.
+only need to be rounded to 16 bits. P and dS therefore stay in registers.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Tile:
     def at(
         self, b: ir.IRBuilder, base: ir.Value, row: int, col: int, extra: Any = None
     ) -> ir.Value:
-        """Emit the address of the 16 x 16 piece at (row, col), given that of the piece at (0, 0).
+        """Emit the address of the 16 x 16 piece at (row, col), from that of the piece at (0, 0).
 
         If `extra` is passed, the piece's column is col + extra. `row` must be a multiple of 8, and
-        `col` a multiple of 16. Since the swizzle of row r depends on r % 8 alone, the address then
-        takes one XOR and one added constant.
+        `col` a multiple of 16. Since the swizzle of row r depends on r % 8 alone, this takes one
+        XOR and one addition.
         """
         if extra is None:
             low = col // 8 & (self.spread - 1)
@@ -96,7 +96,7 @@ class RowWidth:
         return self.exist < self.width
 
     def counted(self, b: ir.IRBuilder, column: ir.Value, n: int, itemsize: int) -> ir.Value:
-        """Emit how many bytes exist of the `n` elements that begin at a column below `width`."""
+        """Emit how many bytes of the `n` elements from a column on are data, not padding."""
         if not self.padded:
             return i32(n * itemsize)
         left = b.sub(i32(self.exist), column)
@@ -105,7 +105,7 @@ class RowWidth:
         return b.mul(there, i32(itemsize))
 
     def piece_bytes(self, b: ir.IRBuilder, piece: ir.Value) -> ir.Value:
-        """Emit how many bytes exist of a 16-byte piece of 16-bit elements."""
+        """Emit how many bytes of a 16-byte piece of 16-bit elements are data."""
         return self.counted(b, b.shl(piece, i32(3)), 8, 2)
 
 
@@ -115,7 +115,7 @@ def lane_of(b: ir.IRBuilder) -> ir.Value:
 
 
 def elements(blocks: int, n: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each element of an accumulator fragment as (index, block, 8-column piece, 0 to 3)."""
+    """Yield each element of an accumulator fragment as (index, block, 8-column piece, x)."""
     for i in range(blocks):
         for c in range(n // 8):
             for x in range(4):
@@ -154,9 +154,9 @@ def scale_all(count: int) -> Any:
 class Operand:
     """An operand of a matrix product, stored in shared memory.
 
-    The field `swapped` says that the tile is stored transposed. Tiles A [m][k] and B [k][n] are not
-    swapped. Tiles A [k][m] and B [n][k] (such as K in Q K^T) are swapped. If `extra` is true, the
-    operand begins at a column that is known only at run time.
+    The field `swapped` says that the tile is stored transposed. Tiles A [k][m] and B [n][k] (such
+    as K in Q K^T) are swapped. If `extra` is true, the operand begins at a column that is known
+    only at run time.
     """
 
     tile: Tile
@@ -172,9 +172,9 @@ class Operand:
 def pieces(tile: Tile, *, transposed: bool) -> Any:
     """Return ``pieces(address)``, the address of a lane's row in a tile's first 16 x 16 piece.
 
-    The lane passes this address to `ldmatrix`. If `transposed` is false, `ldmatrix` then loads the
-    A fragment, or two B fragments, of a tile that is not swapped. If `transposed` is true,
-    `ldmatrix` loads the fragments of a swapped tile (`Operand`).
+    The lane passes this address to `ldmatrix`. If `transposed` is true, `ldmatrix` then loads the
+    fragments of a swapped tile (`Operand`). If `transposed` is false, `ldmatrix` loads an A
+    fragment, or two B fragments, of a tile that is not swapped.
     """
 
     @emitted(types.int32, types.int32)
@@ -208,9 +208,9 @@ def load_fragments(blocks: int, depth: int, tile: Tile) -> Any:
 def multiply(bf16: bool, blocks: int, n: int, depth: int, a: Operand | str, right: Operand) -> Any:
     """Return ``multiply(c, a..., b...)``, which computes c + A B, a fragment of (16 `blocks`, n).
 
-    The matrix A (16 `blocks`, depth) is an `Operand` in shared memory, a fragment of
-    `load_fragments` ("registers"), or an earlier product's accumulators ("accumulators"), which
-    this function rounds to 16 bits. `right` is the matrix B (depth, n).
+    The matrix A (16 `blocks`, depth) is an `Operand` in shared memory, or a fragment of
+    `load_fragments` ("registers"). A may also be an earlier product's accumulators
+    ("accumulators"), which this function rounds to 16 bits. `right` is the matrix B (depth, n).
     """
     count = blocks * n // 2
     if isinstance(a, Operand):

@@ -1,4 +1,4 @@
-"""Functions that each emit one PTX instruction with an LLVM builder, and return its registers.
+"""Functions that each emit one PTX instruction with an LLVM builder, and return its results.
 
 NVIDIA's *PTX ISA* (docs.nvidia.com/cuda/parallel-thread-execution) defines semantics and operand
 layouts. A name in quotation marks in a docstring is a section of the *PTX ISA*. All instructions
@@ -35,11 +35,11 @@ def ldmatrix(b: ir.IRBuilder, address: ir.Value, *, transposed: bool) -> Values:
 def mma(b: ir.IRBuilder, bf16: bool, c: Values, a: Values, b0: ir.Value, b1: ir.Value) -> Values:
     """Compute C + A B for a 16 x 16 matrix A and a 16 x 8 matrix B, with sums in float32.
 
-    The layout is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x = 2 (lane %
-    4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x + 8), each
-    with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each with the
-    neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and (r + 8, x
-    + 1).
+    The layout of A, B and C is that of "Matrix fragments for mma.m16n8k16". Let r = lane / 4 and x
+    = 2 (lane % 4). From A, a lane holds the elements (r, x), (r + 8, x), (r, x + 8) and (r + 8, x +
+    8), each with its right neighbour. From B, a lane holds the elements (x, r) and (x + 8, r), each
+    with the neighbour below. From C, a lane holds the elements (r, x), (r, x + 1), (r + 8, x) and
+    (r + 8, x + 1).
     """
     kind = "bf16" if bf16 else "f16"
     text = (
@@ -179,7 +179,7 @@ def add_count(b: ir.IRBuilder, to: ir.Value, count: ir.Value) -> None:
 def wait_for_what_ran_before(b: ir.IRBuilder) -> None:
     """Wait until the previous launch in the stream is complete and its writes are visible.
 
-    The compiler does not move reads of the previous launch's data to a place before this wait.
+    The compiler does not move reads of the previous launch's data before this wait.
     """
     asm(b, "griddepcontrol.wait;", "", [], effects=True)
 
@@ -196,7 +196,7 @@ def let_what_runs_next_start(b: ir.IRBuilder) -> None:
 
 
 def shuffle_xor(b: ir.IRBuilder, value: ir.Value, mask: int) -> ir.Value:
-    """Return the value of lane number (this lane XOR `mask`), by the instruction "shfl.sync"."""
+    """Return the value of the lane whose number is this lane's XOR `mask` ("shfl.sync")."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 31, -1;"
     return asm(b, text, "=f,f", [value], F32, effects=True)
 

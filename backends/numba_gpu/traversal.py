@@ -199,7 +199,7 @@ def piece_bytes(row: RowWidth) -> Any:
 
 
 def vector_load(rows_all: int, threads: int) -> Any:
-    """Return ``load(to, source, rows)``: one float32 per row to shared memory, then zeros."""
+    """Return ``load(to, source, rows)``, which copies a float32 per row to shared memory."""
 
     @device
     def load(to, source, rows):
@@ -240,16 +240,16 @@ def walk_functions(c: SimpleNamespace, every: int = 1024) -> SimpleNamespace:
 
     A visit is one query tile times one key tile.
 
-    - ``item(a, n)`` returns the n-th work tile as (index over batch and heads, outer tile), and
-      ``take_work(a)`` returns that of this block.
+    - ``item(a, n)`` returns work tile number n as (index over batch and heads, outer tile).
+      ``take_work(a)`` returns this block's work tile in the same form.
     - ``row_tile`` and ``col_tile`` return a tile's (start, stop, offset).
-    - ``begin(a, outer)`` returns the index of an outer tile's first visit, the number of its
-      visits, and the span of inner tiles that they cover.
+    - ``begin(a, outer)`` returns five numbers: an outer tile's first visit, its number of visits,
+      and three bounds of its span of inner tiles.
     - ``visit(a, walk, n)`` returns (inner tile, masked) of the n-th visit, where `walk` is the
       result of ``begin``.
-    - ``report(slot, bytes)`` and ``report_one`` report the bytes that a whole warp moves, and those
-      that a single thread moves. ``stamp(address, slot)`` writes a time stamp, in one thread of
-      every `every` threads. A kernel that is not built for reports does none of this.
+    - ``report(slot, bytes)`` reports the bytes that a warp moves, and ``report_one`` those of one
+      thread. In one of every `every` threads, ``stamp(address, slot)`` writes a time stamp. In a
+      kernel that is built without reports, these functions do nothing.
     - ``wait_for_what_ran_before()`` and ``let_what_runs_next_start()`` do nothing if launches do
       not overlap.
     """

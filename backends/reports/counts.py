@@ -2,8 +2,8 @@
 
 A kernel reports into two uint32 arrays. The array for iterations of the outer loop is ``(walks,
 tiles, SLOTS)``, and the array for visits (tile pairs) is ``(batch * heads, n_visits, SLOTS)``. Slot
-n holds the bytes of the n-th transfer that the stage's description (`plans.Stage`) lists for a
-visit, or for an outer iteration before and after its visits. Kernels do not report the events that
+n holds the bytes of transfer n. The stage's description (`plans.Stage`) lists the transfers per
+visit, and per outer iteration before and after its visits. Kernels do not report the events that
 stay on chip (alloc, free, compute), so these events are taken from the stage's description.
 """
 
@@ -21,7 +21,7 @@ from flashsim.trace.events import StageTrace
 def stage_trace(
     stage: plans.Stage, schedule: Schedule, tile_counts: np.ndarray, visit_counts: np.ndarray
 ) -> StageTrace:
-    """Return one stage's trace events, which contain the bytes that the stage's kernel reported.
+    """Return one stage's trace events with the bytes that its kernel reported.
 
     `tile_counts` is uint32 (walks, tiles, SLOTS), and `visit_counts` uint32 (batch * heads,
     n_visits, SLOTS). The function raises `TraceError` if two heads did not move the same number of
@@ -46,7 +46,7 @@ def stage_trace(
 
 
 def one_walk(name: str, counts: np.ndarray) -> np.ndarray:
-    """Return the first head's counts as int64, or raise `TraceError` if another head's differ."""
+    """Return one head's counts as int64, or raise `TraceError` if the heads' counts differ."""
     if (counts != counts[:1]).any():
         walk, record, slot = (int(x[0]) for x in np.nonzero(counts != counts[:1]))
         raise TraceError(

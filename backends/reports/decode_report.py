@@ -1,8 +1,9 @@
-"""Convert what the decode kernel's threads report into the events and times of two stages.
+"""Convert the decode kernel's counts and time stamps into the events and times of two stages.
 
-In a single launch, the kernel loops over parts of a sequence's keys and merges the partial results.
-A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not report the
-events that stay on chip, so these events are taken from the stage's description (`plans.Stage`).
+In a single launch, the kernel loops over parts of each sequence's keys and merges their partial
+results. A trace shows the loop and the merge as two stages, as the simulator does. Kernels do not
+report the events that stay on chip, so these events are taken from the stage's description
+(`plans.Stage`).
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _BLOCK = ROLES.index("block")
 
 
 def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
-    """Return the schedule of a decode launch, as packed sequences with only their live keys.
+    """Return the schedule of a decode launch, whose packed sequences contain only live keys.
 
-    The function raises `UnsupportedError` if there is no key at all, for a shared prefix (which is
-    not reported visit by visit), and for several row tiles under a mask. Under a mask, the kernel
-    visits for each row tile all key tiles that any row tile sees.
+    The function raises `UnsupportedError` in three cases: no sequence has a key; the sequences
+    share a prefix; or a mask lets the row tiles of a sequence see different key tiles. Under a
+    mask, the kernel visits, for every row tile, all key tiles that any row tile sees.
     """
     if launch.prefix:
         raise UnsupportedError(
@@ -123,10 +124,10 @@ def timeline(
     """Return the SM and the time span of each visit, store and merge, as `events.TIMELINE`.
 
     Times are in ns since the first thread block started. The first warp of a thread block records
-    the time stamps, which therefore describe only the first warp's keys of a tile. `visit_stamps`
-    is uint64 (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64
-    (items * kv_heads, row_tiles, ITEM_STAMPS). `clock_khz` is the SM clock to assume for an SM
-    whose blocks were too short to measure it.
+    the time stamps, so they describe only this warp's keys of a tile. `visit_stamps` is uint64
+    (batch * kv_heads * row_tiles, n_visits, VISIT_STAMPS), and `item_stamps` uint64 (items *
+    kv_heads, row_tiles, ITEM_STAMPS). `clock_khz` is the clock rate to assume for an SM whose
+    blocks were too short to measure it.
     """
     p, heads = launch.problem, launch.problem.kv_heads
     items = item_stamps.astype(np.int64).reshape(-1, heads, launch.row_tiles, item_stamps.shape[-1])
@@ -200,7 +201,7 @@ def _moves(
     rows: int,
     cols: int,
 ) -> list[Row]:
-    """Return an event with the reported bytes for each of `moves`, except stores of 0 bytes."""
+    """Return an event with the reported bytes per transfer in `moves`, except stores of 0 bytes."""
     events = []
     for m in moves:
         nbytes = said.get(m.tensor, 0) if m.transfers else int(m.tile.nbytes(rows, cols))
@@ -210,6 +211,6 @@ def _moves(
 
 
 def _frees(moves: tuple[plans.Move, ...], events: list[Row]) -> list[Row]:
-    """Return a free event for each buffer that `events` load or allocate, in the same order."""
+    """Return a "free" event for each buffer that `events` load or allocate, in the same order."""
     held = {CODES[m.tensor]: CODES[m.tile.name] for m in moves if m.holds}
     return [(FREE, held[e[1]], *e[2:]) for e in events if e[1] in held]

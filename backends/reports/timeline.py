@@ -3,14 +3,15 @@
 The array ``visit_stamps`` holds SM cycles (clock64). The time stamps mark when a visit (one tile
 pair) began, when its tiles had arrived, and when its scores, its softmax and its products were
 done. Each block also records its start and its end on two clocks: its SM's cycle counter, and the
-GPU's nanosecond clock (globaltimer). The nanosecond clock ticks coarsely. So each SM's cycles are
-converted by one straight line, through the start of its first block and the end of its last block.
+GPU's nanosecond clock (globaltimer). The nanosecond clock has a low resolution. One linear function
+per SM therefore converts cycles to nanoseconds. The function fits two points: the start of the SM's
+first block, and the end of the SM's last block.
 
 In a warp-specialised kernel, each warp role records time stamps: first the producer, then the
-consumer warpgroups. The producer's "visit" begins when it waits for free shared memory. The
-producer's "load" lies between its first and its last TMA instruction, and the producer has no other
-phases. A consumer's "load" is the time for which the consumer waits for the tiles, which arrive
-later.
+consumer warpgroups. The producer's "visit" begins when the producer starts to wait for free shared
+memory. The producer's "load" lasts from its first to its last TMA instruction. The producer has no
+phases other than "visit" and "load". A consumer's "load" is the time for which the consumer waits
+for the tiles to arrive.
 
 If a kernel works on a tile in parts, "scores" and "softmax" belong to the first part, and "output"
 covers the rest. The fused backward adds a visit's dQ at the start of the next visit, whose "scores"
@@ -41,11 +42,12 @@ def spans(
     """Return the time spans of one stage's phases, in ns of the GPU's clock, as `events.TIMELINE`.
 
     `stage` is the stage's index in the trace. `tile_stamps`, uint64 (walks, tiles, roles, 5), has
-    five numbers per role of a block: its SM, then cycles and ns at the block's start, then cycles
-    and ns at its end. A single role is the whole block. Of several roles, the first is the
-    producer. `visit_stamps` is uint64 (batch * heads, n_visits, roles, 5). `clock_khz` is the SM
-    clock to assume for an SM whose blocks were too short to measure it. A whole block or a consumer
-    gets five spans per visit and one per outer tile. A producer gets two spans per visit.
+    five numbers per role of a block: the SM, cycles and ns at the block's start, and cycles and ns
+    at its end. If there is one role, it is the whole block. If there are several roles, the first
+    is the producer. `visit_stamps` is uint64 (batch * heads, n_visits, roles, 5). `clock_khz` is
+    the clock rate to assume for an SM whose blocks were too short to measure it. A whole block or a
+    consumer has five spans per visit and one span per outer tile. A producer has two spans per
+    visit.
     """
     ptr, inner, _ = schedule.row_csr if by == "row" else schedule.col_csr
     heads, n_visits, roles, _ = visit_stamps.shape

@@ -1,8 +1,8 @@
 """Convert CPU arrays of any library to NumPy arrays that share memory with them, and back.
 
 NumPy's and torch's arrays are recognised by their package's name; other arrays are read through
-DLPack. Results are arrays of the inputs' library if it has an array namespace, as JAX does, and
-NumPy arrays otherwise. For a subclass of torch.Tensor, results are plain tensors.
+DLPack. If the inputs' library has an array namespace, as JAX does, results are arrays of that
+library; otherwise they are NumPy arrays. For a subclass of torch.Tensor, results are plain tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ _DLPACK_CPU = 1
 class Host(NamedTuple):
     """Two functions: `take(name, x)` converts a library's array to NumPy, and `give` converts back.
 
-    `library` is the array library's package name, or "" if arrays of any kind pass unchanged.
+    `library` is the array library's package name, or "" if the functions return any array
+    unchanged.
     """
 
     library: str
@@ -32,13 +33,13 @@ class Host(NamedTuple):
 
 
 def library_of(x: Any) -> str:
-    """Return the package name of an array's class; "torch" also for subclasses of torch.Tensor."""
+    """Return the package name of an array's class, or "torch" for any subclass of torch.Tensor."""
     packages = [base.__module__.partition(".")[0] for base in type(x).__mro__]
     return "torch" if "torch" in packages else packages[0]
 
 
 def host_of(x: Any) -> Host:
-    """Return the conversion functions for arrays like `x`; arrays of other kinds pass unchanged."""
+    """Return the functions that convert arrays like `x`; they return other arrays unchanged."""
     library = library_of(x)
     if library == "torch":
         return Host(library, from_torch, _to_torch)
@@ -51,7 +52,7 @@ def host_of(x: Any) -> Host:
 
 
 def _from_numpy(_: str, x: Any) -> Any:
-    """Return an np.matrix as a plain array; a later check refuses masked arrays."""
+    """Return an np.matrix as a plain array, and anything else unchanged."""
     return np.asarray(x) if isinstance(x, np.matrix) else x
 
 
@@ -79,7 +80,7 @@ def take(host: Host, **arrays: Any) -> list[Any]:
 
 
 def take_anywhere(**arrays: Any) -> tuple[Host, list[np.ndarray]]:
-    """Copy arrays to NumPy, also from a GPU; the first array's `Host` converts results back."""
+    """Return arrays as NumPy arrays, also from a GPU, and the `Host` that converts results back."""
     host = host_of(next(iter(arrays.values())))
     taken = take(host, **arrays)
     if all(isinstance(x, np.ndarray) for x in taken):

@@ -88,7 +88,7 @@ def require_numpy(backend: str, **arrays: Any) -> None:
 
 
 def check_like(name: str, array: Any, like: Any, what: str) -> Any:
-    """Return `array` if it has the shape and dtype of `like`, which error texts call `what`."""
+    """Return `array`; raise unless it has the shape and dtype of `like`, whose name is `what`."""
     wanted, shape = shape_of(what, like), shape_of(name, array)
     if shape != wanted:
         raise ShapeError(
@@ -103,7 +103,7 @@ def check_like(name: str, array: Any, like: Any, what: str) -> Any:
 
 
 def check_kept(name: str, array: Any, shape: tuple[int, ...], dtype: str) -> None:
-    """Raise unless `array` has the shape and type that the forward pass returns."""
+    """Raise unless `array` has the shape and dtype that an earlier `run` returned."""
     got = tuple(shape_of(name, array)), dtype_name(array)
     if got[0] != shape:
         raise ShapeError(f"{name} must have the shape that run returned, {shape}, got {got[0]}")
@@ -136,7 +136,7 @@ def _not_finite(array: Any) -> int:
 
 
 def warn_of_overflow(results: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    """Warn of NaN or infinity in results if all inputs are finite, except for -inf in a bias."""
+    """Warn of NaN or infinity in results if the inputs have none; a bias may contain -inf."""
     for name, x in results.items():
         bad = _not_finite(x)
         if not bad:

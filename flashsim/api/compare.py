@@ -31,7 +31,7 @@ from flashsim.trace.trace import Trace
 @own_errors
 @dataclass(frozen=True, eq=False, repr=False)
 class Comparison(report.Tabled):
-    """The results of several algorithms on the same inputs; prints as one table.
+    """Results of several algorithms on the same inputs; printing them shows one table.
 
     Attributes
     ----------

@@ -48,7 +48,7 @@ def cost(passes: list[Traffic], backend: str = "simulator") -> Estimate:
 
 
 def replay_cost(passes: list[Traffic], *, at_every_size: bool = False) -> Estimate:
-    """Estimate the cost of replaying passes in a model of the L2; raise if memory is too small."""
+    """Estimate the cost of replaying passes in a simulated L2; raise if memory is too small."""
     each = [requests(stage, t.schedule(stage)) for t in passes for stage in t.stages]
     nbytes = max(each) * REQUEST_BYTES[at_every_size]
     fits(nbytes, "larger tiles or fewer heads make fewer requests")

@@ -36,7 +36,7 @@ DECODING = ("splits", "pack_gqa", "cache_seqlens", "block_table", "shared_prefix
 
 
 class Request(NamedTuple):
-    """The keyword arguments of `run` or `backward`, with their defaults, except for `bias`."""
+    """All keyword arguments of `run` or `backward` except `bias`, with their defaults."""
 
     causal: bool = False
     window: tuple[int, int] | None = None
@@ -62,8 +62,8 @@ class Request(NamedTuple):
 class Inputs(NamedTuple):
     """Checked 4-D arrays and their problem; `ndim` is the number of axes of the user's arrays.
 
-    If the batch, the queries or the keys have size 0, `empty` is True; the problem's size is then 1
-    instead, and it has no offsets, block mask or functions. `captured` holds the arrays that the
+    If the batch, the queries or the keys have size 0, `empty` is True. An empty problem has size 1
+    instead of 0, and no offsets, block mask or functions. `captured` holds the arrays that the
     score function captures, as the user passed them.
     """
 
@@ -81,9 +81,10 @@ class Inputs(NamedTuple):
 
 
 def offsets(cu_seqlens: Any) -> Any:
-    """Return the offsets of packed sequences; a tensor, unfit as a cache key, becomes a tuple.
+    """Return the offsets of packed sequences; convert a tensor to a tuple.
 
-    A tensor may change later, and its hash is only its id. Reading it from a GPU waits for the GPU.
+    A tensor cannot be a cache key, because it may change later. Reading a tensor from a GPU waits
+    for the GPU.
     """
     if isinstance(cu_seqlens, np.ndarray) or not hasattr(cu_seqlens, "tolist"):
         return cu_seqlens
@@ -103,7 +104,7 @@ def check_key_order(key_order: str) -> Any:
 
 
 def check_trace_mode(trace: bool | str, backend: str) -> bool | str:
-    """Return `trace`; raise unless it is True, False or a "timeline" that the backend records."""
+    """Return `trace`; raise unless it is True, False or, on a GPU backend, "timeline"."""
     timeline = isinstance(trace, str) and trace == "timeline"
     if not timeline and not isinstance(trace, (bool, np.bool_)):
         raise OptionError(f"trace must be True, False or 'timeline', got {shown(trace)}")
@@ -131,8 +132,8 @@ def prepare(
 ) -> Inputs:
     """Check that the arrays fit together, and return them as 4-D arrays with their `Problem`.
 
-    With `may_be_empty`, the batch, the queries or the keys may have size 0. With `on_cpu`, the
-    engine takes captured arrays as NumPy arrays.
+    With `may_be_empty`, the batch, the queries or the keys may have size 0. With `on_cpu`, captured
+    arrays are converted to NumPy arrays.
     """
     shapes: tuple[tuple[int, ...], ...] = shape_of("q", q), shape_of("k", k), shape_of("v", v)
     if block_table is not None:
@@ -216,7 +217,7 @@ _same_problem = lru_cache(maxsize=256, typed=True)(Problem)
 
 
 def values_in_keys(k: Any, v: Any, options: dict[str, Any]) -> tuple[Any, bool]:
-    """Return V, and whether V is the first `head_dim_v` columns of k; then `v` must be None.
+    """Return V, and whether V is the first `head_dim_v` columns of k, in which case `v` is None.
 
     `head_dim_v` is removed from `options`.
     """

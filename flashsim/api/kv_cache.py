@@ -23,7 +23,7 @@ CACHES = {"cache_seqlens", "block_table", "shared_prefix"}
 
 
 def paged_shapes(shapes: Shapes, block_table: Any) -> Shapes:
-    """Return the shapes of q, k and v as if each entry's pages were joined to one array of keys.
+    """Return the shapes of q, k and v as if each batch entry's pages were joined to one array.
 
     Only the block table's shape and type are read, so a table on a GPU causes no wait.
     """
@@ -58,9 +58,9 @@ def check_table_kind(block_table: Any) -> tuple[int, ...]:
 def live_problem(
     whole: Problem, options: Mapping[str, Any], pool: tuple[int, ...] = ()
 ) -> tuple[Problem, dict[str, Any]]:
-    """Return the `Problem` of a cache's live keys, and the options with integer lengths and pages.
+    """Return the `Problem` of a cache's live keys, and `options` with checked lengths and pages.
 
-    `whole` is the problem if every key of the cache were live. `options` may contain
+    `whole` is the problem in which every key of the cache is live. `options` may contain
     `cache_seqlens`, `block_table` and `shared_prefix`, as in `DecodeOptions`. `pool` is the shape
     of k if there is a `block_table`.
     """
@@ -90,7 +90,7 @@ def live_problem(
 
 
 def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return how many keys of each batch entry are in use, for arguments as in `live_problem`."""
+    """Return how many keys each batch entry uses; the arguments are those of `live_problem`."""
     lengths = live_keys.live_lengths(
         options.get("cache_seqlens"), whole.batch, whole.n_kv, paged="block_table" in options
     )
@@ -107,7 +107,7 @@ def live_lengths(whole: Problem, options: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def check_alike(prefix: int, **caches: np.ndarray) -> None:
-    """Raise `OptionError` unless the first `prefix` keys of all entries are equal, bit for bit."""
+    """Raise `OptionError` unless all batch entries' first `prefix` keys are equal, bit for bit."""
     for name, x in caches.items():
         bits = x[:, :, :prefix].view(f"u{min(x.itemsize, 8)}")
         for b in np.flatnonzero((bits != bits[:1]).any(axis=(1, 2, 3)))[:1]:
@@ -121,7 +121,7 @@ def check_alike(prefix: int, **caches: np.ndarray) -> None:
 def _checked_table(
     said: Any, lengths: tuple[int, ...], pool: tuple[int, ...], prefix: int
 ) -> np.ndarray:
-    """Return the block table as int64, after checking that the pool has all pages of live keys.
+    """Return the block table as int64, after checking that the pool has every page of live keys.
 
     The pages of a shared prefix must be the same in every row.
     """

@@ -89,7 +89,7 @@ class Quantized:
         return q, k, v
 
     def unrotated(self, x: Any) -> Any:
-        """Undo the rotation of q or k, or of their gradients; out and dv are never rotated."""
+        """Undo the rotation of q, k, dq or dk; out and dv are never rotated."""
         if self.signs is None:
             return x
         host, (here,) = array_libraries.take_anywhere(x=x)
@@ -191,7 +191,7 @@ def quantize(
 def _on_gpu(
     prepared: inputs.Inputs, about: dict[str, Any], block: tuple[int, int], dtype: str
 ) -> Quantized:
-    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`; the number of axes is kept."""
+    """Quantize on a GPU with `flashsim.backends.cupy_gpu.quantize`, and keep the number of axes."""
     import flashsim.backends.cupy_gpu.quantize as gpu
 
     p = prepared.problem

@@ -38,7 +38,6 @@ class Checked:
     """A call that passed every check: its job, its engine, and the library of its arrays.
 
     If the batch, the queries or the keys have size 0, `empty` is True and the engine is `Nothing`.
-    `captured` holds the arrays that the score function captures, as the user passed them.
     """
 
     engine: Engine
@@ -59,10 +58,10 @@ class Checked:
         self.__dict__.update(state, engine=Nothing(engine) if state["empty"] else engine)
 
     def again(self, request: Request, q: Any, k: Any, v: Any, bias: Any) -> Job:
-        """Return the checked job with other arrays of the same shapes and types.
+        """Return a copy of an already checked job, with other arrays of the same shapes and types.
 
-        The new job shares the old job's memo (its cached values) only if no bias, mask or option
-        that was not checked can change these values.
+        The new job shares the old job's memo (cached values) only if no bias, mask or unchecked
+        option can change these values.
         """
         if self.ndim < 4:
             q, k, v = expand(q), expand(k), expand(v)
@@ -284,7 +283,7 @@ def _check(
 
 
 def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
-    """Raise `UnknownArgumentError` for the first option that only other installed backends take."""
+    """Raise `UnknownArgumentError` if an option is valid only for other installed backends."""
     for name in unknown:
         having = []
         for other in dispatch.BACKENDS:

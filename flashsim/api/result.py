@@ -140,7 +140,7 @@ class Result(_Pass):
 
     @property
     def copied(self) -> Mapping[str, int]:
-        """Return the bytes of each input that was copied, because GPU kernels cannot read it.
+        """Return the bytes of each input that was copied because GPU kernels cannot read it as is.
 
         The GPU kernels read rows in 16-byte pieces on 16-byte boundaries, so a head_dim that is not
         a multiple of 8 is padded. A trace counts neither padding nor copies.
@@ -295,7 +295,7 @@ def _captured(
 
 
 def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None:
-    """Return a cache key of all that a GPU backward pass checks, or None to check each call."""
+    """Return a cache key for a GPU backward pass's checks, or None if each call must be checked."""
     arrays = (dout,) if dlse is None else (dout, dlse)
     if any(isinstance(x, np.ndarray) or only_dlpack(x) for x in arrays):
         return None

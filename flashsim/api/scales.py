@@ -19,7 +19,7 @@ UNSCALED = "unscaled"
 
 
 def said(scales: Any) -> Any:
-    """Return the three scales of a call, with numbers as float32 arrays, or None for "unscaled"."""
+    """Return a call's three scales, with numbers as float32 arrays; None for "unscaled"."""
     if isinstance(scales, str) and scales == UNSCALED:
         return None
     if not isinstance(scales, (tuple, list)) or len(scales) != 3:
@@ -59,7 +59,7 @@ def refuse(dtype: str, who: str) -> None:
 def granularity(
     scales: Any, block: Any, ndim: int, tiling: Tiling | None
 ) -> str | tuple[int, int] | None:
-    """Return what shares one FP8 scale: "tensor", "head" or a block (rows of q, rows of k)."""
+    """Return the unit with one FP8 scale: "tensor", "head" or a block, (rows of q, rows of k)."""
     if scales is None:
         if block is not None:
             raise OptionError(
@@ -97,7 +97,7 @@ def granularity(
 
 
 def checked(problem: Problem, scales: Any, *, values: bool) -> tuple[Any, ...]:
-    """Return the scales of q, k and v, each (), (batch, heads) or (batch, heads, blocks).
+    """Return the scales of q, k and v, of shape (), (batch, heads) or (batch, heads, blocks).
 
     With `values`, the numbers are checked too; the scales must then lie in the CPU's memory.
     """

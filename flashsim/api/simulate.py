@@ -187,7 +187,7 @@ def _problem(
     more: Mapping[str, Any],
     request: Request,
 ) -> tuple[Problem, dict[str, np.ndarray], int, array_libraries.Host]:
-    """Return the problem, copies of the inputs by the papers' names, their `ndim` and `Host`."""
+    """Return the problem, copies of the inputs by their names in the papers, `ndim` and `Host`."""
     inputs.check_tiling(request.tiling)
     host = array_libraries.host_of(q)
     q, k, v = array_libraries.take(host, q=q, k=k, v=v)
@@ -246,11 +246,11 @@ def trace_of(name: str, machine: OpenMachine, arrays: Iterable[str], asked: Iter
 
 
 def _check_outsiders(function: Any, name: str, arrays: Mapping[str, Any]) -> None:
-    """Raise if the user's function reads an input array itself, because no load would be counted.
+    """Raise if the user's function reads an input array directly: no load would be counted.
 
     The globals, closures and defaults of the function and of its inner functions are searched. The
-    simulated machine refuses to store an array from outside or to combine it with a tile, but
-    accepts its numbers one by one.
+    simulated machine refuses to store an array from outside, or to combine it with a tile. But the
+    machine cannot tell whether a single number comes from an outside array.
     """
     for label, value in _outside(function):
         held = value.values() if isinstance(value, dict) else value
@@ -286,7 +286,7 @@ def _outside(function: Any) -> Iterable[tuple[str, Any]]:
 
 @functools.lru_cache(maxsize=64)  # disassembling bytecode costs as much as a small task's tiles
 def global_names(code: CodeType) -> set[str]:
-    """Return the global names that a function, and the functions inside it, read."""
+    """Return the global names that a function and its inner functions read."""
     names = {
         i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
     }

@@ -45,7 +45,7 @@ from flashsim.report import Cell
 @own_errors
 @dataclass(frozen=True, eq=False)
 class Sweep:
-    """The rows of a sweep, in the order of the sweep's lists; prints as one table.
+    """The rows of a sweep, in the order of the sweep's lists; printing them shows one table.
 
     Attributes
     ----------
@@ -64,7 +64,7 @@ class Sweep:
         return iter(self.rows)
 
     def table(self) -> report.Table:
-        """Return a short table with the parameters that vary between points, and the figures.
+        """Return a short table of the parameters that vary between points, and of the counts.
 
         `csv`, `json`, `rows` and `dataframe` have every column and the full text of each status.
         """
@@ -100,7 +100,7 @@ class Sweep:
         return self.full_table().json()
 
     def dataframe(self) -> Any:
-        """Return all columns as a `pandas.DataFrame`, in which missing figures are missing values.
+        """Return all columns as a `pandas.DataFrame`, with NA for missing counts.
 
         Raises
         ------
@@ -161,9 +161,9 @@ def sweep(
 ) -> Sweep:
     """Count every combination of sizes, tiles, algorithms and machines.
 
-    Each parameter up to and including `key_order` is one value or a list (a range, an array). An
-    impossible combination, for example of tiles that do not fit on chip, gets the error as its
-    `status` and does not stop the others.
+    Each parameter from `n_q` to `key_order` is one value or a list (a range, an array). If a
+    combination is impossible, for example because its tiles do not fit on chip, its `status` is the
+    error, and counting goes on.
 
     Parameters
     ----------
@@ -287,7 +287,7 @@ def _submit(todo: list[SweepPoint], executor: Executor) -> Iterator[Row]:
 
 
 def _track(rows: Iterable[Row], total: int, done: int, progress: bool) -> Iterator[Row]:
-    """Yield the same rows, and show a progress bar on a terminal."""
+    """Yield `rows` unchanged, and show a progress bar on a terminal."""
     if not (progress and sys.stderr.isatty()):
         yield from rows
         return

@@ -99,7 +99,7 @@ class SweepPoint:
         return Problem(**{name: getattr(self, name) for name in (*names, *masks)})
 
     def tile(self, problem: Problem) -> Tiling:
-        """Return the tiling of this point; raise if none fits or the preset has none for it."""
+        """Return this point's tiling; raise if no tiling fits, or if the preset has none."""
         if isinstance(self.tiling, Tiling):
             return self.tiling
         if self.tiling == "fit":
@@ -228,7 +228,7 @@ def _one_of(possible: Iterable[str]) -> Any:
 
 
 def _field(name: str, value: Any) -> Any:
-    """Return a field's value, checked in a float64 `Problem`, which allows the most values."""
+    """Return a field's value as a `Problem` checks it; float64 problems accept the most values."""
     return getattr(Problem(n_q=1, **{"dtype": "float64", name: value}), name)
 
 

@@ -34,9 +34,9 @@ class SweepFile:
     endings.
 
     A missing or empty file gets the header `columns`. `parse` turns the text of one line,
-    ``{column: text}``, back into a row, and raises ValueError for text that no row has.
-    `OptionError` is raised, and the file does not change, if the folder does not exist, or if the
-    file has another header or a line that cannot be parsed.
+    ``{column: text}``, back into a row, and raises ValueError for text that no row has. If the
+    folder does not exist, or if the file has another header or an unreadable line, `OptionError` is
+    raised and the file does not change.
     """
 
     def __init__(

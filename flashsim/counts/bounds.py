@@ -18,7 +18,7 @@ def flash_theorem(n_q: int, n_kv: int, head_dim: int, m: int) -> float:
 
     The bound N^2 d^2 / M is Theorem 2 of arXiv:2205.14135, for d <= M <= N d, where M is the
     on-chip capacity in elements. By Proposition 3 of the same paper, no exact algorithm moves
-    asymptotically fewer elements for *every* M in that range.
+    asymptotically fewer elements for *every* M between d and N d.
     """
     return n_q * n_kv * head_dim**2 / m
 
@@ -41,17 +41,18 @@ def proven(scores: int, head_dim: int, m: int, head_dim_v: int | None = None) ->
     """Return a lower bound on the number of elements that any forward pass must move.
 
     The bound holds for a pass that multiplies matrices the usual way. Multiplying the usual way
-    means that every score is a sum of `head_dim` products, and that each of its `head_dim_v`
-    products with a row of V is added to an element of O. The algorithm may keep scores on chip,
-    store them or recompute them, and it may accumulate O in parts.
+    means that every score is a sum of `head_dim` products, and that each of the score's
+    `head_dim_v` products with a row of V is added to an element of O. The algorithm may keep scores
+    on chip, store them or recompute them, and it may accumulate O in parts.
 
     The proof divides a run of the algorithm into segments of T transferred elements each. In a
     segment, at most X = 2 M + T elements of Q, K, V, O and earlier scores are available. By the
-    inequality of Loomis and Whitney, as Irony, Toledo and Tiskin use it for one matrix product,
-    these elements allow at most max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs at
-    least a certain number of segments, and each segment transfers T elements. The result is the
-    largest bound over several T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which has the
-    order that Saha and Ye prove (arXiv:2402.07443). The whole proof is in docs/reference/model.md.
+    inequality of Loomis and Whitney, as Irony, Toledo and Tiskin use it for one matrix product, X
+    elements allow at most max(X^2 / (16 d), (X / 3)^1.5) products with V. So a run needs at least a
+    certain number of segments, and each segment transfers T elements. The result is the largest
+    bound over several segment sizes T. For M > 2.4 d^2, T = 2 M gives 2 N^2 d^2 / M - 2 M, which
+    has the order that Saha and Ye prove (arXiv:2402.07443). The whole proof is in
+    docs/reference/model.md.
 
     Parameters
     ----------

@@ -1,8 +1,7 @@
 """The closed forms: requested bytes of each stage of each algorithm.
 
 Every term of a closed form is a statement about an algorithm, such as "in a Q-outer loop, K is read
-once per visit": ``load K: heads * row_cols * d * e``. This module shares no code with the
-simulator.
+once per visit": ``load K: heads * row_cols * d * e``.
 """
 
 from __future__ import annotations
@@ -14,8 +13,7 @@ from flashsim.schedule.schedule import Schedule
 class Forms:
     """Computes the requested bytes of each stage of a problem.
 
-    `e`, `r` and `a` are bytes per element in HBM: of q, k and v, of a result, and of an
-    accumulator.
+    Bytes per element in HBM are `e` for q, k and v, `r` for a result, and `a` for an accumulator.
     """
 
     def __init__(self, p: Problem) -> None:
@@ -56,8 +54,8 @@ class Forms:
         """Return the bytes of the FP8 scales that are loaded with tiles of Q, K and V.
 
         Each load of a tile also loads the scales of all scale blocks that the tile overlaps, 4 B
-        each. An outer-loop tile is loaded once per head or head group, of which there are `owners`.
-        An inner-loop tile is loaded at every visit (tile pair).
+        each. An outer-loop tile is loaded `owners` times: once per head or per head group. An
+        inner-loop tile is loaded at every visit (tile pair).
         """
         if self.p.scales is None:
             return {}
@@ -163,8 +161,8 @@ class Forms:
     def _decode(self, stage: str, s: Schedule, walks: int) -> dict[tuple[str, str], int]:
         """Return the bytes of a stage of FlashDecoding, as ``{(op, tensor): bytes}``.
 
-        Each part of a row tile's keys loads Q again. With several parts, the first stage stores a
-        partial O and L per part in HBM, and the combining stage loads them.
+        Q is loaded once for each part of a row tile's keys. With several parts, the first stage
+        stores a partial O and L per part in HBM, and the combining stage loads them.
         """
         e, r, a, d, dv = self.e, self.r, self.a, self.p.head_dim, self.p.head_dim_v
         parts = walks * s.part_sums.part_rows

@@ -119,7 +119,7 @@ def check_names(op: str | None, tensor: str | None, tensors: Sequence[str] = TEN
 def by_operation(
     transfers: Transfers, stages: Container[str] | None = None
 ) -> dict[tuple[str, str], int]:
-    """Return ``{(op, tensor): bytes}``, summed over all stages or over the stages named."""
+    """Return ``{(op, tensor): bytes}``, summed over the given stages (default: all stages)."""
     total: dict[tuple[str, str], int] = {}
     for (stage, op, tensor), nbytes in transfers.items():
         if stages is None or stage in stages:

@@ -1,9 +1,9 @@
 """Traffic in closed form: the bytes that a schedule moves, computed without a run.
 
 The closed forms need sums over a schedule's visits (pairs of a query tile and a key tile). For
-causal and windowed problems, these sums cost O(row tiles), so a million queries take milliseconds.
-This module shares no code with the simulator; the tests assert that both count the same bytes and
-FLOPs.
+causal and windowed problems, sums over visits cost O(row tiles), so a million queries take
+milliseconds. This module shares no code with the simulator; the tests assert that both count the
+same bytes and FLOPs.
 """
 
 from __future__ import annotations
@@ -193,8 +193,8 @@ def compulsory(problem: Problem, direction: str = "forward") -> int:
 
     A forward pass reads q, k, v (and bias) and writes out and LSE. A backward pass reads the same
     inputs, out, dout and LSE (with `dlse`, also the LSE's gradient), and writes dq, dk and dv (and
-    the bias's gradient). The algorithm "flash2-once" does not read out, so it alone may move fewer
-    bytes.
+    the bias's gradient). The algorithm "flash2-once" does not read `out`, so it alone may move
+    fewer bytes.
     """
     f = Forms(problem)
     inputs, results = (f.q(item) + f.k(item) + f.v(item) for item in (f.e, f.r))
@@ -229,7 +229,7 @@ def saved(problem: Problem, algorithm: str) -> int:
 
     Standard attention keeps P (and, with a softcap, the softcap's derivative), which takes O(N^2)
     bytes. FlashAttention-1 keeps out, l and m, and FlashAttention-2 keeps out and LSE, which take
-    O(N) bytes. The algorithm "flash2-once" does not keep out.
+    O(N) bytes. The algorithm "flash2-once" does not keep `out`.
     """
     return sum(whole_bytes(problem, name) for name in _kept(problem, algorithm))
 

@@ -4,14 +4,14 @@ The work of a stage is a short list of tile operations. The cost of each operati
 tile's rows, columns and scores. So the same list gives the cost of one visit or, from sums over a
 schedule's tiles, the cost of all visits.
 
-The rules for counting follow. A multiply-add in a matrix product is 2 FLOPs. The kind ``exp``
-counts exponentials, logarithms and tanh (which a GPU's special-function unit computes), and the
-kind ``max`` counts comparisons. The kind ``add`` includes subtractions. A row sum or row maximum
-over n elements is n operations. Operations that handle rows that see no key are not counted. A tile
-operation reads each operand once from SRAM and writes its result once; reuse in registers is
-ignored. A masked tile costs as much as a full tile, because the hardware computes the whole tile.
-The kind ``function`` counts each floating-point operation of a score function and its derivative
-once. A mask function compares integers, so its operations are not counted.
+A multiply-add in a matrix product is 2 FLOPs. The kind ``exp`` counts exponentials, logarithms and
+tanh (which a GPU's special-function unit computes), and the kind ``max`` counts comparisons. The
+kind ``add`` includes subtractions. A row sum or row maximum over n elements is n operations.
+Operations that handle rows that see no key are not counted. A tile operation reads each operand
+once from SRAM and writes its result once; reuse in registers is ignored. A masked tile costs as
+much as a full tile, because the hardware computes the whole tile. The kind ``function`` counts each
+floating-point operation of a score function and its derivative once. A mask function compares
+integers, so its operations are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cost(NamedTuple):
     score: int = 0
 
     def at(self, rows: int, cols: int, scores: int) -> int:
-        """Return the cost of a tile, or of many tiles if the numbers are sums over these tiles."""
+        """Return the cost of a tile, or of many tiles if the arguments are sums over them."""
         return self.row * rows + self.col * cols + self.score * scores
 
 
@@ -240,7 +240,7 @@ def _mm(name: str, reads: str, writes: str, inner: int) -> TileOp:
 
 
 def total_flops(ops: tuple[TileOp, ...], n_rows: int, n_cols: int, n_scores: int) -> dict[str, int]:
-    """Return the FLOPs of each kind in tile operations; the numbers are sums over all tiles."""
+    """Return the FLOPs of each kind in tile operations; the sizes are sums over all tiles."""
     result = dict.fromkeys(KINDS, 0)
     for op in ops:
         for kind, cost in op.flops.items():

@@ -38,10 +38,10 @@ class ThreadAccess(NamedTuple):
 class BlockAccess:
     """The accesses that a block's threads make from one source line between two barriers.
 
-    `offsets` are the accessed elements, one per thread and execution of that line, in no particular
-    order. `requests` is the number of memory requests of all warps, and `sectors` the number of
-    32-byte sectors that the requests touch, summed over the requests. `outside` is the number of
-    accesses past the tensor's end.
+    `offsets` are the accessed elements, one per thread and execution of the source line, in no
+    particular order. `requests` is the number of memory requests of all warps, and `sectors` the
+    number of 32-byte sectors that the requests touch, summed over the requests. `outside` is the
+    number of accesses past the tensor's end.
     """
 
     block: tuple[int, int, int]
@@ -83,7 +83,7 @@ class WatchedArray:
         )
 
     def _element(self, index: Any) -> tuple[tuple[int, ...], int] | None:
-        """Return the element that an index selects, and its offset in memory; None for a slice."""
+        """Return an element's index as a tuple, and its offset in memory, or None for a slice."""
         one = index if isinstance(index, tuple) else (index,)
         if len(one) != self.ndim or not all(isinstance(i, (int, np.integer)) for i in one):
             return None
@@ -229,8 +229,8 @@ def merged(
 def counted_barriers(thread_class: Any):
     """In the ``with`` block, each simulated thread counts the barriers that it passes.
 
-    Python's thread switch interval is shortened, because a simulated thread that waits at a barrier
-    loops, and keeps others from running.
+    Python's thread switch interval is shortened, because a simulated thread busy-waits at a
+    barrier, and keeps others from running.
     """
     plain: Callable[[Any], None] = thread_class.syncthreads
     interval = sys.getswitchinterval()
@@ -249,7 +249,7 @@ def counted_barriers(thread_class: Any):
 
 
 def require_simulator(kernel: Any) -> Any:
-    """Return Numba's simulator module for a kernel; raise `BackendUnavailable` otherwise."""
+    """Return the simulator's module that defines a kernel; raise if a GPU would run the kernel."""
     module = sys.modules.get(type(kernel).__module__)
     if type(kernel).__name__ == "FakeCUDAKernel" and module is not None:
         return module
@@ -266,7 +266,7 @@ def require_simulator(kernel: Any) -> Any:
 
 
 def run_watched(kernel: Any, args: tuple[Any, ...]) -> tuple[BlockWatch, list[np.ndarray | None]]:
-    """Run a kernel launch on the caller's arrays; return its accesses, and these arrays."""
+    """Run a kernel on the caller's arguments; return its accesses, and the arguments' arrays."""
     simulator = require_simulator(kernel)
     refuse_merged_arrays(kernel)
     if kernel.grid_dim is None or kernel.block_dim is None:

@@ -92,7 +92,7 @@ class Account(report.Tabled):
         """Return the share of time in which ranks would idle if only arithmetic took time.
 
         All ranks start each step together, because every rank waits for the K and V of another
-        rank. A step lasts as long as the rank with the most FLOPs computes.
+        rank. Each step takes as long as its slowest rank, the rank with the most FLOPs.
         """
         lasts = int(self.flops.max(axis=0).sum()) * self.group.ranks
         return 1 - int(self.flops.sum()) / lasts
@@ -102,8 +102,8 @@ class Account(report.Tabled):
 
         The FLOPs of a step grow with the square of the number of rows, but the bytes of a step grow
         only linearly. The ring attention paper calls this number of rows the "minimal block size" c
-        = F / B (arXiv:2310.01889, section 3). The result is the largest number over all steps of
-        this account that both compute and communicate. Nothing can hide steps that only
+        = F / B (arXiv:2310.01889, section 3). The result is the largest number of rows that any
+        step needs, among steps that compute and communicate. No arithmetic can hide steps that only
         communicate, such as the last step of the gradients.
 
         Parameters
@@ -204,7 +204,7 @@ def _spans(rows: np.ndarray) -> str:
 
 
 def zeros(group: Group, direction: str) -> np.ndarray:
-    """Return an array of zeros, (ranks, steps), in which a quantity can be counted."""
+    """Return an array of zeros, (ranks, steps), to count bytes, FLOPs or the like."""
     return np.zeros((group.ranks, len(group.steps(direction))), np.int64)
 
 

@@ -66,7 +66,7 @@ def count(
 
 
 def work(group: Group, direction: str) -> Iterator[tuple[slice, np.ndarray, Block]]:
-    """Yield (steps, mask of the ranks that compute it, block) for each distinct block of scores."""
+    """For each different block of scores, yield (steps, mask of its ranks, block)."""
     relations, first = group.relations(), int(group.ulysses > 1)
     steps = slice(first, first + group.ring)
     if direction == "backward":
@@ -89,10 +89,11 @@ def visits(local: Traffic) -> int:
 
 
 class MemberSizes:
-    """Sizes of a ring member's tensors, in bytes of `n` rows for the heads that one rank computes.
+    """The bytes of `n` rows of a ring member's tensors, for the heads that one rank computes.
 
     `wide` is the bytes per element of an accumulator, normally a float32. In a ring of two members,
-    accumulators have the input type: they merge only once, directly into the result.
+    accumulators have the input type, because results are merged only once, directly into the
+    output.
     """
 
     def __init__(self, group: Group) -> None:
@@ -206,21 +207,21 @@ def _added(group: Group, first: int) -> np.ndarray:
 
 
 def _widened(size: MemberSizes, nbytes: np.ndarray) -> np.ndarray:
-    """Return the bytes that move if `nbytes` are loaded and their elements stored in float32."""
+    """Return the bytes that move when `nbytes` are loaded, and stored again in float32."""
     return nbytes + nbytes // size.e * size.a
 
 
 def _first(group: Group, nbytes: Callable[[Problem], int], before: bool = False) -> np.ndarray:
-    """Return `nbytes` of the first block that each rank computes after its own, 0 without one.
+    """Return `nbytes` of the block that each rank computes after its own, or 0 without a block.
 
-    If `before` is true, the block is that of the previous rank in the ring.
+    If `before` is true, the block is that of the previous ring member.
     """
     first = _later(group, nbytes)[:, 0]
     return np.roll(first, group.ulysses) if before else first
 
 
 def _later(group: Group, nbytes: Callable[[Problem], int]) -> np.ndarray:
-    """Return `nbytes` of each rank's block at each ring step after the first, 0 without one."""
+    """Return `nbytes` of each rank's block at ring steps after the first, or 0 without a block."""
     each = [0 if block is None else nbytes(block.problem) for block in group.blocks]
     return np.array(each, np.int64)[group.relations()[:, 1:]]
 

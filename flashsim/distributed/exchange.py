@@ -99,8 +99,8 @@ class Ranks:
         """Exchange arrays in each team: send the n-th piece of an array to the n-th rank.
 
         If `before` is "given", each rank has some rows of all heads, and gets all rows of some
-        heads; if it is "heads", the reverse. The arrays from before the exchange stay, under names
-        that begin with the text `before`.
+        heads; if it is "heads", the reverse. The old arrays stay in memory, under names that begin
+        with the text `before`.
         """
         team, (split, join) = self.group.ulysses, (1, 2) if before == "given" else (2, 1)
         if team == 1:

@@ -218,7 +218,7 @@ class Group:
     # -- blocks of scores -----------------------------------------------------------------------
 
     def relation(self, rank: int, step: int) -> int:
-        """Return whose keys a rank has: `OWN`, or those of a member `BEFORE` or `AFTER` it."""
+        """Return whose keys a rank has: its `OWN`, or those of a member `BEFORE` or `AFTER` it."""
         member = rank // self.ulysses
         if step == 0:
             return OWN

@@ -46,7 +46,7 @@ class Spread:
         return self.account.group
 
     def backward(self, dout: Any) -> SpreadGradients:
-        """Compute the gradients for `dout`, like `out`, with the same distribution over ranks.
+        """Compute the gradients for `dout`, distributed over ranks as in the forward pass.
 
         Raises
         ------
@@ -93,8 +93,8 @@ def run(
     """Run attention over several simulated ranks, all in this process, each with its own arrays.
 
     A rank can access only its own rows and the arrays sent to it. `flashsim.run` computes each
-    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by LSE,
-    in float32.
+    rank's block of scores with a trace. The results of a rank's blocks of scores are merged by
+    their LSE, in float32.
 
     Parameters
     ----------
@@ -268,9 +268,9 @@ class _SpreadRun(Ranks):
             rank.rename(f"sum_{name}", name)
 
     def _given_rows(self, number: int, name: str) -> slice:
-        """Return the rows to which the first block after a member's own contributes gradients.
+        """Return the rows whose gradients get terms from a member's first block after its own.
 
-        For dQ, this block is the member's at step 1; for dK and dV, the previous member's.
+        For dQ, the block is the member's at step 1; for dK and dV, it is the previous member's.
         """
         group = self.group
         block = group.block(number if name == "dq" else group.predecessor(number), 1)

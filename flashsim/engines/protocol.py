@@ -125,11 +125,11 @@ class Outcome(NamedTuple):
 class Engine(Protocol):
     """The functions that every engine module has.
 
-    An engine may have more functions, all optional. `orders_dq(job, saved)` returns whether the
-    engine can add to dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether
-    the fused backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)`
-    returns whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts
-    an array that supports only DLPack to a type that the engine supports.
+    Four more functions are optional. `orders_dq(job, saved)` returns whether the engine can add to
+    dQ in a fixed order (`Job.deterministic`). `fuses(job, saved)` returns whether the fused
+    backward is the fastest if dQ may be summed in any order. `stores_dq(job, saved)` returns
+    whether "flash2-once" is faster than the job's algorithm. `adopt(name, array)` converts an array
+    that supports only DLPack to a type that the engine supports.
     """
 
     OPTIONS: frozenset[str]
@@ -150,4 +150,4 @@ class Engine(Protocol):
         """
 
     def constant(self, job: Job, shape: tuple[int, ...], dtype: str, value: float) -> Any:
-        """Return an array of one value, of the job's library and device; raise like `forward`."""
+        """Return an array of `value`, of the job's library and device; raise as `forward` would."""

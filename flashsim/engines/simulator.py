@@ -165,7 +165,7 @@ def _machine(job: Job, direction: str, tiling: Tiling, split: Split = WHOLE) -> 
 
 
 def _live(job: Job, lengths: tuple[int, ...], prefix: int) -> Job:
-    """Return the job with batch entries packed along the sequence axis, after a shared prefix."""
+    """Return the job with all live keys packed one after another, beginning with the prefix."""
     q = job.q.swapaxes(0, 1).reshape(1, job.problem.heads, job.problem.n_q, job.q.shape[-1])
     size = job.problem.page_size
     if size is not None:
@@ -238,7 +238,7 @@ def _run(algorithm, machine: Machine) -> None:
 
 
 def _lse(machine: Machine, saved: Mapping[str, Any]) -> np.ndarray:
-    """Return the LSE, one number per row: the stored L, m + log l, or what `note_lse` has kept."""
+    """Return the LSE, one number per row: the stored L, m + log l, or what `note_lse` kept."""
     if "L" in saved:
         return saved["L"]
     p = machine.problem

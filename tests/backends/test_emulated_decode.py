@@ -220,7 +220,7 @@ def test_what_a_trace_cannot_say():
     case = Case(*TRACED["one query"][:2])
     made = launch(AMPERE, case, case.make(), 2, reports=broken)[2]
     broken["visit_counts"][1, 0, 0] += 2  # of the second key head
-    with pytest.raises(TraceError, match=r"stage 'split': .* head 1 reported"):
+    with pytest.raises(TraceError, match=r"stage 'split', .* head 1 reported"):
         traces.stages(made, traces.walk_of(made, case.lengths, 0), **broken)
 
 

@@ -179,7 +179,7 @@ def test_what_is_wrong_is_refused_all_the_same():
         _ = r.trace
     with pytest.raises(UnsupportedError, match=r"no flashsim\.Problem describes this call"):
         _ = r.problem
-    with pytest.raises(ShapeError, match="dout must have out's shape"):
+    with pytest.raises(ShapeError, match="dout must have the same shape as out"):
         r.backward(np.ones((2, 4, 5, 8), np.float32))
     for asks in (
         lambda: flashsim.quantize(q, k, v),

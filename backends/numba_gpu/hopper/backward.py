@@ -8,11 +8,11 @@ dS is written to shared memory only for dQ. A visit is one query tile times one 
 DEFERRED, a visit's dQ is computed during the next visit, so that neither warpgroup waits for the
 other warpgroup's dS.
 
-TMA adds dQ to a float32 accumulator in HBM. With ORDERED, the additions follow the order of the key
+TMA adds dQ to a float32 accumulator in HBM. With ORDERED, blocks add to dQ in the order of the key
 tiles. One producer thread loads tiles, a second warp loads the rows' log-sum-exp and delta, and two
-more warps send dQ to HBM. Without FUSED, this kernel computes no dQ; the kernel in the module `dq`
-does. The blocks of a CLUSTER share the visits of a work tile, and sum dK and dV through each
-other's shared memory.
+more warps send dQ to HBM. Without FUSED, the kernel in the module `dq` computes dQ. The blocks of a
+CLUSTER share the visits of a work tile, and exchange dK and dV through shared memory to add them
+up.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ def _consumer(c: SimpleNamespace, at: KeysOutside, w: SimpleNamespace, i: Simple
 
     @device
     def queue_piece(shared, group, number):
-        """Queue a warpgroup's piece of dQ^T = K^T dS^T in the block's visit `number`."""
+        """Queue the product dQ^T = K^T dS^T for this warpgroup, in the block's visit `number`."""
         ds = int32(shared + ds_at + (number & 1) * ds_bytes + group * ds_part)
         return queue_dq(shared + k_at + group * k_part, ds)
 

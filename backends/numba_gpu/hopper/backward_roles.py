@@ -1,10 +1,10 @@
 """The fused backward for head dims of 129 to 192 on Hopper, in Python, with warpgroup roles.
 
 The kernel is structured like kernels/hopper/backward_roles.cu. The kernel is KV-outer, but each
-warpgroup computes different products. One consumer warpgroup computes dQ, and the scores, P and dS
-of a whole tile of 64 queries by 96 keys. A second warpgroup accumulates dV^T and a third dK^T, each
-for all keys and columns. P and dS are transposed and pass through shared memory. Each row of the
-scores belongs to one query.
+warpgroup computes different products. One consumer warpgroup computes the scores, P and dS of a
+whole tile (64 queries by 96 keys), and after them dQ. A second warpgroup accumulates dV^T, and a
+third one dK^T, for all keys and columns of the tile. P and dS are transposed and pass through
+shared memory. Each row of the scores belongs to one query.
 """
 
 from __future__ import annotations
@@ -205,8 +205,8 @@ def _sums(
 ) -> Any:
     """Return ``add_up(a, shared)``, the loop of the warpgroup that accumulates dV^T or dK^T.
 
-    For every 64 columns, the warpgroup computes one product: dV^T = dO^T P with `values`, and
-    otherwise dK^T = Q^T dS.
+    With `values`, the products are dV^T = dO^T P, and otherwise dK^T = Q^T dS. Each product
+    computes 64 columns of dV or dK.
     """
     block_q, block_k, bf16 = c.block_q, c.block_k, bool(c.bf16)
     tile_at, scores_at = (at.region(x) for x in (("dout", "p") if values else ("q", "ds")))

@@ -1,13 +1,13 @@
 """The KV-outer backward for head dims of 192 and 256 on Hopper, in Python.
 
 The kernel is structured like kernels/hopper/backward_wide.cu. The accumulators of dK and dV for 64
-keys fill the registers of both consumer warpgroups. So the warpgroups divide the columns of dK and
-dV. Each warpgroup computes the scores of all 64 keys for one half of the queries. The warpgroups
-exchange P^T and dS^T through shared memory. Each warpgroup then uses all of P^T and dS^T in the
-products for its own columns of dV, dK and dQ. With 256 columns, dQ does not fit in shared memory
-beside the other tiles, so the warpgroups add dQ to the accumulator from registers. Without FUSED,
-this kernel computes no dQ; the kernel in the module `dq` does. For the fused backward with many
-work tiles, `backward_roles` is faster. The blocks of a CLUSTER share the visits of a work tile.
+keys fill the registers of both consumer warpgroups. Each of the two warpgroups therefore has half
+of the columns of dK and dV. Each warpgroup computes the scores of all 64 keys for one half of the
+queries. The warpgroups exchange P^T and dS^T through shared memory. Each warpgroup then uses all of
+P^T and dS^T in the products for its own columns of dV, dK and dQ. With 256 columns, dQ does not fit
+in shared memory beside the other tiles, so the warpgroups add dQ to the accumulator from registers.
+Without FUSED, the kernel in the module `dq` computes dQ. For the fused backward with many work
+tiles, `backward_roles` is faster. The thread blocks of a CLUSTER share the visits of a work tile.
 """
 
 from __future__ import annotations

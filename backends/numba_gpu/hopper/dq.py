@@ -1,11 +1,11 @@
 """The Q-outer kernel for dQ in the deterministic Hopper backward, in Python, without atomics.
 
 The kernel is structured like kernels/hopper/dq.cu. Each of two consumer warpgroups keeps dQ of 64
-query rows in registers. Per visit (one query tile times one key tile) the warpgroup recomputes S =
-Q K^T and dP = dO V^T, and computes dS = P (dP - delta). In registers, dS already has the layout of
-a left operand in dQ += dS K. If row tiles have 128 rows, the warpgroups split the rows. If row
-tiles have 64 rows, the warpgroups split the keys of each visit, and the two partial dQ are added at
-the end. One producer thread keeps a ring buffer of K and V tiles full.
+query rows in registers. Per visit (one query tile times one key tile), the warpgroup recomputes S =
+Q K^T and dP = dO V^T. The warpgroup then computes dS = P (dP - delta). In registers, dS already has
+the layout of a left operand in dQ += dS K. If row tiles have 128 rows, each warpgroup has 64 of
+them. If row tiles have 64 rows, the warpgroups split the keys of each visit, and the two partial dQ
+are added at the end. One producer thread keeps a ring buffer of K and V tiles full.
 """
 
 from __future__ import annotations

@@ -175,8 +175,8 @@ def _producer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 def _bring(ring: int, nbytes: int, copy: Any, stage_of: Any, place_rows: Any) -> Any:
     """Return a function that starts the copy of a tile of K or V to its stage of the ring buffer.
 
-    The tile has the index `position` in the ring buffer, and begins at key `key`. The mbarrier
-    `barrier` counts the tile's bytes.
+    `position` selects the stage (see `Ring`), and the tile begins at key `key`. The mbarrier
+    `barrier` waits for the tile's bytes.
     """
     expect = hopper.expect(nbytes)
     get, map_address = hopper.get, hopper.map_address
@@ -232,7 +232,7 @@ def _consumer(c: SimpleNamespace, at: OnChip, w: SimpleNamespace, i: SimpleNames
 
     @device
     def shaped(s, a, slot, steps, n, query):
-        """Return the masked scores of visit n, scaled if the exponential cannot apply the scale."""
+        """Return the masked scores of visit n, times the scale unless exponentials include it."""
         tile, masked = visit_of(a, steps, n)
         if scaled:
             s = scale_scores(s, a.scale, a.softcap)

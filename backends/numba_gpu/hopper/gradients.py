@@ -1,8 +1,8 @@
 """Numba intrinsics for whole-tile operations of the KV-outer backward on Hopper.
 
 The kernel computes transposed scores: the rows of a fragment are keys, and the columns are queries.
-So each column of a fragment has a log-sum-exp and a delta. The module `row_gradients` has the same
-operations for the Q-outer dQ kernel.
+Each column of a fragment therefore has a log-sum-exp and a delta. The module `row_gradients` has
+the same operations for the Q-outer dQ kernel.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 
 
 def load_statistics(block_q: int) -> Any:
-    """Return a warp's function ``load_statistics(lse, delta, rows, unit) -> starts, deltas``.
+    """Return ``load_statistics(lse, delta, rows, unit) -> starts, deltas``, which a warp calls.
 
-    Lane l loads rows l, l + 32, and so on. A row's scores start at its lse times `unit` (see
-    `unit_of_starts`), and its dP starts at -delta. If a row is past the end or sees no key, the
-    row's scores start at -inf, so that the row's P is exactly 0.
+    Lane l loads rows l, l + 32, and so on. A row's scores are initialized to its log-sum-exp times
+    `unit` (see `unit_of_starts`), and its dP to -delta. If a row does not exist or sees no key, its
+    scores are initialized to -inf, so that its P is exactly 0.
     """
     kind = floats(-(-block_q // 32))
 
@@ -59,7 +59,7 @@ def load_statistics(block_q: int) -> Any:
 
 
 def put_rows(block_q: int) -> Any:
-    """Return ``put_rows(address, values)``, which stores the row values of `load_statistics`."""
+    """Return ``put_rows(address, values)``, which stores a result of `load_statistics`."""
     kind = floats(-(-block_q // 32))
 
     @emitted(None, int32, kind)
@@ -77,7 +77,7 @@ def put_rows(block_q: int) -> Any:
 
 
 def start_columns(n: int) -> Any:
-    """Return ``start_columns(values) -> s``, an accumulator that starts at one value per column."""
+    """Return ``start_columns(values) -> s``, an accumulator with one initial value per column."""
 
     @emitted(floats(n // 2), floats(n // 4))
     def start_columns_(b: ir.IRBuilder, values: Values) -> Values:
@@ -95,12 +95,12 @@ def _column_pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def mask_columns(n: int, left: bool, right: bool) -> Any:
-    """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s`` (masked: -inf).
+    """Return ``mask_columns(s, key, query, offset, key_stop, left, right) -> s``.
 
-    The rows of S^T are keys, and its columns are queries. Query q sees key k if ``k - offset -
-    right <= q <= k - offset + left``. No query sees key `key_stop` or a later key. A limit (`left`
-    or `right`) that is switched off adds no instructions. `key` and `query` are the first key and
-    query of the warp.
+    The function sets masked scores to -inf. The rows of S^T are keys, and its columns are queries.
+    Query q sees key k if ``k - offset - right <= q <= k - offset + left``. No query sees key
+    `key_stop` or a later key. A limit (`left` or `right`) that is switched off adds no
+    instructions. `key` and `query` are the first key and query of the warp.
     """
     kind = floats(n // 2)
 
@@ -133,14 +133,15 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
     The function is ``queue_dv(s, dp, dv, to_log2, lse, cap, dout) -> p, dp, dv``. The tile has `n`
     queries, and dO has `d` columns. The queries are divided into `slices` slices. A slice's product
-    is queued as soon as its part of P is ready. So the exponentials overlap with the products of
-    earlier slices, and with the product dP. The function waits for the end of the product dP.
+    is queued as soon as its part of P is ready. The exponentials thus overlap with the products of
+    earlier slices, and with the matrix product dP. The function waits for the end of the product
+    dP.
 
-    If there are few, long slices (n = 128), the function waits for dP in the middle of the slices.
-    The function then computes part of dS = P dP during the second half of the slices. The function
-    `products_ahead` returns how large this part is. If there is a softcap, p is P times the
-    softcap's derivative, 1 - tanh^2. If `start` is false, the scores do not start at the
-    statistics, and `lse` is the shared-memory address of each column's -lse in base 2.
+    If n = 128, the function waits for dP after half of the slices, and computes part of dS = P dP
+    during the second half. If there is a softcap, p is P times the softcap's derivative, 1 -
+    tanh^2. If `start` is true, the scores' initial values include the log-sum-exp, and `lse` is not
+    used. If `start` is false, `lse` is the shared-memory address of each column's negative
+    log-sum-exp in base 2.
     """
     size = n // slices  # queries per slice
     halfway = waits_halfway(n)
@@ -201,7 +202,7 @@ def queue_dv(bf16: bool, n: int, d: int, slices: int, *, softcap: bool, start: b
 
 
 def waits_halfway(n: int) -> bool:
-    """Return whether exponentials outlast dP, so that the wait for dP is between two slices."""
+    """Return whether a tile's exponentials take longer than the matrix product dP."""
     return n == 128
 
 
@@ -369,7 +370,7 @@ fence_shared = emitted(None)(partial(ptx_hopper.fence_async, space="shared::cta"
 
 
 def lay_down(n: int, apart: int) -> Any:
-    """Return ``lay_down(place, sums)``: it stores sums `apart` bytes apart in shared memory."""
+    """Return ``lay_down(place, sums)``, which stores a sum every `apart` bytes in shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def lay_down_(b: ir.IRBuilder, to: ir.Value, sums: Values) -> None:
@@ -380,7 +381,7 @@ def lay_down(n: int, apart: int) -> Any:
 
 
 def add_from(n: int, apart: int) -> Any:
-    """Return ``add_from(sums, place, block) -> sums``: it adds another block's `lay_down` sums."""
+    """Return ``add_from(sums, place, block) -> sums``, which adds sums stored by another block."""
     kind = floats(n // 2)
 
     @emitted(kind, kind, int32, int32)
@@ -396,7 +397,7 @@ def add_from(n: int, apart: int) -> Any:
 def unit_of_starts(start: bool) -> Any:
     """Return ``unit(scale)``, the factor for the log-sum-exp in `load_statistics`.
 
-    The factor is -1 / scale if score accumulators start at the scaled log-sum-exp (`start`).
+    With `start`, the factor is -1 / scale, because the product initializes the unscaled scores.
     Without `start`, the factor is -log2 e, because the product is added to the exponent of exp2.
     """
 

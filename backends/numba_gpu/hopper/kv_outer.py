@@ -1,4 +1,4 @@
-"""Define the warps of the KV-outer backward that load tiles and send dQ (as in kv_outer.cuh)."""
+"""Define the KV-outer backward's warps that load tiles and send dQ (as in kv_outer.cuh)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def share_of(c: SimpleNamespace) -> Any:
     """Return ``share(group, count) -> member, n, left``, which selects a block's visits.
 
     A visit is one query tile times one key tile. A work tile has `count` visits for each query head
-    of its GQA group, one head after another. The blocks of a cluster divide these visits. Each
-    block takes a range of `left` consecutive visits, which begins at visit n of the group's head
-    `member`.
+    of its GQA group, one head after another. The blocks of a cluster divide the visits of a work
+    tile. Each block takes `left` consecutive visits, which begin at visit n of head number `member`
+    in the group.
     """
     blocks = c.cluster
 
@@ -54,10 +54,10 @@ def roles(
 ) -> Any:
     """Return ``run(map_q, map_k, map_v, map_dout, map_dq, a, counter)``, a block's code.
 
-    One warpgroup produces, and the others run ``consume(a, shared, group)``, where `group` is the
-    number of the consumer warpgroup. `piece_barriers` are the two named barriers that signal a free
-    and a full piece of dQ. With `sends`, two warps send dQ from shared memory to HBM. The function
-    `statistics` explains `start`.
+    One warpgroup produces. Every consumer warpgroup runs ``consume(a, shared, group)``, where
+    `group` is its number. `piece_barriers` are two named barriers, which signal that the staging
+    area for dQ is free, and that it is full. With `sends`, two warps send dQ from shared memory to
+    HBM. For `start`, see the function `statistics`.
     """
     produce = producer(c, at, w, i)
     produce_statistics = statistics(c, at, w, i, start=start)
@@ -163,10 +163,10 @@ def producer(c: SimpleNamespace, at: ByKeys, w: SimpleNamespace, i: SimpleNamesp
         """Load a work tile's V, and then its K, because the buffer of V becomes free first.
 
         A block of a cluster has only one work tile, so its producer need not wait for a previous
-        work tile to free the buffers. In a cluster, a wait for free buffers would even be wrong. A
+        work tile to free the buffers. In a cluster, the producer must not wait for free buffers. A
         cluster's blocks load each other's tiles, so a block without visits may be done with K and V
-        before its producer reaches the wait. The producer would then mistake this phase of the
-        barrier for the previous phase, and wait forever.
+        before its producer reaches the wait. A producer that waits late mistakes the barrier's
+        current phase for the previous phase, and waits forever.
         """
         start, stop = get(slot + word.START), get(slot + word.STOP)
         barrier, parity = int32(shared + kv_full), int32((item & 1) ^ 1)
@@ -232,9 +232,10 @@ def statistics(
 ) -> Any:
     """Return ``produce_statistics(a, shared)``, the loop of the warp that loads statistics.
 
-    For each visit the warp loads the initial values of the scores and of dP, and arrives at the
-    same barriers as the tiles of Q and dO. If `start` is false, the scores' accumulators start at
-    0, and the warp loads -lse in base 2 instead of the scores' initial values.
+    For each visit, the warp loads the initial values of the scores and of dP. The warp arrives at
+    the same barriers as the copies of Q and dO. If `start` is true, the scores' initial values
+    include the log-sum-exp. If `start` is false, the scores' initial values are 0, and the warp
+    loads the negative log-sum-exp in base 2.
     """
     block_q, fused, share = c.block_q, bool(c.fused), share_of(c)
     # The launches of one pass do not depend on each other. Each lets the next one begin, and before
@@ -309,7 +310,7 @@ def sender(
 
     As soon as a warpgroup has written a piece of dQ to shared memory, the warp adds it to the
     accumulator in HBM. `barriers` holds two named barriers of the first warpgroup, which signal
-    that the warpgroup's piece is free, and that it is full.
+    that its staging area is free, and that it is full.
     """
     block_q, ordered, dq_rows = c.block_q, bool(c.ordered), at.dq_rows
     dq_at, dq_bytes, counted = at.region("dq"), at.dq_bytes, c.counted

@@ -52,7 +52,7 @@ def barrier_wait(b: ir.IRBuilder, barrier: ir.Value, parity: ir.Value) -> None:
     """Wait until a barrier's phase with this parity is over ("mbarrier.try_wait").
 
     Successive phases have parity 0, 1, 0, and so on. On a new barrier, a wait for parity 1 returns
-    at once.
+    immediately.
     """
     text = (
         "{.reg .pred p; again: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
@@ -92,7 +92,7 @@ def address_in(b: ir.IRBuilder, address: ir.Value, block: ir.Value) -> ir.Value:
 
 
 def load_float_from(b: ir.IRBuilder, address: ir.Value, further: int) -> ir.Value:
-    """Load the float32 `further` bytes after `address_in`'s address in another block ("ld")."""
+    """Load a float32 of another block, `further` bytes after a result of `address_in` ("ld")."""
     text = f"ld.shared::cluster.f32 $0, [$1+{further}];"
     return asm(b, text, "=f,r", [address], F32, effects=True)
 
@@ -150,7 +150,7 @@ def reduce_box(
 
 
 def reduce_commit(b: ir.IRBuilder) -> None:
-    """Group the reductions since the thread's last group ("cp.async.bulk.commit_group")."""
+    """Group this thread's reductions since its last group ("cp.async.bulk.commit_group")."""
     asm(b, "cp.async.bulk.commit_group;", "", [], effects=True)
 
 
@@ -163,7 +163,7 @@ def reduce_wait(b: ir.IRBuilder, *, read: bool) -> None:
 
 
 def fence_async(b: ir.IRBuilder, space: str) -> None:
-    """Order this thread's accesses to `space` with respect to TMA's ("fence.proxy.async").
+    """Order this thread's accesses to `space` relative to those of TMA ("fence.proxy.async").
 
     In shared memory, the fence also orders these accesses relative to those of matrix products.
     """
@@ -174,7 +174,7 @@ def fence_async(b: ir.IRBuilder, space: str) -> None:
 
 
 def wait_equal(b: ir.IRBuilder, address: ir.Value, value: ir.Value) -> None:
-    """Wait until a 32-bit integer in HBM has a value ("ld.acquire").
+    """Wait until a 32-bit integer in HBM has this value ("ld.acquire").
 
     After the wait, writes that another block released together with this value are visible.
     """
@@ -191,7 +191,7 @@ def count_on(b: ir.IRBuilder, address: ir.Value) -> None:
 
 
 def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
-    """Return a 32-bit integer in HBM and increment it; after `last`, it becomes 0 ("atom")."""
+    """Increment an integer in HBM, or reset it to 0 after `last`; return the old value ("atom")."""
     return asm(b, "atom.global.inc.u32 $0, [$1], $2;", "=r,l,r", [address, last], I32, effects=True)
 
 
@@ -199,7 +199,7 @@ def fetch_count(b: ir.IRBuilder, address: ir.Value, last: ir.Value) -> ir.Value:
 
 
 def store_matrices(b: ir.IRBuilder, to: ir.Value, four: Values) -> None:
-    """Store four 8 x 8 matrices of 16-bit elements as `ptx.ldmatrix` loads them ("stmatrix")."""
+    """Store four 8 x 8 matrices of 16-bit elements, laid out as in `ptx.ldmatrix` ("stmatrix")."""
     text = "stmatrix.sync.aligned.m8n8.x4.shared::cta.b16 [$0], {$1, $2, $3, $4};"
     asm(b, text, "r,r,r,r,r", [to, *four], effects=True, together=True)
 
@@ -269,12 +269,12 @@ _DESCRIPTOR_HIGH_NARROW = 256 >> 4 | 3 << 30
 
 
 def along_row(step: int, rows: int) -> int:
-    """Return the offset of column 16 `step` in a tile of `rows` rows, in units of 16 bytes."""
+    """Return the offset of column 16 * `step` in a tile of `rows` rows, in units of 16 bytes."""
     return (step // 4 * rows * 128 + step % 4 * 32) // 16
 
 
 def down_rows(step: int) -> int:
-    """Return the offset of row 16 `step` of a tile, in descriptor units of 16 bytes."""
+    """Return the offset of row 16 * `step` of a tile, in units of 16 bytes."""
     return step * 16 * 128 // 16
 
 
@@ -292,24 +292,24 @@ def wgmma(
     right_down: bool = False,
     right_narrow: bool = False,
 ) -> Values:
-    """Queue a warpgroup's C + A B, in steps of 16 along k, as one group ("wgmma.mma_async").
+    """Queue a warpgroup's matrix product C + A B as one group ("wgmma.mma_async").
 
-    The matrix C is 64 x n in float32 (`c` is None for 0). Warp w of the four holds rows 16 w to 16
-    w + 15. Of every 8 columns, lane l of the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l %
-    4) and 2 (l % 4) + 1, as in `ptx.mma`. The returned registers hold the sums only after
-    `wgmma_wait`.
+    The product is computed in steps of 16 along k. The matrix C is 64 x n in float32 (`c` is None
+    if C is 0). Warp w of the warpgroup holds rows 16 w to 16 w + 15. Of every 8 columns, lane l of
+    the warp holds rows l / 4 and l / 4 + 8 at columns 2 (l % 4) and 2 (l % 4) + 1, as in `ptx.mma`.
+    The returned registers hold the sums only after `wgmma_wait`.
 
-    The operand `left` is A (64 x 16 per step): either its `descriptor`, with rows along k, or a
-    list of registers, four per step, in `ptx.mma`'s layout. The operand `right` is the descriptor
-    of B (16 x n per step). `left_at` (only for a descriptor) and `right_at` hold each step's offset
-    from the operand's descriptor, in descriptor units. With `left_down` or `right_down`, the
-    operand's k dimension runs down the rows of its tile instead of along a row. With
-    `right_narrow`, B's tile is stored in chunks of 16 columns (`NARROW`).
+    The operand `left` is A (64 x 16 per step). A may be a `descriptor` of a tile, or a list of
+    registers in the layout of `ptx.mma`, four per step. The operand `right` is the descriptor of B
+    (16 x n per step). `left_at` (unused for registers) and `right_at` hold each step's offset from
+    the operand's descriptor, in units of 16 bytes. With `left_down` or `right_down`, the operand's
+    k dimension runs down the rows of its tile instead of along a row. With `right_narrow`, B's tile
+    is stored in chunks of 16 columns (`NARROW`).
 
     All steps are emitted as a single piece of PTX, with the fence before them and the commit after
     them. Nothing, not even a register move, may come between the fence and a product. Each step
-    adds its own offset to a 64-bit matrix descriptor. If each step combined the two 32-bit halves
-    of a descriptor instead, ptxas would move both halves every time.
+    adds its offset to a 64-bit matrix descriptor, because ptxas would otherwise move both 32-bit
+    halves of the descriptor at every step.
     """
     count = n // 2
     sums = ", ".join(f"${x}" for x in range(count))

@@ -21,12 +21,12 @@ int32, int64, float32 = types.int32, types.int64, types.float32
 def own_statistics(
     b: ir.IRBuilder, lse: ir.Value, delta: ir.Value, row: ir.Value, stop: ir.Value
 ) -> list[Any]:
-    """Load the log-sum-exp and delta of a thread's rows, and return these and a byte count.
+    """Load the log-sum-exp and delta of a thread's rows, and also return the number of bytes.
 
     The function is ``own_statistics(lse, delta, row, stop) -> lse, delta, bytes``. The log-sum-exp
-    is returned in base 2. For a row that is past the end or sees no key, the log-sum-exp is +inf,
-    so that the row's P is exactly 0. `row` is the first row of the warp. `lse` and `delta` are the
-    addresses of row 0. `bytes` counts each row once, although several threads load it.
+    is returned in base 2. For a row that does not exist or sees no key, the log-sum-exp is +inf, so
+    that the row's P is exactly 0. `row` is the first row of the warp. `lse` and `delta` are the
+    addresses of row 0's values. `bytes` counts each row once, although several threads load it.
     """
     tops, deltas, moved = [], [], i32(0)
     lane = lane_of(b)
@@ -82,8 +82,8 @@ def add_halves(d: int) -> Any:
     """Return ``add_halves(dq, scratch, group) -> dq``, which adds up the dQ of two warpgroups.
 
     Warpgroup 0 gets the sum of both dQ. Warpgroup 1 passes its dQ through `scratch` (16 KiB of
-    shared memory), 64 columns at a time. Named barrier 1, which both warpgroups use, signals when
-    `scratch` is free and when it is full.
+    shared memory), 64 columns at a time. Named barrier 1 signals to both warpgroups that `scratch`
+    is free, and that it is full.
     """
 
     @emitted(floats(d // 2), floats(d // 2), int32, int32)

@@ -13,7 +13,7 @@ ITEM = 48
 
 
 def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
-    """Return the columns that products compute: the larger head_dim, rounded up to `step`."""
+    """Return the larger of head_dim and head_dim_v, rounded up to a multiple of `step`."""
     return -(-max(head_dim, head_dim_v) // step) * step
 
 
@@ -21,8 +21,8 @@ def columns_taken(head_dim: int, head_dim_v: int, step: int) -> int:
 class SmemLayout(ABC):
     """A kernel's shared-memory layout, as byte offsets.
 
-    Tiles and rows come first, then mbarriers, then slots that hold work tiles. A tile is stored as
-    chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
+    Tiles and per-row values come first, then mbarriers, then slots that hold work tiles. A tile is
+    stored as chunks of 64 columns (see `ptx`). A visit is one query tile times one key tile.
     """
 
     block_q: int
@@ -37,16 +37,15 @@ class SmemLayout(ABC):
     @property
     @abstractmethod
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
 
     @property
     @abstractmethod
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase.
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
-        The kinds are in layout order. A "full" barrier waits for the producer's arrival and for the
-        bytes of its copies. A "free" barrier waits for one arrival from each warp that reads the
-        stage.
+        A "full" barrier waits for the producer's arrival and for the bytes of its copies. A "free"
+        barrier waits for one arrival from each warp that reads the stage.
         """
 
     @property
@@ -67,7 +66,7 @@ class SmemLayout(ABC):
 
     @property
     def barrier_arrivals(self) -> dict[int, int]:
-        """For each barrier's offset, the number of arrivals that end a phase of that barrier."""
+        """A dict from each barrier's offset to its number of arrivals per phase."""
         return {
             self.barrier(kind) + 8 * x: arrivals
             for kind, (count, arrivals) in self.arrivals.items()
@@ -87,7 +86,7 @@ class SmemLayout(ABC):
 
 @dataclass(frozen=True)
 class OnChip(SmemLayout):
-    """The forward's shared-memory layout, which holds Q for a work tile, and K or V for a visit."""
+    """The forward's shared-memory layout, with Q of a work tile and stages for K and V."""
 
     dv: int
     stages: int
@@ -119,13 +118,13 @@ class OnChip(SmemLayout):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         stages = {"k": self.stages * self.k_bytes, "v": self.stages * self.v_bytes}
         return {"q": self.groups * self.q_bytes, **stages}
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase."""
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
         groups, stages = self.groups, self.stages
         return {
             **{"q_full": (groups, 1), "q_free": (groups, 4)},
@@ -136,16 +135,16 @@ class OnChip(SmemLayout):
 
 
 class ByKeys(SmemLayout):
-    """A shared-memory layout of a KV-outer backward kernel."""
+    """The base class of the shared-memory layouts of KV-outer backward kernels."""
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes in a tile of K, or in a tile of V."""
+        """The number of bytes per tile of K, and per tile of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def query_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of Q, or in one of dO."""
+        """The number of bytes per pipeline stage of Q, and per stage of dO."""
         return self.block_q * 128 * self.chunks
 
     @property
@@ -158,8 +157,8 @@ class ByKeys(SmemLayout):
     def dq_columns(self) -> tuple[tuple[int, int, int], ...]:
         """The one or two ranges of columns of dQ that a warpgroup writes to shared memory.
 
-        Each range is (the first column of warpgroup 0, the number of columns from there to the
-        first column of the next warpgroup, width).
+        A range is (first, apart, width): warpgroup g writes `width` columns, beginning at column
+        first + g * apart.
         """
 
     @property
@@ -169,24 +168,24 @@ class ByKeys(SmemLayout):
 
     @property
     def row_of_threads(self) -> int:
-        """The bytes from one float of a thread's dK or dV to the next in the exchange area.
+        """The distance in bytes between floats of one thread in the exchange area for dK and dV.
 
-        A block of a cluster stores its dK and dV in the exchange area, over its tiles of K, V, Q
-        and dO, and the other blocks read them there.
+        A block of a cluster stores its dK and dV in the exchange area, and the other blocks read
+        them. The area overlaps the block's tiles of K, V, Q and dO.
         """
         return 128 * self.groups * 4
 
 
 @dataclass(frozen=True)
 class KeysOutside(ByKeys):
-    """The shared-memory layout of the KV-outer backward kernel.
+    """The shared-memory layout of the KV-outer backward for head dims up to 128.
 
     K and V stay in shared memory for one work tile. Q, dO and their row statistics are in ring
     buffers of two stages, and each visit (tile pair) uses one stage. The statistics are the initial
     values of a row's scores and of its dP. The matrix dS^T, which has one row per key, is in
     another ring buffer of two stages. Each warpgroup has a staging area for a piece of dQ: 64
-    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, dS^T has separate
-    barriers, at which the next visit waits for dS^T.
+    columns of `dq_rows` queries, in two boxes of 32 columns. With `deferred`, the next visit reads
+    dS^T, and waits for it at separate barriers.
     """
 
     fused: bool
@@ -209,7 +208,7 @@ class KeysOutside(ByKeys):
 
     @property
     def split_columns(self) -> bool:
-        """Whether the warpgroups divide the columns of dQ between them instead of its rows."""
+        """Whether each warpgroup computes some columns of dQ; otherwise it computes some rows."""
         return self.d == 128
 
     @property
@@ -224,7 +223,7 @@ class KeysOutside(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -234,7 +233,7 @@ class KeysOutside(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase.
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
         The barrier "full" also waits for an arrival per lane of the statistics warp. Each warp
         writes a part of dS^T, and each warpgroup reads dS^T for all keys.
@@ -270,20 +269,20 @@ class ColumnsDivided(ByKeys):
 
     @property
     def wide(self) -> int:
-        """The number of a warpgroup's columns that lie in whole chunks of 64 columns.
+        """How many of a warpgroup's columns are in chunks that it does not share.
 
-        The whole chunks of warpgroup 1 begin 128 columns after those of warpgroup 0.
+        The chunks of warpgroup 1 begin 128 columns after those of warpgroup 0.
         """
         return 128 if self.d == 256 else 64
 
     @property
     def narrow(self) -> int:
-        """The number of a warpgroup's columns in the middle chunk, which both warpgroups share."""
+        """How many of a warpgroup's columns are in the chunk that both warpgroups share."""
         return 0 if self.d == 256 else 32
 
     @property
     def scores_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of P^T, or of dS^T."""
+        """The number of bytes per pipeline stage of P^T, and per stage of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
@@ -293,7 +292,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": 2 * self.query_bytes},
@@ -303,7 +302,7 @@ class ColumnsDivided(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase."""
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
         readers = 8 + 1 + (2 if self.staged else 0)  # of a work tile
         return {
             **{"kv_full": (1, 1), "k_free": (1, 8), "v_free": (1, 8)},
@@ -327,7 +326,7 @@ class Roles(ByKeys):
 
     @property
     def scores_bytes(self) -> int:
-        """The number of bytes of P^T, or of dS^T, in shared memory."""
+        """The number of bytes of P^T in shared memory, and of dS^T."""
         return self.block_q * self.block_k * 2
 
     @property
@@ -337,7 +336,7 @@ class Roles(ByKeys):
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"k": self.key_bytes, "v": self.key_bytes},
             **{"q": 2 * self.query_bytes, "dout": self.query_bytes},
@@ -347,11 +346,11 @@ class Roles(ByKeys):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase.
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase).
 
         The barrier "full" has the same arrivals as in `KeysOutside`. The warps that compute dK
-        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by that
-        time. The warps that compute dP and those that compute dV read each chunk of dO.
+        release a stage of Q. Since these warps wait for dS, all other readers of Q are done by
+        then. The warps that compute dP and those that compute dV read each chunk of dO.
         """
         chunks = self.chunks
         return {
@@ -381,17 +380,17 @@ class DqAlone(SmemLayout):
 
     @property
     def own_bytes(self) -> int:
-        """The number of bytes in a piece of Q of 64 rows, and also in such a piece of dO."""
+        """The number of bytes per 64 rows of Q, and per 64 rows of dO."""
         return 64 * 128 * self.chunks
 
     @property
     def key_bytes(self) -> int:
-        """The number of bytes in one pipeline stage of K, and also in one of V."""
+        """The number of bytes per pipeline stage of K, and per stage of V."""
         return self.block_k * 128 * self.chunks
 
     @property
     def regions(self) -> dict[str, int]:
-        """A dict from each region of tiles or rows to its bytes (all stages), in layout order."""
+        """A dict from the name of each region to its bytes over all stages, in layout order."""
         return {
             **{"q": self.pieces * self.own_bytes, "dout": self.pieces * self.own_bytes},
             **{"k": 2 * self.key_bytes, "v": 2 * self.key_bytes},
@@ -400,7 +399,7 @@ class DqAlone(SmemLayout):
 
     @property
     def arrivals(self) -> dict[str, tuple[int, int]]:
-        """A dict from each kind of mbarrier to the number of barriers and of arrivals per phase."""
+        """A dict from each kind of mbarrier to (number of barriers, arrivals per phase)."""
         warps = 4 * self.groups
         return {
             **{"own_full": (self.pieces, 1), "own_free": (self.pieces, warps // self.pieces)},
@@ -410,7 +409,7 @@ class DqAlone(SmemLayout):
 
 
 def registers(groups: int) -> tuple[int, int]:
-    """Return the registers per thread of producers and of consumers (65,536 per SM)."""
+    """Return two numbers of registers per thread: those of producers and those of consumers."""
     return (32, 160) if groups == 3 else (40, 232)
 
 

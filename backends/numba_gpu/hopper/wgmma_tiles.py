@@ -1,8 +1,9 @@
 """Numba intrinsics for Hopper: ring buffers of tiles, warpgroup products, and output rows.
 
-A ring buffer has two or three stages (`Ring`). The functions of a ring buffer with two stages are
-also available directly in this module. Accumulator fragments have the layout of `mma_tiles`, with a
-single block of 16 rows per warp. `ptx.wgmma` says which of the warpgroup's 64 rows a warp has.
+A ring buffer of tiles has two or three stages (`Ring`). The functions of a ring buffer with two
+stages are also available directly in this module. Accumulator fragments have the layout of
+`mma_tiles`, with a single block of 16 rows per warp. `ptx.wgmma` says which of the warpgroup's 64
+rows a warp has.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ arrive = emitted(None, int32, types.boolean)(ptx_hopper.barrier_arrive)
 
 
 def expect(count: int) -> Any:
-    """Return ``expect(barrier)``, which arrives and makes the phase wait for `count` bytes."""
+    """Return ``expect(barrier)``, which arrives, and makes the barrier wait for `count` bytes."""
     return emitted(None, int32)(partial(ptx_hopper.barrier_expect, count=count))
 
 
@@ -95,7 +96,7 @@ class Ring:
     ends per lap. ``stage(barriers, position)`` returns the barrier of a tile's stage, among the
     barriers of one kind. ``wait_full(barriers, position)`` waits until a tile is in its stage.
     ``wait_free(barriers, position)`` waits until every reader of the stage's previous tile is done.
-    On the first lap, ``wait_free`` returns at once.
+    On the first lap, ``wait_free`` returns immediately.
     """
 
     def __init__(self, stages: int) -> None:
@@ -209,7 +210,7 @@ def copy_tile(rows: int, chunks: int, *, packed: bool, blocks: int = 1) -> Any:
 
     The tile is copied box by box, in the order of its 64-column chunks. A tensor map for `packed`
     sequences has an additional axis, on which the coordinate of every box is `ROUND`. In a cluster
-    of `blocks`, each block loads some of the boxes, and every block receives all of them.
+    of `blocks`, each block loads some of the boxes to the shared memory of every block.
     """
     back = [i32(ROUND)] if packed else []
 
@@ -284,9 +285,9 @@ def queue_scores(
 ) -> Any:
     """Return ``queue_scores(q, k) -> s``, which queues S = Q K^T of 64 queries by `n` keys.
 
-    The caller must wait for the product S. The tiles of Q and K have `depth` columns. `rows` is the
-    number of rows of the whole Q tile, of which 64 are used. `of` is the number of rows of the
-    whole K tile, of which n are used, or 0 if the K tile has n rows. With `more`, the function is
+    The caller must wait for the result S. The tiles of Q and K have `depth` columns. `rows` is the
+    number of rows of the whole Q tile, of which 64 are used. The whole K tile has `of` rows, of
+    which n are used. If `of` is 0, the K tile has n rows. With `more`, the function is
     ``queue_scores(s, q, k) -> s + Q K^T``.
     """
     steps = range(depth // 16)
@@ -312,8 +313,8 @@ def queue_scores(
 def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
     """Return ``queue_output(o, p, v) -> o``, which queues o + P V, where P is from `round_operand`.
 
-    The caller must wait for the product. V has `n` columns and `depth` rows. `of` is the number of
-    rows of the whole tile of V, or 0 if this number is `depth`.
+    The caller must wait for the product. V has `n` columns and `depth` rows. The whole tile of V
+    has `of` rows or, if `of` is 0, `depth` rows.
     """
 
     @emitted(floats(n // 2), floats(n // 2), words(depth // 4), int32)
@@ -326,7 +327,7 @@ def queue_output(bf16: bool, n: int, depth: int, *, of: int = 0) -> Any:
 
 
 def product_wait(pending: int, n: int) -> Any:
-    """Return ``product_wait(c) -> c``, which waits for all but `pending` groups of products."""
+    """Return ``product_wait(c) -> c``, which waits for all except the last `pending` groups."""
     return emitted(floats(n // 2), floats(n // 2))(partial(ptx_hopper.wgmma_wait, pending=pending))
 
 
@@ -346,8 +347,8 @@ def rounded(b: ir.IRBuilder, s: Values, *, bf16: bool) -> Values:
 def store_output(bf16: bool, n: int, row_of: RowWidth, *, later: bool = False) -> Any:
     """Return ``store_output(address, row_bytes, o, factors, row, stop) -> bytes`` for 64 rows.
 
-    The function rounds and stores rows of output, except rows from `stop` on, and columns past the
-    width of `row_of`. `row` is the warp's first row, and `address` is the address of row 0. The
+    The function rounds and stores rows of output, except rows from `stop` on and columns past the
+    row width `row_of`. `row` is the warp's first row, and `address` is the address of row 0. The
     four lanes of a quad exchange pairs of columns, so that each lane stores 16 bytes of a row. With
     `later`, the function has another parameter: the column at which o begins.
     """

@@ -1,10 +1,10 @@
-"""Numba intrinsics for the KV-outer backward beyond 128 columns, whose P and dS are exchanged.
+"""Numba intrinsics for the KV-outer backward with a head_dim above 128.
 
-P and dS of a tile pair pass from warpgroup to warpgroup through shared memory. In shared memory, P
-and dS are transposed: each row belongs to one key and has 64 queries. `backward_wide` computes
-transposed scores, in which each row belongs to a key. `backward_roles` computes scores in which
-each row belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from
-that in `gradients`.
+Warpgroups exchange P and dS of a tile pair through shared memory. In shared memory, P and dS are
+transposed: each row belongs to one key and has 64 queries. `backward_wide` computes transposed
+scores, in which each row belongs to a key. `backward_roles` computes scores in which each row
+belongs to a query. Each row of dQ belongs to a query, so the staging of dQ differs from that in
+`gradients`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def _slope(b: ir.IRBuilder, score: ir.Value, inverse: ir.Value) -> ir.Value:
 def scores_place(b: ir.IRBuilder, tile: ir.Value, group: ir.Value) -> ir.Value:
     """Return the address at which this thread's row of P^T or dS^T begins in shared memory.
 
-    A warpgroup has 32 of the 64 queries in a row. `gradients.store_ds` takes the returned address.
+    Each warpgroup computes 32 of the 64 queries in a row. `gradients.store_ds` takes the returned
+    address.
     """
     lane = lane_of(b)
     row = b.add(b.shl(_warp(b), i32(4)), b.and_(lane, i32(15)))
@@ -75,7 +76,7 @@ def column_probabilities(n: int, softcap: bool) -> Any:
 def column_gradients(bf16: bool, n: int) -> Any:
     """Return ``column_gradients(p, dp, delta) -> ds``, which computes dS = P (dP + delta), rounded.
 
-    `delta` holds -delta of each of the lane's columns.
+    `delta` holds the negative delta of each of the lane's columns.
     """
     kind = floats(n // 2)
 
@@ -94,10 +95,10 @@ def queue_columns(bf16: bool, at: ColumnsDivided, *, down: bool, more: bool) -> 
     """Return the function that queues a product for the columns of a warpgroup.
 
     The function is ``queue_columns(scores, tile, group) -> sums``, or with `more`
-    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T, and with `down`
-    its rows are along k, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums
-    of the wide columns come first, and then those of the narrow columns (`ColumnsDivided`). The
-    products of the wide columns form one group, and those of the narrow columns another.
+    ``queue_columns(sums, scores, tile, group) -> sums``. `scores` is P^T or dS^T. With `down`, it
+    is transposed, so that the left operand is dS. `tile` is a tile of K, Q or dO. The sums of the
+    wide columns come first, and then those of the narrow columns (`ColumnsDivided`). The wide
+    columns and the narrow columns are two groups of products.
     """
     parts = [(at.wide, 2 * at.block_q * 128, 0, 0)]
     if at.narrow:
@@ -261,7 +262,7 @@ def store_probabilities(bf16: bool, n: int, softcap: bool) -> Any:
 def store_gradients(bf16: bool, n: int) -> Any:
     """Return ``store_gradients(place, p, dp, delta)``, which stores dS = P (dP + delta), rounded.
 
-    `delta` holds -delta of the thread's rows.
+    `delta` holds the negative delta of each of the thread's rows.
     """
     kind = floats(n // 2)
 
@@ -312,8 +313,8 @@ def store_sums(bf16: bool, keys: int, row_of: RowWidth) -> Any:
     """Return the function that rounds and stores three sums of `queue_sum`, as rows of keys.
 
     The function is ``store_sums(address, row_bytes, low, middle, high, factor, first, stop) ->
-    bytes``. `first` is the tile's first key. The function does not store keys from `stop` on, or
-    columns past the width of `row_of`.
+    bytes``. `first` is the tile's first key. The function skips keys from `stop` on, and columns
+    past the row width `row_of`.
     """
     kind = floats(keys // 2)
 
@@ -375,7 +376,7 @@ def rows_place(b: ir.IRBuilder, dq: ir.Value) -> ir.Value:
 
 
 def stage_rows(n: int, rows: int) -> Any:
-    """Return ``stage_rows(place, dq)``, which writes `rows` x `n` of dQ to shared memory."""
+    """Return ``stage_rows(place, dq)``, which writes `rows` rows of dQ to shared memory."""
 
     @emitted(None, int32, floats(n // 2))
     def stage_rows_(b: ir.IRBuilder, to: ir.Value, dq: Values) -> None:

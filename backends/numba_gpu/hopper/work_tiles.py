@@ -44,11 +44,11 @@ def item_functions(
     """Return device functions that read and write slots, for one kernel's constants and layout.
 
     `w` holds the functions of `traversal.walk_functions`. Each warp role (the producer's warpgroup,
-    or one of the consumers' warpgroups) records its own time stamps. If `part` is false, the launch
-    has all work tiles of its pass.
+    or one of the consumers' warpgroups) records its own time stamps. If `part` is true, the launch
+    computes only some work tiles of its pass, and otherwise all.
 
-    - ``first(a)`` and ``stop(a)`` are the numbers of the launch's first work tile, and of the one
-      after its last.
+    - ``first(a)`` is the number of the launch's first work tile, and ``stop(a)`` that of its last
+      work tile plus one.
     - ``write(a, slot, number)`` writes work tile `number` to a slot of shared memory.
     - ``after(a, counter)`` requests the number of the next work tile.
     - ``take(shared, item)`` waits for a work tile and returns its slot.

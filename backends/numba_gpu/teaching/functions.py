@@ -48,7 +48,7 @@ class TracedFunctions(NamedTuple):
 
 
 def functions_of(problem: Problem) -> TracedFunctions:
-    """Return the mask and score function of a problem, as traced."""
+    """Return a problem's traced mask function and score function."""
     return TracedFunctions(
         problem.mask_graph, problem.score_mod, problem.score_grads, problem.sinks
     )

@@ -5,10 +5,10 @@ grid of thread blocks is (tile, batch * heads). The kernels visit the tiles that
 tables list, and do not evaluate the mask to decide which tiles to skip. The teaching kernels run on
 any NVIDIA GPU, and without a GPU in Numba's simulator (``NUMBA_ENABLE_CUDASIM=1``).
 
-The tables ``rows`` and ``cols`` hold (start, stop, offset, end of the other axis's sequence) for
-each row tile and column tile. ``ptr``, ``index`` and ``kind`` list the visited tiles in CSR form. A
-kernel that is built with `counts` also sums the bytes that it moves, in ``tile_counts`` (heads of
-the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
+The tables ``rows`` and ``cols`` have four numbers per row tile and column tile: start, stop,
+offset, and the end of the sequence on the other axis. ``ptr``, ``index`` and ``kind`` list the
+visited tiles in CSR form. A kernel that is built with `counts` also sums the bytes that it moves,
+in ``tile_counts`` (heads of the loop, tiles, 8) and ``visit_counts`` (batch * heads, visits, 8).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def delta_kernel(shape: TeachingShape) -> Any:
     """Return the kernel that computes delta = rowsum(dO * O) and clears dQ's accumulator.
 
     Thread r computes row r of the block's row tile. If the LSE has a gradient dL, the kernel
-    subtracts dL from delta. Without a gradient of the LSE, the kernel does not read dL.
+    subtracts dL from delta.
     """
     d, dv, itemsize, counts, fused = shape.d, shape.dv, shape.itemsize, shape.counts, shape.fused
     dlse, delta_slot = shape.dlse, 3 if shape.dlse else 2

@@ -1,4 +1,4 @@
-"""Launch the teaching kernels on a GPU or, if it is switched on, in Numba's simulator."""
+"""Launch the teaching kernels on a GPU, or in Numba's simulator if the simulator is switched on."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def recall(job: Job, out: Any, lse: Any) -> Mapping[str, Any]:
 
 
 def backward(job: Job, saved: Mapping[str, Any], dout: Any, dlse: Any = None) -> Outcome:
-    """Run the backward: delta, dkdv and dq or, for "flash2-fused", delta, fused and convert."""
+    """Run the backward pass with the teaching kernels."""
     p, tiling = job.problem, choose(job.problem, job.tiling, "backward")
     check(p, tiling)
     _check_functions(job)
@@ -281,7 +281,7 @@ class _Gpu:
 
 
 def _launch(kernel: Any, where: tuple[Any, ...], arguments: Any) -> None:
-    """Launch a kernel without Numba's warning about low occupancy, since problems are small."""
+    """Launch a kernel without Numba's warning about low occupancy, which small problems cause."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*Grid size")
         kernel[where](*arguments)
@@ -324,7 +324,7 @@ class _Call:
         self.place.launch(kernel(self.shape), (tables.tiles, walks), threads, arguments)
 
     def rows(self, name: str, kernel: Any, arrays: Any) -> None:
-        """Launch a row-wise kernel: a block for each row tile of each head."""
+        """Launch a row-wise kernel with one thread block per row tile and head."""
         tables, walks = self._tables("row"), self.problem.batch * self.problem.heads
         tile_counts, _ = self._report(name, tables, walks)
         arguments = (*arrays, self.place.taken(tables.rows), tile_counts)

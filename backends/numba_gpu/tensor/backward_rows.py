@@ -1,9 +1,9 @@
 """The row-wise kernels of the backward pass: `flash_delta` runs first, `flash_convert` last.
 
-`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one, and clears
-dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's accumulator to 16 bits. Block
-(i, head) handles row tile i. The kernels use no shared memory, and every access to a row in HBM is
-16 bytes wide.
+`flash_delta` computes delta = rowsum(dO * O), minus the LSE's gradient if there is one.
+`flash_delta` also clears dQ's float32 accumulator, if there is one. `flash_convert` rounds dQ's
+accumulator to 16 bits. Block (i, head) handles row tile i. The kernels use no shared memory, and
+every access to a row in HBM is 16 bytes wide.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ DEEP = 4
 
 
 def _dots(bf16: bool, apart: int) -> Any:
-    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which multiplies pieces of rows.
+    """Return ``dots(x, y, x_step, y_step, left) -> sums, rows``, which computes dot products.
 
-    The function computes the dot product of two pieces (of 8 elements) for each of up to `DEEP`
-    rows, which are `apart` rows apart and begin at `x` and `y`. Only the first `left` rows exist.
-    `rows` is the number of existing rows among those that the function reads.
+    Per row, the function computes the dot product of two pieces of 8 elements. The function reads
+    up to `DEEP` rows, the first at `x` and `y`, and each next row `apart` rows further. Only the
+    first `left` rows exist. `rows` is the number of rows that exist.
     """
 
     @emitted([floats(DEEP), int32], int64, int64, int64, int64, int32)
@@ -81,7 +81,7 @@ def _lane_sums(lanes: int) -> Any:
 
 
 def _write_rows(apart: int) -> Any:
-    """Return ``write_rows(to, sums, left)``: one sum to every `apart`-th of `left` rows in HBM."""
+    """Return ``write_rows(to, sums, left)``, which writes a float32 per `apart` rows to HBM."""
 
     @emitted(None, int64, floats(DEEP), int32)
     def write_rows(b: ir.IRBuilder, to: ir.Value, sums: Values, left: ir.Value) -> None:
@@ -96,8 +96,8 @@ def _write_rows(apart: int) -> Any:
 def _less_rows(apart: int) -> Any:
     """Return ``less_rows(sums, source, left) -> sums``, which subtracts one float32 per row.
 
-    The float32 values come from HBM. Successive rows are `apart` rows apart. Only the first `left`
-    rows exist.
+    The function reads the float32 of every `apart`-th row from HBM. Only the first `left` rows
+    exist.
     """
 
     @emitted(floats(DEEP), floats(DEEP), int64, int32)
@@ -112,11 +112,11 @@ def _less_rows(apart: int) -> Any:
 
 
 def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
-    """Return ``convert(to, step, source, first, pieces, scale) -> bytes`` from float32 to 16 bits.
+    """Return ``convert(to, step, source, first, pieces, scale) -> bytes``, which rounds to 16 bits.
 
-    The function scales and rounds up to `DEEP` pieces of 8 elements, which are `apart` pieces apart
-    and begin at piece `first`. A row has `per_row` pieces, and all rows together have `pieces`
-    pieces. The result is the number of stored bytes.
+    The function scales and converts up to `DEEP` pieces of 8 float32. The first is piece number
+    `first`, and each next piece is `apart` pieces further. A row has `per_row` pieces, and all rows
+    together have `pieces` pieces. The result is the number of stored bytes.
     """
 
     @emitted(int32, int64, int64, int64, int32, int32, float32)
@@ -143,7 +143,7 @@ def _convert(bf16: bool, row: RowWidth, per_row: int, apart: int) -> Any:
 
 
 def zeros_bytes(row: RowWidth) -> Any:
-    """Return ``zeros_bytes(column)``: the bytes, without padding, of four float32 from `column`."""
+    """Return ``zeros_bytes(column)``, the bytes of four float32 from `column` on, less padding."""
 
     @emitted(types.int32, types.int32)
     def zeros_bytes_(b: ir.IRBuilder, column: ir.Value) -> ir.Value:

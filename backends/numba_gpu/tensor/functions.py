@@ -128,7 +128,7 @@ def _slope(score: Graph, wanted: tuple[str, ...], arrays: int) -> Any:
 
 
 def _tuple(values: list[str]) -> str:
-    """Return statements that assign `values` to variables, as Numba needs, and return a tuple."""
+    """Return Python text that assigns `values` to variables and returns these as a tuple."""
     names = [f"x{n}" for n in range(len(values))]
     lines = [f"    {name} = {value}\n" for name, value in zip(names, values, strict=True)]
     return "".join(lines) + f"    return ({', '.join(names)},)\n"
@@ -145,11 +145,11 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
     The result has the attributes ``has_mask``, ``has_score`` and ``varlen``, and these functions:
 
     - ``mask(a, b, h, s, ...) -> s`` sets masked scores to -inf.
-    - ``keep(a, b, h, p, ...) -> p`` sets masked elements to 0.
+    - ``keep(a, b, h, p, ...) -> p`` sets masked elements of p to 0.
     - ``score(a, b, h, s, ...) -> s`` applies the score function.
-    - ``alive(t, p) -> p`` sets elements to 0 where a score is -inf.
-    - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient before the score function, and adds
-      up gradients of captured arrays. ``slope_alone`` adds no gradients of captured arrays.
+    - ``alive(t, p) -> p`` sets elements of p to 0 where the score in t is -inf.
+    - ``slope(a, b, h, s, ds, ...) -> ds`` returns the gradient of the score function's input s, and
+      adds up gradients of captured arrays. ``slope_alone`` adds no gradients of captured arrays.
     """
     of = kernel.functions
     mask, score = (None, None) if of is None else of.graphs
@@ -195,8 +195,8 @@ def fragment_functions(kernel: Kernel, blocks: int, n: int, *, by_row: bool) -> 
 def first_rows_of(word: int) -> Any:
     """Return ``first_rows(a, outer)``, the first query and key of an outer tile's packed sequence.
 
-    The 64-bit number `word` after `launch.ARGS` in the kernel's arguments is the address of these
-    pairs for all tiles.
+    The 64-bit number `word` after `launch.ARGS` in the kernel's arguments is the address of a table
+    of these pairs for all tiles.
     """
     text = f"def made(a, outer):\n    at = a.word_{word}\n"
     text += "    return read(at, I32(2 * outer)), read(at, I32(2 * outer + 1))\n"

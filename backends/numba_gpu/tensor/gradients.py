@@ -14,7 +14,7 @@ from flashsim.backends.numba_gpu.tensor.softmax import LOG2E, tanh
 
 
 def load_rows(blocks: int) -> Any:
-    """Return ``load_rows(address) -> values``: a shared-memory float32 per row of a lane."""
+    """Return ``load_rows(address) -> values``, which loads a float32 per row of a lane."""
 
     @emitted(floats(2 * blocks), types.int32)
     def load_rows_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -29,7 +29,7 @@ def load_rows(blocks: int) -> Any:
 
 
 def load_columns(n: int) -> Any:
-    """Return ``load_columns(address) -> values``: a shared-memory float32 per column of a lane."""
+    """Return ``load_columns(address) -> values``, which loads a float32 per column of a lane."""
 
     @emitted(floats(n // 4), types.int32)
     def load_columns_(b: ir.IRBuilder, address: ir.Value) -> Values:
@@ -51,8 +51,8 @@ def probabilities(blocks: int, n: int, by_row: bool, scaled: bool, softcap: bool
     """Return ``probabilities(s, lse, scale, cap, to_log2) -> p, slope``, where P = exp(S - L).
 
     `s` is Q K^T, neither scaled nor softcapped. `lse` holds one value per row of the lane for S,
-    and one per column of the lane for S^T. `slope` is the softcap's derivative, 1 - tanh^2, or
-    without a softcap a single 0 that is not used.
+    and one per column of the lane for S^T. `slope` is the softcap's derivative, 1 - tanh^2. Without
+    a softcap, `slope` is unused.
     """
     kind = floats(blocks * n // 2)
     per = floats(2 * blocks if by_row else n // 4)
@@ -104,8 +104,8 @@ def score_gradients(blocks: int, n: int, by_row: bool, softcap: bool) -> Any:
 def mask_probabilities(blocks: int, n: int, by_row: bool, left: bool, right: bool) -> Any:
     """Return ``mask_probabilities(p, query, key, offset, key_stop, left, right) -> p``.
 
-    The function sets probabilities to 0 where `mask_rows` masks scores. If `by_row` is false, the
-    fragment is P^T, whose rows are keys. For a row that sees no key, L = -inf makes exp(S - L)
+    The function sets probabilities to 0 where `mask_rows` masks scores. If `by_row` is true, the
+    fragment is P, and otherwise P^T. For a row that sees no key, L = -inf makes exp(S - L)
     infinite, so the function selects 0 instead of multiplying by 0.
     """
     kind = floats(blocks * n // 2)

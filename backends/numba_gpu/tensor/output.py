@@ -13,7 +13,7 @@ from flashsim.backends.numba_gpu.mma_tiles import RowWidth, Tile, lane_of
 
 
 def stage(bf16: bool, blocks: int, n: int, tile: Tile) -> Any:
-    """Return ``stage(address, row, col, c)``, which rounds accumulators c into a 16-bit tile."""
+    """Return ``stage(address, row, col, c)``, which rounds and stores accumulators in a tile."""
 
     @emitted(None, types.int32, types.int32, types.int32, floats(blocks * n // 2))
     def stage_(b: ir.IRBuilder, address: ir.Value, row: ir.Value, col: ir.Value, c: Values) -> None:
@@ -62,9 +62,9 @@ def reduce_tile(blocks: int, n: int, row_of: RowWidth, wide: bool) -> Any:
     """Return ``reduce_tile(address, c, row, col, rows) -> bytes``, which adds a fragment to HBM.
 
     The fragment `c` is added to float32 sums in HBM, atomically. Columns past the width of `row_of`
-    are not added. With `wide`, one instruction adds four neighbours (sm_90). Two lanes then
-    exchange values, so that the even lane adds four values of the left 8-column piece, and the odd
-    lane four values of the right piece.
+    are not added. With `wide`, one instruction adds four neighbours (sm_90). With `wide`, two lanes
+    exchange values: the even lane adds four values of the left 8-column piece, and the odd lane
+    four values of the right piece.
     """
 
     width = row_of.width

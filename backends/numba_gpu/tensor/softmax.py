@@ -16,7 +16,7 @@ NEG_INF = float("-inf")
 
 
 def tanh(b: ir.IRBuilder, x: ir.Value) -> ir.Value:
-    """Return tanh(x) as 1 - 2 / (1 + e^2x), with an error of a few 1e-7 (tanh.approx: 5e-4)."""
+    """Return tanh(x) as 1 - 2 / (1 + e^2x), with an error of a few 1e-7."""
     power = ptx.exp2(b, b.fmul(x, f32(2 * LOG2E)))
     return b.fsub(f32(1.0), b.fmul(f32(2.0), ptx.reciprocal(b, b.fadd(power, f32(1.0)))))
 
@@ -40,11 +40,11 @@ def scale_scores(blocks: int, n: int, softcap: bool) -> Any:
 
 
 def mask_rows(blocks: int, n: int, left: bool, right: bool) -> Any:
-    """Return ``mask_rows(s, query, key, offset, key_stop, left, right) -> s`` (masked: -inf).
+    """Return ``mask_rows(s, query, key, offset, key_stop, left, right) -> s``.
 
-    Query q sees keys ``q + offset - left <= k <= q + offset + right`` with k < key_stop. `query`
-    and `key` are the first query and key of the warp. A limit (`left` or `right`) that is switched
-    off adds no instructions.
+    The function sets masked scores to -inf. Query q sees keys ``q + offset - left <= k <= q +
+    offset + right`` with k < key_stop. `query` and `key` are the first query and key of the warp. A
+    limit (`left` or `right`) that is switched off adds no instructions.
     """
     kind = floats(blocks * n // 2)
 
@@ -163,7 +163,7 @@ def exponentials(blocks: int, n: int) -> Any:
     """Return ``exponentials(s, base, l, alpha, to_log2) -> p, l``, which computes P and row sums.
 
     P is exp(S - m_new), and the new l is alpha l plus the row's sum of P. Each lane sums P only
-    over its own columns. The four lanes of a quad add their sums once, at the end.
+    over its own columns. The four lanes of a quad add up their sums after the last visit.
     """
     s_kind, l_kind = floats(blocks * n // 2), floats(2 * blocks)
 

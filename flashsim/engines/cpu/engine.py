@@ -1,13 +1,12 @@
 """`backend="numba"`: fast FlashAttention-2 on the CPU, over the same tiles as the simulator.
 
-The engine runs the forward pass of every `Problem`, and the backward pass in three passes
-("flash2") or fused. The engine computes in float32, or in float64 for float64 inputs. Every sum has
-a fixed order, so results do not depend on the number of threads.
+The engine runs the forward pass of every `Problem`. The backward pass is "flash2", in three passes,
+or "flash2-fused". The engine computes in float32, or in float64 for float64 inputs. Every sum has a
+fixed order, so results do not depend on the number of threads.
 
 The option ``micro_kernel`` of `flashsim.run` is "vector" or "plain" (see `micro_kernels`) or, for
 bfloat16, "amx" or "avx512_bf16" (see `bf16_dot`). The default for bfloat16 is "amx" or
-"avx512_bf16" if that kernel is faster on this CPU than "vector". With one query per head, "amx" and
-"avx512_bf16" are faster only if many query heads share keys.
+"avx512_bf16" if that kernel is faster on this CPU than "vector".
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def recall(job: Job, out: np.ndarray, lse: np.ndarray) -> Mapping[str, Any]:
 def backward(
     job: Job, saved: Mapping[str, Any], dout: np.ndarray, dlse: np.ndarray | None = None
 ) -> Outcome:
-    """Run the backward pass: in three passes ("flash2"), or fused, with dQ summed in memory."""
+    """Run the backward pass in three passes ("flash2"), or fused, which sums dQ in memory."""
     engine = _CpuPass.of(job, "backward")
     p, real = job.problem, job.problem.compute_dtype
     out, dout, q, k, v = engine.operands(saved["O"], dout, job.q, job.k, job.v)
@@ -214,7 +213,7 @@ class _CpuPass:
         self._plan = {s.name: s for s in plans.stages(p, job.algorithm, self.direction)}
 
     def _functions(self) -> dict[str, Any]:
-        """Return the fields of `Rules` for functions and sinks; allocate captured gradients."""
+        """Return the `Rules` fields of functions and sinks; allocate captured arrays' gradients."""
         job, p = self.job, self.job.problem
         per_head = frozenset() if p.mask_mod is None else p.mask_mod.per_head
         by_batch, by_head = "b" in per_head, "h" in per_head
@@ -243,7 +242,7 @@ class _CpuPass:
         return [threads.frozen(x.astype(real, copy=False)) for x in arrays]
 
     def operands(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """Return inputs as flat arrays; those without a 16-bit type get the accumulator type."""
+        """Return inputs as flat arrays; convert all but 16-bit inputs to the accumulator type."""
         if self.job.problem.dtype not in ROUNDING:
             return self.wide(*arrays)
         return [self.flat(threads.frozen(x.astype(self.result, copy=False))) for x in arrays]
@@ -268,12 +267,12 @@ class _CpuPass:
         return out, lse
 
     def along(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return Q and the factor of scores in the decode kernel's form (`kernels_decode`).
+        """Return Q and the factor of scores in the layout of the decode kernel (`kernels_decode`).
 
         With the returned Q, the backward pass sums each score in the same order as the decode
-        kernel did. The returned Q is empty if the decode kernel did not run the forward pass, or if
-        kernels multiply bfloat16 pairs: rounding dS to bfloat16 costs far more precision than
-        another order of summation.
+        kernel did. The returned Q is empty if the decode kernel did not run the forward pass. Q is
+        also empty if kernels multiply bfloat16 pairs: rounding dS to bfloat16 costs far more
+        precision than another order of summation.
         """
         p, real = self.job.problem, self.job.problem.compute_dtype
         mantissa, power = math.frexp(self.rules.scale)
@@ -330,7 +329,7 @@ class _CpuPass:
             self._trace(self._plan[name], stage.schedule, notes.steps, visits)
 
     def _stage(self, name: str, decode: bool) -> _Stage:
-        """Return the stage with this name, cached with its tables if the mask is a band."""
+        """Return the stage `name`; if the mask is a band, cache the stage and its tables."""
         key = name, self.threads
         if key in self._stages:
             return self._stages[key]
@@ -393,8 +392,8 @@ def _cpu(job: Job, direction: str) -> registers.Cpu:
 def _as_floats(flat: np.ndarray) -> np.ndarray:
     """Return a float32 view of an array of 16-bit numbers; return other arrays unchanged.
 
-    With an odd number of elements, the last element lies past the end of the view. Kernels, which
-    do not check bounds, can still read that element.
+    If the array has an odd number of elements, the last one lies past the end of the view, but
+    kernels, which do not check bounds, can read it.
     """
     if flat.dtype.itemsize != 2:
         return flat

@@ -1,6 +1,6 @@
-"""Score functions on the CPU engine, which Numba compiles separately from the kernels.
+"""Score functions on the CPU engine: Numba compiles them separately from the kernels.
 
-A kernel calls the function through a pointer, so a new score function compiles no kernel again.
+A kernel calls the score function through a pointer, so a new function needs no new kernel.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ SCORE, DERIVATIVE, SUMMING = range(3)
 class Panels(NamedTuple):
     """A problem's compiled score functions, and the arrays that these functions use.
 
-    `calls` contains the functions' addresses, or 0 for a missing function, and `table` the
-    addresses of captured arrays and their gradients. `held` keeps functions and arrays in memory.
+    `calls` contains the functions' addresses, or 0 for a missing function. `table` contains the
+    addresses of captured arrays and of their gradients. `held` keeps functions and arrays in
+    memory.
     """
 
     calls: np.ndarray
@@ -38,7 +39,7 @@ class Panels(NamedTuple):
 def panels(
     problem: Problem, arrays: tuple[np.ndarray, ...], gradients: dict[str, np.ndarray]
 ) -> Panels:
-    """Return a problem's compiled score functions, which add captured gradients to `gradients`."""
+    """Return the compiled score functions; they add captured arrays' gradients to `gradients`."""
     graph, calls = problem.score_mod, np.zeros(3, np.int64)
     if graph is None:
         return Panels(calls, np.zeros(1, np.int64), ())
@@ -113,7 +114,7 @@ def call_panel(
     h,
     table,
 ):
-    """Call the score function at `address` on S; its inputs lie in `raw`, from `raw0` on."""
+    """Call the function at `address` on S; the function's inputs are in `raw`, from `raw0` on."""
     numbers = ld, rows, lanes, q, q_row, q_lane, k, k_row, k_lane, b, h
 
     def codegen(context, builder, signature, args):

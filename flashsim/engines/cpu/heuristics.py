@@ -49,7 +49,7 @@ def tiling(
 
 
 def thread_count(requested: Any, problem: Problem) -> int:
-    """Return the requested number of threads, or by default all CPUs, or 1 for a small pass."""
+    """Return the requested number of threads; by default, all CPUs, or 1 for a small pass."""
     if requested is None:
         p = problem
         scores = p.batch * p.heads * p.n_q * p.n_kv
@@ -65,10 +65,11 @@ def thread_count(requested: Any, problem: Problem) -> int:
 
 
 def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> registers.Cpu:
-    """Return an object whose type selects the micro-kernel for which Numba compiles a pass.
+    """Return the kernels' argument `cpu`, whose type selects the micro-kernel that Numba compiles.
 
     With `one_query` per head, a bfloat16 micro-kernel is the default only if many heads share keys.
-    Otherwise memory bandwidth limits the decode kernel, and a bfloat16 micro-kernel is not faster.
+    If few heads share keys, memory bandwidth limits the decode kernel, and a bfloat16 micro-kernel
+    is not faster.
     """
     if micro_kernel is not None:
         checks.one_of("micro_kernel", micro_kernel, MICRO_KERNELS)
@@ -91,7 +92,7 @@ def cpu(micro_kernel: Any, problem: Problem, *, one_query: bool = False) -> regi
 
 
 def narrow(cpu: registers.Cpu, dtype: str) -> registers.Cpu:
-    """Return the variant of `cpu` for the decode kernel, whose panels are as wide as a register."""
+    """Return the decode kernel's variant of `cpu`, with panels as wide as one register."""
     panel = registers.narrow(cpu, dtype)
     tiles = registers.BLOCKING[type(cpu)].pairs in decode_gemv_amx.TILED
     if tiles and panel.width % SIDE:

@@ -66,10 +66,10 @@ def grad_keys(cpu, inputs, grads, shape, tiles, rules, notes, counter, fused, tu
 
     For each visit (tile pair), a thread computes S = Q K^T, dP = dO V^T, dV^T += dO^T P and dK^T +=
     Q^T dS. If `fused`, the thread also adds dS K to the query tile's dQ in memory (``grads.dq``).
-    ``turns[head, row tile]`` counts these additions, and each thread waits for its turn, so every
-    sum has the same order for any number of threads. Threads cannot deadlock, because they take and
-    process key tiles in the order of the turns. A thread processes a run of neighbouring key tiles
-    together, so it reads Q, dO and dQ of a query tile from memory only once per run.
+    ``turns[head, row tile]`` counts the additions to dQ, and each thread waits for its turn, so
+    every sum has the same order for any number of threads. Threads cannot deadlock, because they
+    take and process key tiles in the order of the turns. A thread processes a run of neighbouring
+    key tiles together, so it reads Q, dO and dQ of a query tile from memory only once per run.
     """
     w, d, dv, dtype, rounding = cpu.width, shape.d, shape.dv, inputs.lse.dtype, rules.rounding
     group, most, padded = shape.heads // shape.kv_heads, tiles.longest, grads.dq_stride
@@ -230,9 +230,9 @@ def key_visit(
 def scores_of_one(cpu, S, inputs, key0, keys, h, shape, rules):
     """Write the scores of a head's only query and `keys` keys to S[0], S[1] and so on.
 
-    The terms of each score are added in the same order as in the forward pass (`decode`). Another
-    order would change the last bits of scores, and rows of P would not sum to exactly 1. Then, in
-    dQ, a component that all keys have in common would not cancel.
+    The terms of each score are added in the same order as in the forward pass (`decode`). In
+    another order of addition, the last bits of scores would change, and rows of P would not sum to
+    exactly 1. A component that all keys share cancels in dQ only if rows of P sum to 1.
     """
     d, ld = shape.d, whole_lines(shape.d)
     dots(

@@ -39,7 +39,7 @@ VISITS, WORK_TILES = 4, 64
 
 
 def parts_of(loops: int, visits: int) -> int:
-    """Return into how many parts the `visits` key tiles of each of `loops` key heads are split."""
+    """Return into how many parts each of `loops` key heads splits its `visits` key tiles."""
     return max(1, min(visits // VISITS, -(-WORK_TILES // loops)))
 
 
@@ -48,8 +48,8 @@ def decode(cpu, narrow, q, k, v, out, lse, parts, shape, tiles, rules, notes, co
     """Run FlashAttention-2's Algorithm 1 for one query per head, and write flat out and lse.
 
     Before flattening, out has shape (heads, dv), and lse has shape (heads,). `parts` contains four
-    flat arrays: the O of each part of the keys, (parts, heads, dv), its m and l, (parts, heads),
-    and the number of finished parts per key head, (loops,), initially 0.
+    flat arrays: O of each part of the keys, (parts, heads, dv); m and l of each part, (parts,
+    heads) each; and the number of finished parts per key head, (loops,), initially 0.
     """
     group, d, t, w = shape.heads // shape.kv_heads, shape.d, q.dtype, narrow.width
     rows = (group + w - 1) // w * w

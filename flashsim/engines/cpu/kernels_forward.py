@@ -150,11 +150,10 @@ def forward(cpu, q, k, v, out, lse, shape, tiles, rules, notes, counter):
 
 @part
 def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, visits, near, h):
-    """Process some key tiles of a query tile, one panel of queries at a time.
+    """Process the given visits of a query tile, one panel of queries at a time.
 
     For each key tile, the function computes S = scale Q K^T, the softmax P of S, and O = alpha O +
-    P V. `near` contains the number of the key tile that each slot of K and V holds. `h` is the
-    query head's number, counted over the whole batch.
+    P V. For each slot of K and V, `near` contains the number of the key tile in the slot.
     """
     w, d, dv, d_terms = cpu.width, shape.d, shape.dv, terms(cpu, shape.d)
     keys, chunk = whole(cpu, shape.block_k), chunk_of(cpu, shape.block_k)
@@ -193,10 +192,10 @@ def forward_visits(cpu, shape, tiles, rules, Q, K, V, S, P, sums, scales, i, vis
 
 @part
 def next_work_tile(tiles, counter):
-    """Take the next work tile; return (first, last + 1) of its outer tiles and of its heads.
+    """Take the next work tile; return its range of outer tiles and its range of heads.
 
-    Heads are returned as positions in `tiles.sets`. An empty range of outer tiles means that no
-    work is left, or that the call was stopped.
+    A range is two numbers, first and last + 1. The heads' numbers are positions in `tiles.sets`. An
+    empty range of outer tiles means that no work is left, or that the call was stopped.
     """
     n_sets, number = tiles.set_ptr.size - 1, fetch_add(counter)
     if number >= len(tiles.runs) * n_sets or stopped(counter):
@@ -213,10 +212,10 @@ def stopped(counter):
 
 @part
 def next_tiles(tiles, at, then, begin, end, near):
-    """Write the numbers of the next key tiles of a run to `near`, and return how many these are.
+    """Write the numbers of a run's next key tiles to `near`, and return how many it wrote.
 
     `at` contains the position of each query tile's next visit. `then` receives the position at
-    which each query tile continues after these key tiles.
+    which each query tile continues after the key tiles in `near`.
     """
     for i in range(end - begin):
         then[i] = at[i]
@@ -236,7 +235,7 @@ def next_tiles(tiles, at, then, begin, end, near):
 
 @part
 def next_inner(tiles, at, begin, end, descending):
-    """Return the next inner tile of a run, or -1; `at` contains each outer tile's next visit."""
+    """Return a run's next inner tile, or -1 at the end; `at` has each outer tile's next visit."""
     best = -1
     for i in range(begin, end):
         if at[i - begin] < tiles.ptr[i + 1]:

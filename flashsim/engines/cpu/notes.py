@@ -19,9 +19,9 @@ def stage_trace(
 ) -> StageTrace:
     """Return the trace of one stage, from the tile sizes that its kernel wrote down.
 
-    `steps`, int64 (loops, T), is the number of rows of each outer tile (of columns if the loop is
-    KV-outer). `visits`, int64 (loops, members, n), is the rows of a tile pair times `NOTE` plus its
-    columns, or 0 if the kernel skipped the tile pair. `MemoryModelError` is raised if two heads did
+    `steps`, int64 (loops, T), contains the number of rows of each outer tile, or of columns if the
+    loop is KV-outer. `visits`, int64 (loops, members, n), contains rows * `NOTE` + columns for each
+    tile pair, or 0 if the kernel skipped the pair. `MemoryModelError` is raised if two heads did
     not visit the same tiles.
     """
     if (steps != steps[:1]).any() or (visits != visits[:1]).any():

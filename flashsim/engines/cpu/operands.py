@@ -57,7 +57,7 @@ class RowSums(NamedTuple):
 
 
 def or_pairs(of_pairs: Callable, pipeline: type[Part] = Part) -> Callable:
-    """Make compiled code call `of_pairs` instead, if the CPU multiplies pairs of bfloat16."""
+    """Decorate a function: compiled code calls `of_pairs` instead if the CPU multiplies pairs."""
 
     def decorate(of_floats: Callable) -> Callable:
         def choose(cpu, *_):
@@ -110,7 +110,7 @@ def aligned(cpu, first):
 
 @or_pairs(lambda cpu, keys: max(1, KEPT // (2 * pair_tiles_of(keys))))
 def slots_of(cpu, keys):
-    """Return for how many key tiles, of `keys` keys each, one matrix product computes P V."""
+    """Return how many key tiles, of `keys` keys each, share one matrix product P V."""
     return 1
 
 
@@ -122,13 +122,13 @@ def chunk_of(cpu, keys):
 
 @or_pairs(lambda cpu, n, dtype: panel_array(n, np.uint32))
 def operand_room(cpu, n, dtype):
-    """Allocate memory for n terms of right operands."""
+    """Allocate memory for right operands that have n terms in total."""
     return panel_array(n, dtype)
 
 
 @or_pairs(lambda cpu, rows, n, dtype, rounding: panel_array(rows * pair_tiles_of(n), np.uint32))
 def left_room(cpu, rows, n, dtype, rounding):
-    """Allocate a left operand with rows of n numbers; empty for floats, which are used in place."""
+    """Allocate a left operand with rows of n numbers; it is empty if inputs are floats."""
     return room_for(rows * n, dtype, rounding)
 
 
@@ -161,8 +161,8 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
     """Return the columns of X as a left operand, for sums over its n rows.
 
-    Pairs are written to `room`, to `block` terms of each row from term `first` on; its rows have
-    `row` terms.
+    Pairs are written to `room`, whose rows have `row` terms. In each row, `block` terms are
+    written, from the term of number `first` on.
     """
     array, start = widened(cpu, room, X, x0, n * d, rounding)
     return Left(array, start, 1, d)
@@ -170,7 +170,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 @or_pairs(packing.turned)
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X as a left operand; `left` is a left operand of the rows of X."""
+    """Return the columns of X as a left operand; `left` already contains the rows of X."""
     return Left(left.array, left.start, left.step, left.row)
 
 
@@ -189,7 +189,7 @@ def right_of_columns(cpu, out, stride, X, x0, n, d, factor, room, rounding):
 
 @or_pairs(packing.write_rows)
 def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Write each lane of panels to a row of X, times its factor; check for NaN and infinity."""
+    """Write each lane of panels, times a factor, to a row of X; check for NaN and infinity."""
     unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter)
 
 
@@ -218,7 +218,7 @@ def add_product(cpu, C, c0, ldc, left, r0, x0, B, b0, ldb, rows, n):
 
 @or_pairs(lambda cpu, S, s0, ld, rows, scale: scale_panel(cpu, S, s0, ld, rows, scale))
 def scale_scores(cpu, S, s0, ld, rows, scale):
-    """Multiply scores by ``scale[0]`` if operands are pairs; floats were scaled when copied."""
+    """Multiply scores by ``scale[0]`` if operands are pairs; float operands were already scaled."""
 
 
 @or_pairs(steps.right_of_panel)
@@ -245,9 +245,9 @@ def take_scores(cpu, sums, S, rows, scale, P, V, key, panel, dv, rounding, waiti
     """Turn a panel of scores into P, and compute O = alpha O + V^T P.
 
     The rows of V for the panel's keys start at row `key`. For pairs, P stays in memory until
-    `weigh` multiplies it by V; `waiting` is the first and the last + 1 pair of keys whose P is
-    kept, and the function returns the new `waiting`. If a maximum has changed, or keys in between
-    were skipped, the kept P is multiplied by V first.
+    `weigh` multiplies it by V. `waiting` is the range (first, last + 1) of the key pairs whose P is
+    kept, and the function returns the new range. If a lane's maximum has changed, or keys were
+    skipped, the kept P is multiplied by V first.
     """
     O, m, l, alpha = sums
     w = cpu.width
@@ -270,7 +270,7 @@ def weigh(cpu, O, P, V, panel, dv, waiting):
 
 @or_pairs(steps.left_of_lanes)
 def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
-    """Store a panel of dS as columns of a left operand of pairs; floats are used in place."""
+    """Store a panel of dS as columns of a left operand of pairs; for floats, do nothing."""
 
 
 @or_pairs(steps.prepare_dq)

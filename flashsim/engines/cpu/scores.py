@@ -1,8 +1,8 @@
 """Applies softcap, bias, score function and mask to a panel of scores, before the softmax.
 
-The lanes of a panel are either queries or keys. A score's index in the bias, its index in the
-mask's bits and its distance from the diagonal are linear in the score's row and lane, so each
-position is described by a start and two strides.
+The lanes of a panel are either queries or keys. Three numbers are linear in a score's row and lane,
+so a start and two strides describe each: the score's index in the bias, its index in the mask's
+bits, and its distance from the diagonal.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from flashsim.schedule.tables import MASKED
 class Rules(NamedTuple):
     """The scale, softcap, mask and bias that a problem applies to its scores.
 
-    A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. Unless the mask is
-    only a band (`banded`), MASKED tiles have mask bits of shape (rows of a panel, keep_slots,
-    lanes), in which (batch, head) has slot ``batch * keep_batch + head * keep_head``. The flat
-    `bias` of (batch, head) starts at element ``batch * bias_batch + head * bias_head``. If the
-    problem has none, `bias` and `sinks` (heads,) are empty, and `softcap` (1,) is 0. `rounding` is
-    the type of 16-bit inputs, `float16.BFLOAT16` or `FLOAT16`, or None for other inputs. `calls`
-    contains the addresses of the score function and its derivatives (see `functions`), or 0.
-    `captured` contains the addresses of the arrays that these functions read or add to.
+    A band mask keeps score (q, k) if ``-left <= k - (q + offset) <= right``. `banded` says whether
+    the mask is only a band. If `banded` is false, MASKED tiles have mask bits of shape (rows of a
+    panel, keep_slots, lanes). In the mask bits, (batch, head) has slot ``batch * keep_batch + head
+    * keep_head``. The flat `bias` of (batch, head) starts at element ``batch * bias_batch + head *
+    bias_head``. Without a bias, `bias` is empty; without sinks, `sinks` (heads,) is empty; without
+    a softcap, `softcap` (1,) is 0. `rounding` is the type of 16-bit inputs, `float16.BFLOAT16` or
+    `FLOAT16`, or None for other inputs. `calls` contains the addresses of the score function and
+    its derivatives (see `functions`), or zeros without a score function. `captured` contains the
+    addresses of the arrays that score functions read or add to.
     """
 
     scale: float
@@ -49,13 +50,13 @@ class Rules(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The positions of row 0, lane 0 of a panel, and the positions' strides per row and per lane.
+    """The positions of a panel's row 0, lane 0, and their strides per row and per lane.
 
     `rel` is k - (q + offset), the distance from the diagonal. `bias` is an index into the bias, and
     `keep` an index into the mask's bits, or -1 if the tile has no mask bits. `b`, `h`, `q` and `k`
-    are a score function's arguments; if lanes are queries, q increases by 1 per lane and k per row,
-    otherwise q per row and k per lane. `edge` is an index into `Tiles.edges`. Mask bits that are 0
-    occur only in rows `hide_first` to `hide_last` - 1.
+    are a score function's arguments. If lanes are queries, q increases by 1 per lane, and k by 1
+    per row; if lanes are keys, k increases per lane, and q per row. `edge` is an index into
+    `Tiles.edges`. Mask bits that are 0 occur only in rows `hide_first` to `hide_last` - 1.
     """
 
     rel: int
@@ -127,7 +128,7 @@ def only_if_hiding(rules, position, masked, first, last):
 
 @part
 def hides(rules, rel, rows, lanes):
-    """Return whether the band hides a score of a panel of query lanes, with `rel` at its start."""
+    """Return whether the band hides a score of a panel of queries; `rel` is as in `Place`."""
     return rel - (lanes - 1) < -rules.left or rel + rows - 1 > rules.right
 
 
@@ -226,9 +227,10 @@ def add_bias_gradient(dbias, dS, s0, ld, first, last, lanes, position):
 def place_of(cpu, rules, shape, tiles, v, h, own, other, q_lanes, row0, panel):
     """Return the `Place` (the positions) of a panel's scores, from the panel's row `row0` on.
 
-    The panel belongs to the tile of visit v. `h` is the query head's number, counted over the whole
-    batch. With `q_lanes`, each lane of the panel is a query, each row is a key, and `own` is a row
-    tile. Otherwise each lane is a key, each row is a query, and `own` is a column tile.
+    The panel is a part of the tile pair of visit v. `h` is the query head's number, counted over
+    the whole batch. With `q_lanes`, each lane of the panel is a query, each row is a key, and `own`
+    is a row tile. Without `q_lanes`, each lane is a key, each row is a query, and `own` is a column
+    tile.
     """
     keep, n_kv, b, head = tiles.keep_at[v], shape.n_kv, h // shape.heads, h % shape.heads
     lane0, edge, hide_first, hide_last = panel * cpu.width, 0, 0, 0

@@ -30,15 +30,16 @@ class Shape(NamedTuple):
 class Tiles(NamedTuple):
     """A schedule's tables, and the division of the schedule's tiles among threads.
 
-    The rows of `own` (outer tiles) and `other` (inner tiles), (T, 5), are: start, stop, offset, ..,
-    start of the sequence. `ptr`, `inner` and `kind` list the inner tiles of each outer tile, and
-    the kinds of these visits (tile pairs), in CSR form. `keep` contains the mask bits of visits,
-    (rows, slots, columns) each; those of a visit start at `keep_at`, which is -1 if it has none. If
-    the mask is the same for all batch entries and heads, there is one slot, otherwise one per batch
-    entry or head. `edges` contains, from `edges_at` on, four numbers for each panel and slot of a
-    visit with mask bits: the first and the last + 1 row in which the mask keeps a score, then those
-    in which it hides one. `turn` is minus the number of visits to the same row tile that are left,
-    including the visit itself; it fixes the order in which the terms of dQ are added.
+    The five columns of `own` (outer tiles) and `other` (inner tiles) are: start, stop, offset, stop
+    on the other axis, and start of the sequence. In CSR form, `ptr` and `inner` list the inner
+    tiles of each outer tile, and `kind` lists the kinds of these visits (tile pairs). `keep`
+    contains the mask bits of each visit, (rows, slots, columns). The bits of a visit start at index
+    `keep_at`, which is -1 if the visit has none. There is one slot if all batch entries and heads
+    have the same mask; otherwise, one for each different mask. For each panel and slot of a visit
+    with mask bits, `edges` contains four numbers, from index `edges_at` on. The numbers in `edges`
+    are two ranges (first, last + 1) of rows: those in which the mask keeps a score, and those in
+    which it hides one. `turn` fixes the order in which a row tile's visits add to dQ (see
+    `work_tiles.turns`).
 
     `runs` are neighbouring outer tiles, (first, last + 1), in the order in which threads take them;
     the longest run has `longest` tiles. `set_ptr` and `sets` list the heads of each set, in CSR
@@ -65,7 +66,7 @@ class Tiles(NamedTuple):
 
 
 class Notes(NamedTuple):
-    """Tile sizes for a trace: `steps` (head loops, outer tiles) and `visits` (heads, visits)."""
+    """Tile sizes for a trace: arrays `steps` (loops, outer tiles) and `visits` (heads, visits)."""
 
     steps: np.ndarray
     visits: np.ndarray

@@ -21,7 +21,7 @@ HEARING = 0.2
 
 
 class PoolTask:
-    """A call that several threads make at once; threads that wake after its end do not make it."""
+    """A call that several threads make at once; a thread that wakes too late skips the call."""
 
     def __init__(self, call: Callable, args: tuple) -> None:
         self.call, self.args = call, args
@@ -42,7 +42,7 @@ class PoolTask:
         self.ended.put(error)
 
     def finish(self, ended: int = 0) -> None:
-        """Let no more threads begin the call, and wait for all but `ended` of those that have."""
+        """Let no more threads begin the call; wait for all but `ended` of those that began it."""
         with self.lock:
             self.over = True
         for _ in range(self.begun - ended):
@@ -88,8 +88,9 @@ class Pool:
     def run(self, threads: int, call: Callable, args: tuple, *, wait: bool = False) -> None:
         """Run ``call(*args)`` on `threads` threads at the same time.
 
-        The caller's thread is one of these threads unless `wait` is true. With `wait`, an interrupt
-        (Ctrl-C) can end the caller's wait, while the threads continue until their call ends.
+        If `wait` is true, only workers make the call; otherwise, the caller's thread makes it too.
+        With `wait`, an interrupt (Ctrl-C) can end the caller's wait, while the threads continue
+        until their call ends.
         """
         task, others = PoolTask(call, args), threads if wait else threads - 1
         taken = self.take(others) if others else []
@@ -116,7 +117,7 @@ class Pool:
 
 
 def keep_off(workers: list[Worker]) -> None:
-    """Restrict sleeping workers to this thread's CPUs, except the CPU on which it runs now."""
+    """Restrict sleeping workers to the caller's CPUs, except the CPU that the caller runs on."""
     if workers and hasattr(os, "sched_getaffinity"):
         cpus = frozenset(os.sched_getaffinity(0))
         for worker in workers:

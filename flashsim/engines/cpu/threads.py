@@ -50,8 +50,8 @@ def _entry(name: str, kernel: Callable, sources: str) -> Any:
     """Return a kernel's compiled function, which is also cached on disk in files called `name`.
 
     Numba notices edits only to the file that contains a cached function. So the function has a free
-    variable, `sources`, a digest of all source files of the kernels: Numba includes free variables
-    in the cache's key.
+    variable, `sources`, with a digest of all the kernels' source files. Numba includes free
+    variables in the cache's key.
     """
 
     def entry(cpu, *args):
@@ -79,7 +79,7 @@ def folder() -> Path | None:
 
 
 def compiled() -> dict[str, int]:
-    """Return how often each kernel was compiled in this process; a load from the cache counts 0."""
+    """Return how often this process compiled each kernel, without loads from the disk cache."""
     return {name: sum(k.stats.cache_misses.values()) for name, k in _KERNELS.items()}
 
 
@@ -98,10 +98,10 @@ def most() -> int:
 def run(name: str, threads: int, *args: Any, counter: np.ndarray, long: bool = False) -> None:
     """Run one kernel on `threads` threads; compile the kernel first if necessary.
 
-    Python handles an interrupt (Ctrl-C) only between Python instructions. So in a `long` kernel,
-    the calling thread only waits for the threads that compute, and if it is interrupted, stops them
-    through the argument `counter` (`kernels_forward.stopped`). When no work tiles are left, the
-    calling thread does not wait for threads that have not begun.
+    Python handles an interrupt (Ctrl-C) only between Python instructions. So the calling thread of
+    a `long` kernel only waits for the threads that compute. When interrupted, the calling thread
+    stops the others through the argument `counter` (`kernels_forward.stopped`). When no work tiles
+    are left, the calling thread does not wait for threads that have not begun.
     """
     call = partial(_call, _KERNELS[name])
     if threads == 1 and not long:

@@ -27,9 +27,10 @@ def tiles(
 ) -> Iterator[Tiles]:
     """Yield a stage's tables: its tiles, and their division among threads.
 
-    With a mask function, several `Tiles` are yielded, each with its own mask bits. They are not
-    cached between calls, because the results of the mask function may change. `lanes` is the width
-    of a panel. With `one_query` per head, all query heads that share a key head form one work tile.
+    With a mask function, several `Tiles` are yielded, each with its own mask bits. Tables with mask
+    bits are not cached between calls, because the mask function's results may change. `lanes` is
+    the width of a panel. With `one_query` per head, all query heads that share a key head form one
+    work tile.
     """
     if schedule.problem.mask is None and schedule.problem.block_mask is None:
         yield from _known(schedule, name, threads, lanes, one_query)
@@ -89,7 +90,7 @@ def _with_starts(schedule: Schedule) -> tuple[np.ndarray, np.ndarray]:
 
 
 def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
-    """Return how many outer tiles form a run for one thread, which does not change any result."""
+    """Return how many outer tiles form a run for one thread; the number changes no result."""
     p, tile = schedule.problem, schedule.tiling.clip(schedule.problem)
     d, dv = p.head_dim, p.head_dim_v
     elements = {
@@ -104,7 +105,7 @@ def together(schedule: Schedule, name: str, n: int, threads: int) -> int:
 
 
 def sets(problem: Problem, by_row: bool, *, shares: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Return sets of heads that add to the same bias gradient, each for one thread, in CSR form."""
+    """Return, in CSR form, sets of heads that add to the same bias gradient (a set per thread)."""
     p = problem
     heads = p.heads if by_row else p.kv_heads
     numbers = np.arange(p.batch * heads).reshape(p.batch, heads)
@@ -123,9 +124,9 @@ def runs(
 ) -> np.ndarray:
     """Return runs of outer tiles, of about equal length, with up to `together` tiles each.
 
-    Runs with the most visits come first; in a fused backward pass, runs are in the order in which
-    their tiles add to dQ. With `spread`, each tile of the last run becomes a run of its own, so
-    that threads finish at about the same time.
+    In a fused backward pass, runs are in the order in which their tiles add to dQ; otherwise, runs
+    with the most visits come first. With `spread`, each tile of the last run becomes a run of its
+    own, so that threads finish at about the same time.
     """
     n = len(csr[0]) - 1
     count = -(-n // together)
@@ -196,7 +197,7 @@ def _masks(
 def _bits(
     schedule: Schedule, at: np.ndarray, i: np.ndarray, j: np.ndarray, by_row: bool, lanes: int
 ) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield the number, mask bits and `Tiles.edges` of those visits `at` that hide a score.
+    """For each visit in `at` that hides a score, yield its number, mask bits and `Tiles.edges`.
 
     The bits have shape (columns, slots, rows) or, in a KV-outer loop, (rows, slots, columns), so
     the bits of the lanes of one panel row are adjacent in memory.
@@ -226,8 +227,8 @@ def _bits(
 def _ends(flags: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return, for each panel, the first row (axis 1) with a True, and the last such row plus 1.
 
-    If no row has a True, the two numbers are equal. Rows of `flags` after the first `rows` are
-    copies of the tile's last row.
+    If no row of a panel has a True, its two numbers are equal. Rows of `flags` after the first
+    `rows` are copies of the tile's last row.
     """
     some = flags.any(axis=1)
     first = np.where(some, flags.argmax(axis=1), 0)

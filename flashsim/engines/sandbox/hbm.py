@@ -150,7 +150,7 @@ class OpenHbm:
         return self._put(name, array, kind, written=False)
 
     def _put(self, name: str, array: np.ndarray, dtype: str, *, written: bool) -> Remote:
-        """Add a tensor (batch, heads, n[, width]) to HBM, readable once stored or if `written`."""
+        """Add a tensor (batch, heads, n[, width]) to HBM; unless `written`, it has no values."""
         p = self._problem
         batch, heads, *sides = array.shape
         data = array.reshape(batch * p.kv_heads, heads // p.kv_heads, *sides)
@@ -161,7 +161,7 @@ class OpenHbm:
         return self._remotes[name]
 
     def _code(self, name: str, axis: int = ROW) -> int:
-        """Return the code of a tensor or buffer in events; an unknown name gets a new code."""
+        """Return a tensor's or buffer's number in events; an unknown name gets a new number."""
         if name in CODES:
             return CODES[name]
         if name not in self._codes:
@@ -230,7 +230,7 @@ class OpenHbm:
         return part if inside.vector else part[..., cols]
 
     def _stored(self, name: str) -> str:
-        """Return which rows of a result were stored: "all", "none", or a text of missing rows."""
+        """Return which rows of a result were stored: "all", "none", or a text of those missing."""
         written = self._written[name]
         if not written.any():
             return "none"

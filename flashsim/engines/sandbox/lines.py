@@ -30,7 +30,7 @@ def line_at_work() -> int:
 
 
 def at_work() -> str:
-    """Return the user's line that is running as text, such as "line 7"."""
+    """Return, as text, which line of the user's code is running, such as "line 7"."""
     return f"line {line_at_work() or '?'}"
 
 

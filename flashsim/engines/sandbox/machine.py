@@ -134,8 +134,8 @@ class OpenMachine:
     def keep(self, rows: slice, cols: slice) -> np.ndarray | None:
         """Return booleans (rows, cols) that say which scores of a tile the mask keeps.
 
-        The result is None if the mask keeps all of them. An algorithm need not visit a tile that is
-        fully masked. The mask depends only on positions, so reading it moves no bytes.
+        The result is None if the mask keeps all scores of the tile. An algorithm need not visit a
+        tile that is fully masked. The mask depends only on positions, so reading it moves no bytes.
         """
         p = self._problem
         q, k = np.array(span(rows, p.n_q, "queries")), np.array(span(cols, p.n_kv, "keys"))

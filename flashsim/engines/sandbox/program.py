@@ -2,7 +2,7 @@
 
 An algorithm cannot depend on the numbers in its tiles, so one run, on tiles that are all NaN,
 contains all the algorithm's instructions. `record` returns the instructions as text. `replay`
-performs them on another machine, which checks each as if the algorithm itself ran.
+performs the instructions on another machine, which checks each as if the algorithm itself ran.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UFUNCS = {ufunc.__name__: ufunc for ufunc in COSTS}
 
 
 class ProgramError(Exception):
-    """A text is not a recorded program, or its replay takes too long."""
+    """A text is no recorded program, or the program's replay takes too long."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Setting:
     def machine(
         self, arrays: Mapping[str, np.ndarray], *, samples: int = 1, most: int | None = MOST
     ) -> OpenMachine:
-        """Return a machine with these inputs, `samples` sets of them along the first axis."""
+        """Return a machine whose HBM contains `samples` sets of inputs, along the first axis."""
         p = self.problem
         machine = OpenMachine(
             p, self.tiling, self.device, samples=samples, most=most, most_hbm=MOST_HBM
@@ -89,9 +89,9 @@ def replay(
 ) -> None:
     """Perform a recorded program on a machine, until a deadline of `time.monotonic`.
 
-    Error messages quote the algorithm's `name` and its file's lines, `source`. `FlashSimError` is
-    raised if the machine refuses an instruction; `ProgramError` if the text is no program or the
-    deadline passed.
+    Error messages quote the algorithm's `name` and its file's lines, `source`. A refused
+    instruction raises `FlashSimError`; a text that is no program, or a passed deadline, raises
+    `ProgramError`.
     """
     player, before = _Player(machine), REPLAYED.set(0)
     try:

@@ -1,8 +1,8 @@
 """Runs a student's file and returns its result: a program, answers, or an error as text.
 
-``python -m flashsim.engines.sandbox.recorder`` does so in a separate process, restricted by the
-module `walls`. That process has no inputs, no reference results, no right answers and no marks, so
-student code cannot find or change them.
+``python -m flashsim.engines.sandbox.recorder`` runs the file in a separate process, restricted by
+the module `walls`. The separate process has no inputs, reference results, right answers or marks,
+so student code cannot find or change them.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ class Handed:
     """The result of running a student's solution.
 
     If the solution cannot be graded, `kind` and `words` say why. `program` contains the
-    instructions for `program.replay`. `answers` is None unless the file has a dict ANSWERS, in
-    which values that are no integers are replaced by their text. `name` is the name of the
-    student's function.
+    instructions for `program.replay`. If the file has a dict ANSWERS, `answers` is that dict, with
+    text instead of values that are not integers. Without ANSWERS, `answers` is None.
     """
 
     program: Iterable[str | bytes] = ()
@@ -43,7 +42,7 @@ class Handed:
 
 
 class Order(NamedTuple):
-    """A text to run as a Python file; if `setting` is None, the file has a dict ANSWERS."""
+    """A text to run as a Python file, which has a dict ANSWERS if `setting` is None."""
 
     text: str
     file: str
@@ -126,7 +125,8 @@ def of_error(error: BaseException) -> str:
 def main() -> None:
     """Read an `Order` from the standard input, and write the result to the output.
 
-    The first line is the result as JSON; the program follows. The file's own prints go to stderr.
+    The first line of the output is the result as JSON; the program follows. The file's own prints
+    go to stderr.
     """
     from flashsim.engines.sandbox import walls  # not available in a browser
 

@@ -14,8 +14,8 @@ class Room:
     """The SRAM bytes in which one tile and all its views lie.
 
     `gone` is "" while the memory is allocated; after that, it says where the memory was freed.
-    `narrow` is the type of the narrower tensor from which a tile was loaded. Such a tile takes only
-    the bytes of that type, so numbers written to it are rounded to that type.
+    `narrow` is the type of the narrower tensor from which the tile was loaded, if any: the tile
+    takes only that type's bytes, and numbers written to it are rounded to that type.
     """
 
     __slots__ = ("data", "depth", "gone", "made", "name", "narrow", "nbytes", "sram", "temporary")
@@ -33,7 +33,7 @@ class Lease:
     """A reference to a `Room`, which the tile and all its views hold.
 
     A temporary's bytes are freed when the tile and all its views are gone. `numbers` are the
-    numbers of the tiles on the `Tape` `tape`.
+    numbers by which the `tape` refers to the tile and its views.
     """
 
     __slots__ = ("numbers", "room", "tape")

@@ -28,7 +28,7 @@ def size(p: Problem, name: str) -> tuple[int, ...]:
 def put(
     machine: OpenMachine, arrays: Mapping[str, np.ndarray], outputs: Iterable[str]
 ) -> list[str]:
-    """Put inputs and empty outputs in HBM, and return the names of optional outputs: L beside O."""
+    """Put inputs and empty outputs in HBM; return the names of optional outputs (L or none)."""
     p, hbm = machine.problem, machine.hbm
     for name, array in arrays.items():
         hbm._put(name, array, dtype_of(p, name), written=True)

@@ -114,8 +114,8 @@ class OpenSram(Scopes):
     def positions(self, rows: slice) -> SramTile:
         """Return the positions of queries or keys, such as 0 to 63, as a tile.
 
-        A mask is then ``S[rows > cols[:, None]] = 0`` or the like. The positions are computed, not
-        loaded, but the tile takes memory on chip.
+        With positions as tiles, a mask is, for example, ``S[rows > cols[:, None]] = 0``. The
+        positions are computed, not loaded, but the tile takes memory on chip.
         """
         p = self._schedule.problem
         row = np.array(span(rows, max(p.n_q, p.n_kv), "positions"), self._compute)
@@ -143,13 +143,13 @@ class OpenSram(Scopes):
         return self._schedule.problem.rounded(tile)  # type: ignore[arg-type, return-value]
 
     def show(self, tile: SramTile) -> None:
-        """Print a tile's numbers for the first head, without returning numbers from the chip."""
+        """Print a tile's numbers for the first head; the algorithm itself does not get them."""
         tile._alive()
         recording = "while an algorithm is recorded, tiles have no numbers; flashsim.simulate has"
         print(f"{tile!r}\n{tile._view[0, 0] if TAPE.get() is None else recording}")
 
     def _note(self, costs: np.ndarray) -> None:
-        """Add the cost of an operation to the innermost open scope that counts."""
+        """Add the cost of an operation to the innermost scope that is open and counts costs."""
         if self._sums:
             self._sums[-1] += costs
 

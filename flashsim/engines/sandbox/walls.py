@@ -1,9 +1,9 @@
 """Restricts this process before it runs untrusted code.
 
-`limit` limits CPU time and memory, except on Windows. On Linux, `close` sets up Landlock, which
-prevents all writes and allows reading only Python and its packages, and a seccomp filter, which
-prevents new processes, signals and network access. A process can undo neither Landlock nor seccomp.
-A process that must start compilers and write caches calls only `limit`.
+`limit` limits CPU time and memory. On Linux, `close` sets up Landlock, which prevents all writes
+and allows reading only Python and its packages, and a seccomp filter, which prevents new processes,
+signals and network access. A process can undo neither Landlock nor seccomp. A process that must
+start compilers and write caches calls `limit`, but not `close`.
 """
 
 from __future__ import annotations

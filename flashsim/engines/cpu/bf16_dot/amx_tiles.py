@@ -65,10 +65,10 @@ Instruction = Zero | Load | Store | Dot
 
 
 class Program(NamedTuple):
-    """AMX instructions to run before a loop over bfloat16 pairs, in each iteration, and after it.
+    """AMX instructions of a loop over bfloat16 pairs: before it, in each iteration, and after it.
 
-    Each iteration adds the products of 16 pairs to each sum of A B. The next iteration reads the
-    next tile to the right in A and the next tile down in B.
+    Each iteration adds the dot products of 16 pairs to each element of C. The next iteration reads
+    the next tile to the right in A and the next tile down in B.
     """
 
     before: tuple[Instruction, ...]
@@ -163,5 +163,5 @@ def build_configure(code: Code, _any_array) -> None:
 
 @builder("p")
 def build_release(code: Code, _any_array) -> None:
-    """Write the LLVM function that releases AMX tiles, which thread switches then need not save."""
+    """Write the LLVM function that releases AMX tiles, so that thread switches do not save them."""
     call(code, "tilerelease")

@@ -216,7 +216,7 @@ def build_transpose_rows(code: PairCode, out, X, d, rows, pairs) -> None:
     """Write the vector code of `operations.transpose_rows`."""
 
     def fetch(y, x, r: int):
-        """Emit a load of row y + r of X from column 2 x on, whose neighbours form pairs."""
+        """Emit a load of row y + r of X from column 2 x on, in which neighbours form pairs."""
         return code.load_at(_at16(code, X, code.b.mul(code.plus(y, r), d), code.times(x, 2)))
 
     def put(y, x, r: int, value) -> None:

@@ -4,13 +4,13 @@ A *pair* is two bfloat16 numbers in 32 bits, the first in the lower half, as nei
 memory. Each term of a matrix product's sum is the dot product of two pairs. A row of the left
 operand contains its pairs side by side, as a row of a tensor does. A row of the right operand
 contains one pair per lane, merged from two rows of numbers. Lanes are queries (forward, dQ) or keys
-(dK, dV). So two rows of P, rounded and merged, form a row of the next product's right operand
-without shuffles.
+(dK, dV). Two rows of P, rounded and merged, form a row of the next product's right operand without
+shuffles.
 
-The rows and the pairs of a product are multiples of `amx_tiles.SIDE`, its lanes multiples of 2
-`SIDE`; packing pads operands with zeros. `copy_pairs` and `transpose_*` copy multiples of `SIDE`
-rows, pairs and columns. On a CPU with instructions for pairs (`Blocking.pairs`), vector or AMX code
-replaces each function; the functions are its specification, and tests compare the results.
+A product's numbers of rows and of pairs are multiples of `amx_tiles.SIDE`, and its number of lanes
+is a multiple of 2 `SIDE`. `copy_pairs` and `transpose_*` copy multiples of `SIDE` rows, pairs and
+columns. On a CPU with instructions for pairs (`Blocking.pairs`), vector or AMX code replaces each
+function. The Numba functions specify the vector and AMX code, and tests compare both.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ MASKED = np.float32(masked_score(np.float32))
 
 @operation("a o0 i a a a o1,2,3 a a o5", build_pair_softmax)
 def online_softmax_pairs(cpu, S, s0, rows, m, l, alpha, at, factor, P, p0):
-    """Run one online-softmax step on ``factor[0] S``, and store P as bfloat16 pairs of rows.
+    """Run one online-softmax step on ``factor[0] S``, and store every two rows of P as pairs.
 
     If a score exceeds its lane's m, m becomes the lane's largest score plus `SLACK`; otherwise m
-    does not change, and alpha is 1. So P = e^(factor S - m) is at most 1. The factor of S must be
-    at least 0. An odd last row of P is paired with zeros. The sum `l` adds the elements of P before
-    they are rounded.
+    does not change, and alpha is 1. Therefore, P = e^(factor S - m) is at most 1. The factor of S
+    must be at least 0. If P has an odd number of rows, the last row is paired with zeros. The sum
+    `l` adds the elements of P before they are rounded.
     """
     w, log2e = cpu.width, np.float32(LOG2E)
     for c in range(w):

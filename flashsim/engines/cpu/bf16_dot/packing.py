@@ -46,7 +46,7 @@ def pair_tiles_of(n):
 
 @part
 def pair_at(X, at, step, count):
-    """Return X[at] and X[at + step] as a bfloat16 pair; all but the first `count` become 0."""
+    """Return X[at] and X[at + step] as a bfloat16 pair; if `count` is below 2, the rest is 0."""
     pair = np.uint32(0)
     if count > 0:
         pair = np.uint32(X[at])
@@ -70,7 +70,7 @@ def left_of_rows(cpu, room, first, X, x0, n, d, rounding):
 
 @hot_part
 def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
-    """Copy columns of X to the rows of a left operand; neighbours in a column form a pair."""
+    """Copy columns of X to the rows of a left operand; two neighbours in a column form a pair."""
     out, full, begin = rest(room, first // 2), n // 2, 0
     if n == 2 * block and d % SIDE == 0:  # whole tiles
         transpose_columns(cpu, out, 0, row, X, x0, d, block, d)
@@ -89,7 +89,7 @@ def left_of_columns(cpu, room, first, row, block, X, x0, n, d, rounding):
 
 
 def turned(cpu, left, room, row, X, x0, n, d):
-    """Return the columns of X, packed anew, as a left operand; a column's neighbours form pairs."""
+    """Pack the columns of X as a left operand; two neighbours in a column form a pair."""
     return left_of_columns(cpu, room, 0, row, row, X, x0, n, d, None)
 
 
@@ -134,7 +134,7 @@ def write_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @hot_part
 def unpack_bits(cpu, panel, X, x0, n, d, factors):
-    """Write each lane of one panel to a row of X, times its factor and rounded to bfloat16."""
+    """Write each lane of one panel to a row of X, times a factor and rounded to bfloat16."""
     begin = 0
     if d % SIDE == 0:  # whole tiles
         begin = n // SIDE * SIDE

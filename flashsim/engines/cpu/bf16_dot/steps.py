@@ -21,9 +21,9 @@ from flashsim.engines.cpu.primitives.inline_jit import part
 def scaled(cpu, S, rows, plain, scales):
     """Return an array with the factor by which the softmax must multiply the scores S.
 
-    The factor is the scale if the scale is at least 0 and `plain` is true: no softcap, bias,
-    function or mask comes before the softmax. Otherwise the function multiplies S by the scale, and
-    the factor is 1.
+    `plain` means that no softcap, bias, function or mask comes before the softmax. If `plain` is
+    true and the scale is at least 0, the factor is the scale; otherwise, the function multiplies S
+    by the scale, and the factor is 1.
     """
     if plain and scales[0] >= 0:
         return scales
@@ -32,7 +32,7 @@ def scaled(cpu, S, rows, plain, scales):
 
 
 def right_of_panel(cpu, X, x0, ld, rows, P, rounding):
-    """Round a panel to a right operand of bfloat16 pairs; return its array, offset and stride."""
+    """Round a panel to a right operand of pairs; return the operand's array, offset and stride."""
     pairs_of_rows(cpu, X, x0, ld, rows, P, 0)
     clear_pairs(cpu, P, 0, rows)
     return P, 0, cpu.width
@@ -73,7 +73,7 @@ def moved(cpu, alpha, at):
 
 @part
 def clear_pairs(cpu, P, p0, rows):
-    """Write zeros after the pairs of `rows` rows of P, so that the pairs fill whole tiles."""
+    """Pad the pairs of `rows` rows of P with zeros, so that the pairs fill whole AMX tiles."""
     w = cpu.width
     for at in range(p0 + (rows + 1) // 2 * w, p0 + pair_tiles_of(rows) * w):
         P[at] = 0
@@ -85,7 +85,7 @@ def left_of_lanes(cpu, dS, s0, ld, rows, left, row):
 
 
 def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
-    """Compute the product dS K, before the scale, ahead of this thread's turn to add to dQ."""
+    """Compute the unscaled product dS K, before it is this thread's turn to add to dQ."""
     for x in range(0, padded, cpu.width):
         product_set(
             *(cpu, part_dq, x, padded, left, 0, row, 1),
@@ -94,6 +94,6 @@ def prepare_dq(cpu, part_dq, padded, left, row, K, k0, rows, n):
 
 
 def add_dq(cpu, dq, to, padded, dS, ld, part_dq, K, k0, rows, n, scales, is_last, counter):
-    """Add the product dS K, which `prepare_dq` computed, times the scale to dQ."""
+    """Add the scale times dS K to dQ; `prepare_dq` has computed dS K."""
     for x in range(0, padded, cpu.width):
         add_scaled(cpu, dq, to + x, part_dq, x, padded, rows, scales)

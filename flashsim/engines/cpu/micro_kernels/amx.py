@@ -27,8 +27,9 @@ REASONS = {
 def refusal(process: int) -> str | None:
     """Request AMX tiles for this process; return the reason if Linux refuses, and otherwise None.
 
-    One request covers all threads of the process. The result is cached per `process` (os.getpid()),
-    so a forked process, which inherits the permission, requests the tiles again without harm.
+    One request of AMX tiles covers all threads of the process. The result is cached per `process`
+    (os.getpid()). A forked process inherits the permission, and requests the tiles again without
+    harm.
     """
     del process
     if sys.platform != "linux" or platform.machine() != "x86_64" or sys.maxsize < 1 << 32:

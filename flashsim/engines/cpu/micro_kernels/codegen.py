@@ -1,9 +1,10 @@
 """Writes the operations of `plain.py` as vector code: LLVM IR with vector types.
 
-As plain loops, the operations reach a quarter of a CPU's peak with Numba's own vectoriser; with one
-BLAS call per tile, they reach half. So this module itself decides which values stay in registers.
-Each `build_*` function writes one LLVM function for an element type and a `Blocking`, without Numba
-(see `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM functions.
+As plain loops that Numba vectorises, the operations reach a quarter of a CPU's peak throughput;
+with one BLAS call per tile, they reach half. So this module itself decides which values stay in
+registers. Each `build_*` function writes one LLVM function for an element type and a `Blocking`,
+without Numba (see `writer.builder`). The module `vector` makes Numba's compiled code call the LLVM
+functions.
 """
 
 from __future__ import annotations

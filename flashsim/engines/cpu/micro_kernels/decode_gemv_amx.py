@@ -2,8 +2,8 @@
 
 Rows of K are used in place as a left operand, and Q is packed as a right operand. So a tile of
 scores has keys as rows and heads as columns, and must be transposed. The softmax writes P in the
-layout of a left operand. Each row of the right operand consists of two rows of V, merged into
-pairs. With fewer than 16 heads, the code never reads a tile's remaining rows or columns.
+layout of a left operand. With fewer than 16 heads, the code never reads the tile rows or columns of
+missing heads.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _side() -> ir.Constant:
 
 
 def _scratch(code: PairCode, words):
-    """Make the written function allocate 32-bit words on its stack, aligned to a cache line."""
+    """Emit code that allocates 32-bit words on the stack, aligned to a cache line."""
     count = ir.Constant(INT, words) if isinstance(words, int) else words
     place = code.b.alloca(code.element, count)
     place.align = LINE

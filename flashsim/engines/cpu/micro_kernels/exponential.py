@@ -72,7 +72,7 @@ class Exponential(NamedTuple):
 
     @property
     def magic(self) -> float:
-        """Return the number whose sum with x rounds x to n, and has n + bias in its low bits."""
+        """Return the number M for which x + M rounds x to an integer n, with low bits n + bias."""
         return 1.5 * 2**self.mantissa + self.bias
 
     @classmethod

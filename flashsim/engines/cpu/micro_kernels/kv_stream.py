@@ -28,7 +28,7 @@ CHUNK = 16
 class Stretch:
     """A part of an array of K or V, read as floats or, with a `PairCode`, as bfloat16 pairs.
 
-    `start` is the number of elements before the stretch. `kind` names the 16-bit type of the
+    `start` is the number of array elements before this part. `kind` names the 16-bit type of the
     numbers, or is None for floats.
     """
 
@@ -40,7 +40,7 @@ class Stretch:
         self.first = code.b.gep(code.b.bitcast(base, self.element.as_pointer()), [start])
 
     def load(self, at, some=None):
-        """Load the vector at number `at`; lanes outside the mask `some` are 0, and not read."""
+        """Load a vector from number `at` on; read only lanes in the mask `some`, others are 0."""
         code, b = self.code, self.code.b
         vector = ir.VectorType(self.element, self.numbers)
         address = b.bitcast(b.gep(self.first, [at]), vector.as_pointer())

@@ -1,4 +1,4 @@
-"""Extends the module `writer`, which writes LLVM IR over vectors of floats, by bfloat16 pairs."""
+"""Extends the module `writer`, which writes LLVM IR over floats, to pairs of bfloat16 numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PairCode(Code):
         self.pairs, self.native = block.pairs, NATIVE.get(block.pairs, False)
 
     def step(self, left, right, total):
-        """Add to each lane of `total` the dot product of two pairs, `left`'s and `right`'s."""
+        """Add to each lane of `total` the dot product of the lane's pairs in `left` and `right`."""
         whole = self.ints(0).type
         pairs = (self.b.bitcast(value, whole) for value in (left, right))
         return self._call("x86.avx512bf16.dpbf16ps.512", self.vector, total, *pairs)
@@ -92,7 +92,7 @@ class PairCode(Code):
         return self.b.load(self.b.bitcast(address, self.vector.as_pointer()), align=2)
 
     def _call(self, name: str, result: ir.Type, *values) -> Any:
-        """Call an LLVM intrinsic, with bfloat16 numbers as integers, for every version of LLVM."""
+        """Call an LLVM intrinsic of any version of LLVM; pass bfloat16 numbers as integers."""
         name, module = f"llvm.{name}", self.function.module
         if name not in module.globals:
             ir.Function(module, ir.FunctionType(result, [v.type for v in values]), name)

@@ -6,10 +6,9 @@ transposed tile: S^T = K Q^T and O^T += V^T P^T. So the softmax is computed per 
 shuffles, and K and V are read in memory order, one scalar at a time. Only Q is transposed, once for
 a whole loop over key tiles. Arrays are flat: ``S[s0 + r * ld + c]`` is row r, lane c.
 
-On CPUs whose vector registers are known (`registers.py`), vector code, which the decorator
-`vector.operation` names, replaces each function; the functions are its specification. The type of
-the first argument, `cpu`, selects vector or plain code, and tests compare the results of vector and
-plain code.
+On CPUs whose vector registers are known (`registers.py`), vector code replaces each function. The
+decorator `vector.operation` names the vector code that a function specifies. The type of the first
+argument, `cpu`, selects vector or plain code, and tests compare the results of both.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ def product_set(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n):
     """Compute C = A B for C (rows, width), A (rows, n) and B (n, width).
 
     `row` and `step` are the strides of A. If the CPU multiplies pairs of bfloat16
-    (`Blocking.pairs`), products of elements are dot products of pairs, and a row of A is
-    contiguous.
+    (`Blocking.pairs`), each element is a pair, a product of two elements is their dot product, and
+    a row of A is contiguous.
     """
     for r in range(rows):
         for c in range(cpu.width):
@@ -83,10 +82,10 @@ def product_rescale(cpu, C, c0, ldc, A, a0, row, step, B, b0, ldb, rows, n, alph
 def online_softmax(cpu, S, s0, rows, m, l, alpha, at):
     """Run one step of the online softmax in each lane: replace S by P, and update m, l and alpha.
 
-    The rows of `S` have stride `width`. P is 2^((S - m) log2 e); the difference S - m is computed
-    first, because S log2 e overflows for the largest or smallest finite number, with which users
-    often mask padding. A lane may have seen no key, or only scores so low that they count as
-    masked. In such a lane, 0 is subtracted instead of m, to avoid inf - inf, and P and l are 0.
+    The rows of `S` have stride `width`. P is 2^((S - m) log2 e). The difference S - m is computed
+    first, because users often mask padding with the smallest finite number, for which S log2 e
+    overflows. If a lane has seen no key, or only scores so low that they count as masked, 0 is
+    subtracted instead of m (to avoid inf - inf), and the lane's P and l are 0.
     """
     log2e = S.dtype.type(LOG2E)
     for c in range(cpu.width):
@@ -149,8 +148,8 @@ def soft_cap_gated(cpu, S, s0, ld, rows, c, gate, g0):
 def side_by_side(cpu, Q, ld, rows, kind):
     """Rearrange Q (rows, ld) for the function `dots`; plain code leaves Q unchanged.
 
-    If the CPU multiplies pairs of bfloat16, the first half of each row of Q then contains the row's
-    pairs, and the second half zeros. For AMX tiles, 16 rows of Q are packed side by side.
+    If the CPU multiplies pairs of bfloat16, the function writes each row's pairs to the first half
+    of the row, and zeros to the second half. For AMX tiles, 16 rows of Q are packed side by side.
     """
 
 
@@ -158,10 +157,9 @@ def side_by_side(cpu, Q, ld, rows, kind):
 def dots(cpu, S, ld, K, k0, d, Q, q0, ldq, rows, heads, factor, kind):
     """Compute S (heads, rows) = factor[0] Q K^T, from Q (heads, d) and K (rows, d).
 
-    The function `side_by_side` must have rearranged Q. K may contain floats or 16-bit numbers.
-    Vector code reads each row of Q up to a multiple of 32 columns, and the columns after d must be
-    0. Vector code writes S up to a multiple of 4 rows of K (AMX tiles: 32). For AMX tiles, Q must
-    have memory for 16 heads.
+    The function `side_by_side` must have rearranged Q. Vector code reads each row of Q up to a
+    multiple of 32 columns, and the columns after d must be 0. Vector code writes S for a multiple
+    of 4 rows of K, or of 32 rows with AMX tiles. For AMX tiles, Q must have memory for 16 heads.
     """
     for h in range(heads):
         for r in range(rows):
@@ -255,7 +253,7 @@ def widen(cpu, floats, f0, halves, h0, n, kind):
 
 @operation_by_kind("a o0 a i i", build_convert, narrow=True)
 def narrow(cpu, floats, f0, halves, h0, n, kind):
-    """Round n floats to the nearest 16-bit numbers, ties to even; float16 may become infinity."""
+    """Round n floats to 16-bit numbers, ties to even; large ones become infinity in float16."""
     bits = halves.view(np.uint16)
     for i in range(n):
         value = np.float32(floats[f0 + i])

@@ -3,12 +3,13 @@
 A matrix product keeps accumulators for `ROWS` rows by ``vecs`` vectors of C in registers. Six rows
 by two vectors use 15 of AVX2's 16 registers: 12 accumulators, 2 vectors of the right operand, and 1
 scalar copied to all lanes. To issue two vector multiply-adds in every cycle, a CPU needs at least 8
-(AVX2, with a latency of 4) to 16 independent sums.
+to 16 independent sums: 8 with AVX2, whose latency is 4 cycles.
 
-Each kind of CPU has a class without methods, such as `Avx2`, of which kernels get an object as
-their argument `cpu`. The class selects the version of each operation in `plain.py` that Numba
-compiles, and is part of a kernel's key in Numba's disk cache. The environment variables
-NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this machine's.
+Each kind of CPU has a class without methods, such as `Avx2`. The argument `cpu` of a kernel is an
+object of one of these classes. The class of `cpu` selects the version of each operation in
+`plain.py` that Numba compiles, and is part of a kernel's key in Numba's disk cache. The environment
+variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES can select a CPU with fewer registers than this
+machine's.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ class Blocking(NamedTuple):
 
     `register` is the size of a vector register in bytes, and `vecs` the number of registers that
     one row of a panel fills. With `prefetch`, products prefetch the data that they read next
-    (docs/notebooks/cpu.md). `pairs` names the method that multiplies bfloat16 pairs, a key of
-    `bf16_dot.codegen.PRODUCTS`, or is "".
+    (docs/notebooks/cpu.md). `pairs` names the method that multiplies bfloat16 pairs (a key of
+    `bf16_dot.codegen.PRODUCTS`), or is "" if products use floats.
     """
 
     register: int
@@ -93,7 +94,7 @@ PAIRED: dict[str, tuple[type[Amx] | type[Avx512Bf16], tuple[str, ...]]] = {
 
 
 def best(dtype: str, *, plain: bool = False) -> Cpu:
-    """Return an object of the fastest `Cpu` class for a type or, if `plain`, of class `Plain`."""
+    """Return an object of class `Plain` if `plain`, otherwise of the fastest class for `dtype`."""
     kind = _host()
     block = BLOCKING[Neon if kind is Plain else kind]
     width = block.lanes(np.dtype(dtype).itemsize) * block.vecs
@@ -161,8 +162,8 @@ def zen() -> bool:
 def without(micro_kernel: str) -> str | None:
     """Return the reason why this process cannot run a bfloat16 micro-kernel, or None if it can.
 
-    An instruction that the CPU lacks would crash the process, so its features are checked as well
-    as those that Numba may use (NUMBA_CPU_FEATURES).
+    An instruction that the CPU lacks would crash the process. So both the CPU's features and the
+    features that Numba may use (NUMBA_CPU_FEATURES) are checked.
     """
     lacks = _lacks(micro_kernel)
     if lacks:

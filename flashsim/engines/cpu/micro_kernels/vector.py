@@ -28,8 +28,8 @@ def operation(layout: str, build: Callable, **options) -> Callable:
 def operation_by_kind(layout: str, build: Callable, **options) -> Callable:
     """Decorate, like `operation`, a plain definition that may read or write 16-bit numbers.
 
-    The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. Its Numba type
-    shows at compile time whether there are 16-bit numbers; only at run time is known which.
+    The definition's last argument is the 16-bit type, BFLOAT16 or FLOAT16, or None. At compile
+    time, Numba knows only whether the last argument is None, and not its value.
     """
     floats, bfloat16, float16 = (
         vector_intrinsic(layout, build, kind=kind, **options) for kind in (None, BFLOAT16, FLOAT16)

@@ -128,10 +128,10 @@ class Code:
         return self.b.select(self.b.fcmp_ordered("<", x, y), x, y)
 
     def whole(self, shifted: list) -> tuple[list, list]:
-        """Return n and 2^n for each of several vectors x, to which `Exponential.magic` was added.
+        """Return x, rounded to integers n, and 2^n; `shifted` has vectors x + `Exponential.magic`.
 
         The low bits of x + magic are n + bias, and one shift turns these bits into the float 2^n.
-        Each step runs for all vectors, so that their dependency chains overlap.
+        Each step is emitted for all vectors at once, so that their dependency chains overlap.
         """
         e, bits = Exponential.of(self.itemsize), self.ints(0).type
         ns = [self.b.fsub(t, self.const(e.magic)) for t in shifted]
@@ -169,8 +169,8 @@ class Code:
 
         With z = 2 log2 e x / c and y = 2^z - 1, tanh is y / (y + 2). The sum y = 2^n (2^f - 1) +
         (2^n - 1) loses no precision for small x. The polynomial's error is small relative to 2^f -
-        1, and f includes the rounding errors of z and of the factor 2 log2 e / c. |z| is limited to
-        twice the number of mantissa bits, beyond which the quotient is +-1 to the last bit.
+        1, and f is corrected for the rounding errors of z and of the factor 2 log2 e / c. The limit
+        of |z| is twice the number of mantissa bits; beyond it, tanh is +-1 to the last bit.
         """
         e, b, unit, two = Exponential.of(self.itemsize), self.b, self.const(1), self.const(2)
         high, low = (self.const(part) for part in e.twice_log2e)
@@ -195,8 +195,7 @@ class Code:
     def transposed(self, rows: list) -> list:
         """Return the columns of a square matrix, given as vectors of its rows.
 
-        In steps of n = 1, 2, 4, .., two vectors that are n apart swap an odd and an even block of n
-        lanes.
+        In steps n = 1, 2, 4, .., pairs of vectors that are n apart exchange blocks of n lanes.
         """
         size = 1
         while size < self.lanes:
@@ -234,12 +233,12 @@ class Code:
         return sums[0]
 
     def pick(self, x, y, lanes: list[int]):
-        """Return a vector of chosen lanes; the lanes of y are numbered after those of x."""
+        """Return a vector of chosen lanes of x and y, numbered as if y followed x."""
         mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
         return self.b.shuffle_vector(x, y, mask)
 
     def step(self, left, right, total):
-        """Return `total` plus `left`, a scalar of A in every lane, times a vector of B."""
+        """Return `total` + `left` * `right`: all lanes of `left` hold one scalar of A."""
         return self.fma(left, right, total)
 
     # -- control --------------------------------------------------------------------------------
@@ -247,7 +246,8 @@ class Code:
     def loop(self, count, carried: list, body: Callable, by: int = 1) -> list:
         """Emit a loop of ``carried = body(i, carried)`` for i = 0, by, .. while i + by <= count.
 
-        The method returns the last `carried`. If nothing is carried, `body` may return None.
+        The method returns the last value of `carried`. If nothing is carried, `body` may return
+        None.
         """
         b, f = self.b, self.function
         before = b.block
@@ -280,8 +280,8 @@ def builder(args: str | Callable[..., str], writer: Callable = lambda block, **_
     """Return the builder of an LLVM function that ``body(code, *arguments, **options)`` writes.
 
     ``build(module, block, itemsize, **options)`` returns the function, and writes it first if the
-    module does not have it. `args` is the argument of `Code`, or a function that computes it from
-    the options. ``writer(block, **options)`` returns the class of `code`.
+    module does not have it. `args` is the argument `args` of `Code`, or a function that computes it
+    from the options. ``writer(block, **options)`` returns the class of `code`.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., ir.Function]:

@@ -45,7 +45,7 @@ def arrive(context, array, index):
 
 @intrinsic
 def load_acquire(context, array, index):
-    """Return ``array[index]``; what its writer wrote before `store_release` is then visible."""
+    """Return ``array[index]``; all data written before its `store_release` is then visible."""
 
     def codegen(context, builder, signature, args):
         address = _address(context, builder, signature.args[0], *args)

@@ -21,8 +21,8 @@ _OWNERS = "meminfo", "parent"
 class ByAddress(types.Type):
     """The Numba type of a named tuple that is passed by its address instead of field by field.
 
-    By default, Numba passes an array as seven numbers to every function down to the one that reads
-    it, and counts references to each array at every call.
+    By default, Numba passes an array as seven numbers through every function call, and counts
+    references to the array at each call.
     """
 
     def __init__(self, of: types.BaseTuple) -> None:
@@ -44,7 +44,7 @@ class _FieldsByAddress(AttributeTemplate):
     key = ByAddress
 
     def generic_resolve(self, value, attr):
-        """Return the Numba type of a tuple's field, or None, for which Numba reports an error."""
+        """Return the Numba type of a tuple's field; None makes Numba report a missing field."""
         if attr not in value.of.fields:
             return None
         return value.of.types[value.of.fields.index(attr)]
@@ -52,14 +52,14 @@ class _FieldsByAddress(AttributeTemplate):
 
 @lower_getattr_generic(ByAddress)
 def _field(context, builder, kind, value, attr):
-    """Emit code that reads a field of a tuple of type `ByAddress`, and arrays without owners."""
+    """Emit code that reads a field of a `ByAddress` tuple; arrays get no owner."""
     index = kind.of.fields.index(attr)
     at = cgutils.gep_inbounds(builder, value, 0, index)
     return _read(context, builder, kind.of.types[index], at)
 
 
 def _read(context, builder, kind, at):
-    """Emit code that reads a value of a Numba type from memory, and arrays without owners."""
+    """Emit code that reads a value of a Numba type from memory; arrays get no owner."""
     if isinstance(kind, types.Array):
         array = context.make_array(kind)(context, builder)
         for nth, name in enumerate(context.data_model_manager[kind]._fields):
@@ -88,10 +88,10 @@ def _lent(kind: Any) -> Any:
 
 @intrinsic
 def call_with_lent(context, kernel, cpu, arguments):
-    """Call ``kernel(cpu, *arguments)`` without counting references; pass tables by address.
+    """Call ``kernel(cpu, *arguments)`` without counting references; pass named tuples by address.
 
-    At every call, Numba counts references to arrays with owners, so threads would contend for
-    counters.
+    At every call, Numba counts references to arrays that have owners, so threads would contend for
+    the counters.
     """
     signature = kernel.get_call_type(context, (cpu, *map(_lent, arguments)), {})
 
@@ -116,7 +116,7 @@ def _holds_arrays(kind: Any) -> bool:
 
 @intrinsic
 def borrow(context, value):
-    """Return an array, a number or a nested tuple of these, with arrays that have no owner.
+    """Return `value` (an array, a number or a nested tuple) with arrays that have no owner.
 
     The caller must keep `value` alive as long as the result is used.
     """

@@ -1,9 +1,9 @@
 """Compiles a kernel together with all functions it calls, so that LLVM optimises each only once.
 
-By default, Numba compiles every `@njit` function that another one calls to machine code of its own,
-which is never run, and optimises its LLVM IR again in every caller. Here, a `part` is a function
-that is only lowered to LLVM IR. A `Whole` is the entry function of a kernel, whose library links in
-every part that the kernel calls, directly or indirectly, and optimises everything once.
+By default, Numba compiles every called `@njit` function to machine code of its own, which never
+runs. Numba also optimises each called function's LLVM IR again in every caller. Here, a `part` is a
+function that is only lowered to LLVM IR. The library of a `Whole`, a kernel's entry function, links
+in every part that the kernel calls, directly or indirectly, and optimises everything once.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class _Whole(JITCodeLibrary):
     _optimize_functions = _Text._optimize_functions
 
     def finalize(self) -> None:
-        """Link in every callee once; Numba itself would link all callees once per function."""
+        """Link in every callee once; Numba itself would link a callee again for each caller."""
         _link(self, self._final_module)
         self._linking_libraries = []
         super().finalize()

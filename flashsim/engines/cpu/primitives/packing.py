@@ -42,7 +42,7 @@ def room_for(n, dtype, rounding):
 
 @part
 def widened(cpu, room, X, x0, n, rounding):
-    """Return n numbers of X as floats, and their offset: in X itself, or converted into `room`."""
+    """Return an array of floats (X or `room`) and the index in it of the first of n numbers."""
     if rounding is None:
         return X, x0
     widen(cpu, room, 0, X, x0, n, rounding)
@@ -58,7 +58,7 @@ def pack_rows(cpu, panels, X, x0, n, d, factors, room, rounding):
 
 @part
 def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
-    """Transpose panels into rows of X, times a factor per row; look for NaN or infinite floats."""
+    """Transpose panels into rows of X, times a factor per row; check for NaN and infinity."""
     if rounding is None:
         unpack(cpu, panels, X, x0, n, d, factors)
         look(counter, X, x0, n * d)
@@ -69,7 +69,7 @@ def unpack_rows(cpu, panels, X, x0, n, d, factors, room, rounding, counter):
 
 @part(fastmath={"reassoc"})
 def look(counter, X, x0, n):
-    """Set `counter[ODD]` if any of n results is NaN or infinite: its product with 0 is NaN."""
+    """Set `counter[ODD]` if any of n results is NaN or infinite (times 0, such a result is NaN)."""
     total = X.dtype.type(0)
     for i in range(n):
         total += X[np.uint64(x0 + i)] * X.dtype.type(0)  # as in `copy_rows`
