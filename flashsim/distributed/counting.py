@@ -240,7 +240,9 @@ def _peak_forward(group: Group) -> np.ndarray:
     peak = np.full(group.ranks, first + size.out(n, size.wide) * size.merges_wide)
     if ring > 1:
         part = _later(group, lambda b: size.out(b.n_q, size.e) + size.lse(b.n_q))
-        peak = np.maximum(peak, _largest(part + base + so_far, size.kv(n, size.e)))
+        held = part + base + so_far + size.kv(n, size.e)
+        held[:, :-1] += size.kv(n, size.e)  # K and V of the next step
+        peak = np.maximum(peak, held.max(axis=1))
     last = base + size.out(n, size.e) + size.lse(n)
     if size.merges_wide:
         peak = np.maximum(peak, last + size.out(n, size.wide))
@@ -278,13 +280,3 @@ def _peak_backward(group: Group) -> np.ndarray:
     if group.ulysses > 1:
         peak = np.maximum(peak, base + 2 * results)
     return peak
-
-
-def _largest(held: np.ndarray, visitor: int) -> np.ndarray:
-    """Return the most bytes that each rank holds in any ring step from step 1 on.
-
-    At each step except the last, a rank holds the K and V of that step and of the next one.
-    """
-    held[:, :-1] += 2 * visitor
-    held[:, -1] += visitor
-    return held.max(axis=1)

@@ -191,6 +191,9 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
     forms, walk = Forms(counted.problem), counted.walk
     table = forms.forward if counted.direction == "forward" else forms.backward
     moved = {key: size for key, size in table(counted.algorithm, stage.name, walk).items() if size}
+    # Whether an iteration of the outer loop reads what an earlier iteration stored.
+    visited = {(move.op, move.tensor) for move in stage.visit}
+    serial = any(op == "store" and ("load", tensor) in visited for op, tensor in visited)
 
     def buffer(b: Buffer) -> dict[str, Any]:
         sizes = {"row": b.per_row, "col": b.per_col, "score": b.per_score}
@@ -203,7 +206,7 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
         "once": stage.once,
         "parts": stage.parts,
         "walks": put(plans.heads_of(stage, counted.problem)[0]),
-        "serial": _serial(stage),
+        "serial": serial,
         "buffers": [buffer(b) for b in stage.buffers],
         "strip": [buffer(move.tile) for move in stage.visit if move.holds],
         "before": _words(stage.before),
@@ -212,12 +215,6 @@ def _stage(counted: NamedTraffic, stage: Stage, put: Any) -> dict[str, Any]:
         "moves": [[op, tensor, put(size)] for (op, tensor), size in moved.items()],
         "bytes": put(sum(moved.values(), Polynomial({}))),
     }
-
-
-def _serial(stage: Stage) -> bool:
-    """Return whether an iteration of the outer loop reads what an earlier iteration stored."""
-    loaded = {move.tensor for move in stage.visit if move.op == "load"}
-    return any(move.op == "store" and move.tensor in loaded for move in stage.visit)
 
 
 def _words(moves: Iterable[Move]) -> list[list[str]]:

@@ -197,9 +197,7 @@ def _where(pattern: str, item: int) -> tuple[np.ndarray, np.ndarray]:
         return zero, lane * item
     if pattern == "row-16B":
         return lane // 8, lane % 8 * PIECE
-    if (
-        pattern == "ldmatrix"
-    ):  # lanes 0-7, 8-15, ... have the addresses of rows of the four 8 x 8 parts
+    if pattern == "ldmatrix":  # lanes 0-7, 8-15, ... address the rows of the four 8 x 8 parts
         return lane % 16, lane // 16 * PIECE
     return lane, zero
 

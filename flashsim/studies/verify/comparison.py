@@ -194,8 +194,12 @@ class _Dram:
         blocks = self.l2.blocks_per_sm or launch.blocks_per_sm
         heads, walk, cluster = self.l2.heads_in_group, self.l2.walk, self.l2.cluster
         if self.l2.launch == "grouped" and heads is None and "hopper_" in launch.kernel:
-            heads, in_step, cluster = _together(self.traffic, stage)
-            walk = "in-step" if in_step else walk
+            # The prediction for the C++ kernels is also used for those in Python.
+            side = "row" if stage.outer == "queries" else "col"
+            tables = lower(self.traffic.schedule(stage), side)
+            how = HOPPER.hand_out(stage, tables, Gpu.like(self.traffic.device))
+            heads, walk = how.clump, "in-step" if how.in_step else walk
+            cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
         model = replace(self.l2, blocks_per_sm=blocks, heads_in_group=heads)
         model = replace(model, walk=walk, cluster=cluster)
         if model not in self.replayed:
@@ -218,16 +222,3 @@ def _filled(traffic: Traffic) -> Traffic:
     filled = replace(p, head_dim=d, head_dim_v=dv)
     how = traffic.algorithm, traffic.direction, traffic.tiling, traffic.device
     return predict(filled, *how)
-
-
-def _together(traffic: Traffic, stage: plans.Stage) -> tuple[int, bool, int]:
-    """Return how a Hopper kernel assigns its work tiles to thread blocks, as three values.
-
-    The values are the heads per group, whether the kernel co-schedules these heads, and the blocks
-    that share a work tile (1 if the launches of a pass differ in this). The Hopper kernels written
-    in Python never co-schedule heads, but the prediction for the C++ kernels is used for them too.
-    """
-    tables = lower(traffic.schedule(stage), "row" if stage.outer == "queries" else "col")
-    how = HOPPER.hand_out(stage, tables, Gpu.like(traffic.device))
-    cluster = how.launches[0].cluster if len(how.launches) == 1 else 1
-    return how.clump, how.in_step, cluster
