@@ -194,7 +194,7 @@ def _given(
     values, names = values or {}, [row["algorithm"] for row in rows]
     known = dict.fromkeys((*labels, *names))
     for name, value in values.items():
-        checks.one_of(f"key of {what}", name, known)
+        checks.one_of(f"label in {what}=", name, known)
         checks.number(f"{what} of {name!r}", value, least)
     return [values.get(a, values.get(b)) for a, b in zip(labels, names, strict=True)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flashsim.report import Cell, Table
 
 
-class Page(Table):
+class Published(Table):
     """A table of published numbers; its note names their source."""
 
     def __init__(self, title: str, source: str) -> None:
