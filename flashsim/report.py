@@ -252,11 +252,7 @@ def _least(text: str) -> int:
 
 
 def _grids(
-    head: Sequence[str],
-    rows: list[list[str]],
-    right: Sequence[bool],
-    width: int,
-    pieces: bool,
+    head: Sequence[str], rows: list[list[str]], right: Sequence[bool], width: int, pieces: bool
 ) -> list[Any]:
     """Return the cells as Rich tables, or an empty list if they do not fit the width.
 

@@ -78,8 +78,7 @@ def start(
 
 
 def hint(
-    name: _Name,
-    number: int = opt.option(1, "Which hint to show, counted from 1.", min=1),
+    name: _Name, number: int = opt.option(1, "Which hint to show, counted from 1.", min=1)
 ) -> None:
     """Show one hint; later hints tell more, and the last hint tells nearly everything."""
     hints = shelf.find(name).hints

@@ -46,8 +46,7 @@ def kernel(
         None, "Number of axes of q: 2, 3 or 4. Default: as the file unpacks q.shape, or 4."
     ),
     layout: str | None = opt.option(
-        None,
-        "Axes of q: bhnd, which is (batch, heads, n, d), or bnhd. Default: by their names.",
+        None, "Axes of q: bhnd, which is (batch, heads, n, d), or bnhd. Default: by their names."
     ),
     set_: list[str] | None = typer.Option(
         None,
@@ -163,12 +162,7 @@ def _pallas(call: Any, options: dict[str, Any], problem: Problem | None) -> Any:
         return call.func(*args, **keywords)
 
     called.__qualname__ = getattr(call.func, "__qualname__", "the function")  # for errors
-    return trace_kernel(
-        called,
-        *(call.args, call.keywords),
-        problem=problem,
-        **options,
-    )
+    return trace_kernel(called, *(call.args, call.keywords), problem=problem, **options)
 
 
 def _split(target: str) -> tuple[Path, str]:

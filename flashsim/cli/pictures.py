@@ -264,8 +264,7 @@ def page(
 
 
 def lab(
-    out: opt.Out,
-    theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT),
+    out: opt.Out, theme: str = opt.option("auto", "Colors: auto, light or dark.", panel=opt.OUTPUT)
 ) -> None:
     """Write the tile lab: an HTML page with sliders that counts any shape, mask and tile."""
     ready(out, (".html", ".htm"))

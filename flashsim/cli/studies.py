@@ -31,9 +31,7 @@ from flashsim.schedule.split_kv import fill
 _ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
 
 
-def demo(
-    out: Path = opt.option(Path("out"), "Folder for the files.", "-o"),
-) -> None:
+def demo(out: Path = opt.option(Path("out"), "Folder for the files.", "-o")) -> None:
     """Run attention on a real model's tensors, check the output, and compare algorithms."""
     from flashsim.cli.pictures import demo_figures
     from flashsim.studies.demo import LIMIT, in_a_sentence
@@ -277,11 +275,7 @@ def blocks(
         compared = tiles.mixed(problem, tilings, algorithm=algorithm, device=device)
     else:
         compared = tiles.sizes(
-            problem,
-            sides,
-            algorithm=algorithm,
-            direction=opt.one_pass(direction),
-            device=device,
+            problem, sides, algorithm=algorithm, direction=opt.one_pass(direction), device=device
         )
     if plot is not None:
         draw("block-sizes", compared, plot, {"stage": stage})
@@ -308,11 +302,7 @@ def when(
     return predict.when(problem, n_q, direction=direction, device=device)
 
 
-def versions(
-    mask: opt.Mask,
-    sizes: opt.Sizes = opt.BATCH,
-    device: opt.Device = "H200",
-) -> Tables:
+def versions(mask: opt.Mask, sizes: opt.Sizes = opt.BATCH, device: opt.Device = "H200") -> Tables:
     """Compare FlashAttention-1, -2, -3 and standard attention: bytes, memory, predicted times."""
     from flashsim.studies import predict
 

@@ -176,8 +176,7 @@ class _SpreadRun(Ranks):
             return
         k, v = self._visiting(rank, step)
         ran = execution.run(
-            *(rank["q"][:, :, block.q], k[:, :, block.k], v[:, :, block.k]),
-            **self._question(block),
+            *(rank["q"][:, :, block.q], k[:, :, block.k], v[:, :, block.k]), **self._question(block)
         )
         self.note(number, ran.trace)
         if step == 0:

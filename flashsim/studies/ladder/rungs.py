@@ -93,8 +93,7 @@ RUNGS: dict[str, Rung] = {
             *(fusion.softmax_product, (1, 0, 0)),
         ),
         Rung(
-            *("without-softmax", "attention without its softmax", "Q K^T V"),
-            fusion.without_softmax,
+            *("without-softmax", "attention without its softmax", "Q K^T V"), fusion.without_softmax
         ),
         Rung(
             *("whole-row-attention", "attention, whole rows on chip", "attention"),

@@ -57,10 +57,7 @@ NOT_DERIVABLE = (
         "Table 3 does not name the library of its baselines either",
     ),
     ("speed-ups of flash-decoding", "they are run times; `decoding` has the blocks in flight"),
-    (
-        "perplexities, training times",
-        "they depend on models and on whole training programs",
-    ),
+    ("perplexities, training times", "they depend on models and on whole training programs"),
 )
 
 

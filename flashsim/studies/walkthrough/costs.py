@@ -45,12 +45,7 @@ def delta(n: int = 32, head_dim: int = 4, *, seed: int = 0) -> Table:
 
 
 @own_errors
-def corrections(
-    n: int = 4096,
-    head_dim: int = 64,
-    *,
-    tiling: Tiling | None = None,
-) -> Table:
+def corrections(n: int = 4096, head_dim: int = 64, *, tiling: Tiling | None = None) -> Table:
     """Return a table that counts FlashAttention-1's and -2's operations outside matrix products.
 
     FlashAttention-1 divides O by l at every key tile, and multiplies O by l at the next key tile.
