@@ -143,14 +143,14 @@ def _sent(group: Group, direction: str) -> dict[str, np.ndarray]:
     size, n, first = MemberSizes(group), group.rows_a_member, int(group.ulysses > 1)
     whole = {"Q": size.q, "K": size.k, "V": size.v, "out": size.out}
     whole |= {"dQ": size.q, "dK": size.k, "dV": size.v, "dout": size.out}
-    given, returned = ("Q", "K", "V"), ("out",)
+    given, returned = ["Q", "K", "V"], ["out"]
     if direction == "backward":
-        given, returned = ("dout",), ("dQ", "dK", "dV")
+        given, returned = ["dout"], ["dQ", "dK", "dV"]
     sent = {name: zeros(group, direction) for name in (*given, "K", "V", *returned)}
     for name in ("K", "V"):
         sent[name][:, first : first + group.ring - 1] = whole[name](n, size.e)
     for name in ("dK", "dV") if direction == "backward" and group.ring > 1 else ():
-        sent[name][:, first + 2] = _first(group, lambda b, of=whole[name]: of(b.n_kv, size.e))
+        sent[name][:, first + 2] = _first(group, lambda b: b.n_kv) * whole[name](1, size.e)
         sent[name][:, first + 3 : first + 1 + group.ring] = whole[name](n, size.a)
     if group.ulysses > 1:  # each rank keeps its own share of the heads
         for step, names in ((0, given), (-1, returned)):

@@ -86,8 +86,9 @@ class Profile:
         values = self.calls[call]["problem"]
         if values is None:
             return None
-        # JSON has no tuples.
-        return Problem(**{k: tuple(x) if isinstance(x, list) else x for k, x in values.items()})
+        # JSON has lists instead of tuples.
+        sizes: Any = {k: tuple(x) if isinstance(x, list) else x for k, x in values.items()}
+        return Problem(**sizes)
 
     def save(self, path: Path) -> None:
         """Write the record to `path` as JSON."""
