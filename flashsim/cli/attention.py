@@ -92,18 +92,19 @@ def run(
         say(f"results in {out}")
 
 
-_SAME = opt.Simulated(tiling="same", backward_tiling="same")
-
-
 def compare(
     sizes: opt.Sizes,
     tensors: opt.Tensors,
     scores: opt.Scores,
     decoding: opt.Decoding,
-    how: opt.Simulated = _SAME,
+    how: opt.Simulated = opt.Simulated(tiling="same", backward_tiling="same"),
     scale: float | None = _SCALE,
     algorithm: list[str] = opt.algorithms("standard,flash1,flash2"),
-    execute: bool = opt.EXECUTE,
+    execute: bool = opt.option(
+        False,
+        "Simulate on random tensors (or --input, --demo-data), and also compare the results.",
+        panel="How",
+    ),
     *,
     typed: typer.Context,
 ) -> Tables:

@@ -281,18 +281,6 @@ Backend = Annotated[
 Device = Annotated[str, typer.Option(help=_GPU, rich_help_panel=_HOW)]
 Causal = Annotated[bool, typer.Option("--causal", help="Use a causal mask.", rich_help_panel=_MASK)]
 Direction = Annotated[str, typer.Option(help="Pass: forward or backward.", rich_help_panel=_HOW)]
-Seconds = Annotated[
-    float | None,
-    typer.Option(help="Measured time of one algorithm, in seconds.", rich_help_panel=_HOW),
-]
-
-
-#: An option of commands that count by default, but can also run.
-EXECUTE: Any = option(
-    False,
-    "Simulate on random tensors (or --input, --demo-data), and also compare the results.",
-    panel=_HOW,
-)
 
 
 # -- output ---------------------------------------------------------------------------------------

@@ -58,7 +58,6 @@ KINDS = tuple(_USES)
 #: The largest inputs, in bytes, that are drawn only to follow one row of scores.
 _SMALL = 1 << 26
 _ALWAYS = {"out", "theme", "dpi", "size", "slides"}
-_THREE = opt.Source(algorithm="standard,flash1,flash2")
 _ROW = opt.option(None, "Query row whose running maximum m and sum l are shown.")
 
 
@@ -105,7 +104,7 @@ class Recordings:
 def plot(
     kind: Annotated[str, typer.Argument(help=f"One of {', '.join(KINDS)}.")],
     out: opt.Out,
-    source: opt.Source = _THREE,
+    source: opt.Source = opt.Source(algorithm="standard,flash1,flash2"),
     over: str | None = opt.option(
         None, f"io-curve: quantity on the x axis, one of {', '.join(_OVER)}. Default: n_q."
     ),

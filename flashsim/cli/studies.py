@@ -28,8 +28,6 @@ from flashsim.problem.links import Link
 from flashsim.problem.problem import Problem
 from flashsim.schedule.split_kv import fill
 
-_ONE_HEAD = opt.Lengths(n_q=512, head_dim=64, dtype="float32")
-
 
 def demo(out: Path = opt.option(Path("out"), "Folder for the files.", "-o")) -> None:
     """Run attention on a real model's tensors, check the output, and compare algorithms."""
@@ -102,7 +100,7 @@ def walkthrough(
 
 
 def ladder(
-    sizes: opt.Lengths = _ONE_HEAD,
+    sizes: opt.Lengths = opt.Lengths(n_q=512, head_dim=64, dtype="float32"),
     tiling: str = opt.option("32x64", "Tile size, QUERIESxKEYS.", "-t"),
     device: opt.Device = "H100",
     rungs: list[str] | None = opt.option(
