@@ -26,7 +26,7 @@ from flashsim.exercises.exercise import Arrays
 from flashsim.exercises.kernel_exercise import KernelCase, KernelExercise
 from flashsim.exercises.kernel_runner import KernelOrder
 from flashsim.exercises.marks import Mark, Marks, Refused, beside, bytes_mark, room_mark
-from flashsim.exercises.runner import Limits, plain, run
+from flashsim.exercises.runner import plain, run
 from flashsim.own_kernels import KernelTrace
 from flashsim.own_kernels.record_file import unpacked
 from flashsim.schedule.names import LOAD
@@ -107,7 +107,7 @@ def grade_kernels(
 def handed(order: KernelOrder) -> Handover:
     """Run a file in a separate process, with the calls and limits of a `KernelOrder`."""
     command = [sys.executable, "-P", "-m", kernel_runner.__name__]
-    ended = run(command, pickle.dumps(order), Limits(order.seconds, result=_MOST))
+    ended = run(command, pickle.dumps(order), order.seconds, _MOST)
     if ended.why:
         return Handover(ended.why, words.WHY_ENDED[ended.why].format(order.seconds))
     first, _, data = ended.result.partition(b"\n")
