@@ -133,14 +133,12 @@ class Roofline(report.Tabled):
 
     def table(self) -> report.Table:
         """Return a table with one row per roofline point."""
-        first = self.points[0]
+        device = self.points[0].device
+        peak = device.peak(self.points[0].dtype)
+        l2 = f"{device.l2_bandwidth / 1e9:,.0f} GB/s" if device.l2_bandwidth else "?"
         table = report.Table(
-            f"{in_words(self.problem)} on {first.device.name}: "
-            f"{first.device.peak(first.dtype) / 1e12:,.1f} "
-            f"TFLOP/s, HBM {first.device.hbm_bandwidth / 1e9:,.0f} GB/s, L2 "
-            + (
-                f"{first.device.l2_bandwidth / 1e9:,.0f} GB/s" if first.device.l2_bandwidth else "?"
-            ),
+            f"{in_words(self.problem)} on {device.name}: {peak / 1e12:,.1f} TFLOP/s, HBM "
+            f"{device.hbm_bandwidth / 1e9:,.0f} GB/s, L2 {l2}",
             (
                 *("algorithm", "direction", "count", "matmul FLOPs", "B", "FLOP/B", "ridge"),
                 *("attainable TFLOP/s", "bound", "achieved TFLOP/s", "% of peak", "least J"),
@@ -151,7 +149,6 @@ class Roofline(report.Tabled):
             "empty if the device's energy was not measured",
         )
         tera = lambda x: None if x is None else x / 1e12  # noqa: E731
-        peak = first.device.peak(first.dtype)
         share = lambda x: None if x is None else 100 * x / peak  # noqa: E731
         for p in self.points:
             table.add(
