@@ -101,6 +101,7 @@ def verify(
     """
     if not isinstance(title, str):
         raise DTypeError(f"title= must be a string, got {shown(title)}")
+    passes = list(passes)
     rows = [row for one in passes for row in _rows(one, l2 or L2Model("grouped"))]
     launches = {id(x) for one in passes for those in one.launches.values() for x in those}
     return Verification(title, tuple(rows), len(launches))
