@@ -201,7 +201,7 @@ class Result(_Pass):
 
 
 def _cell(ran: Result | Gradients) -> str:
-    """Return HTML that shows a pass in a notebook: the shapes of its arrays, then its traffic."""
+    """Return HTML that shows a pass in a notebook: the arrays' shapes, and the traffic."""
     return report.card(ran) + (ran.trace.table().html() if ran.traced else "")
 
 
@@ -309,7 +309,7 @@ def _alike(mine: Job, dout: Any, dlse: Any, *how: Any) -> tuple[Any, ...] | None
 
 
 def made(kind: Any, **fields: Any) -> Any:
-    """Make an object of a frozen dataclass with these fields, 2 us faster than `__init__` does."""
+    """Make an object of a frozen dataclass from its fields, 2 us faster than `__init__` does."""
     instance = object.__new__(kind)
     instance.__dict__.update(fields)
     return instance

@@ -381,7 +381,7 @@ def _for_gradescope(marks: Marks, path: Path | None) -> None:
 
 
 def _class(folder: Path, graded: list[tuple[Path, Marks]]) -> tuple[list[Table], list[Table]]:
-    """Return two lists of tables: for people with one reason per file; for programs with all."""
+    """Return tables for people (one reason per file), and tables for programs (all reasons)."""
     short, full = Table(f"{len(graded)} files", _COLUMNS), Table("", _ALL_COLUMNS)
     for path, marks in graded:
         _add(short, full, str(path.relative_to(folder)), marks.exercise, [marks])

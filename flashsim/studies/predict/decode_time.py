@@ -1,9 +1,9 @@
 """Predicts the time of the GPU kernel of `algorithm="flash-decode"`.
 
 In the model, a thread block waits for its first keys, processes its keys, and merges its warps'
-results. The keys take as long as an SM needs to stream them or the portable forward kernel to
-multiply them, whichever is longer. HBM's bandwidth limits all blocks together. If keys are split,
-either the last block of a sequence or a cluster on chip merges the results.
+results. The time for the keys is the larger of two times: streaming them to an SM, and multiplying
+them in the portable forward kernel. HBM's bandwidth limits all blocks together. If keys are split,
+the last block of each sequence, or a cluster on chip, merges the results.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def record(cases: Sequence[Case]) -> Record:
     """Measure all cases on this machine's GPU, and return the measurements.
 
     One process runs kernels that count their bytes, and another process runs under Nsight Compute.
-    Predictions for a case that names no device are for this machine's GPU.
+    For cases that name no device, predictions are for this machine's GPU.
 
     Raises
     ------
@@ -132,7 +132,7 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
 
 @own_errors
 def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> list[MeasuredPass]:
-    """Assign measured launches to stages by kernel name. All launches must have one shape.
+    """Assign measured launches to stages by kernel name. All launches must have one problem shape.
 
     Raises
     ------
@@ -160,8 +160,7 @@ def assign(traffics: Iterable[Traffic], launches: Sequence[MeasuredLaunch]) -> l
 def _whole(launches: Iterable[MeasuredLaunch]) -> list[MeasuredLaunch]:
     """Combine successive launches of Hopper's KV-outer kernel into one, with summed counters.
 
-    Successive launches belong to one pass (`KernelPass.before`), as other kernels run between
-    passes.
+    Launches without another kernel between them belong to one pass (`KernelPass.before`).
     """
     found: list[MeasuredLaunch] = []
     for one in launches:
