@@ -57,9 +57,9 @@ def walk_of(launch: Decode, lengths: tuple[int, ...], page: int) -> Schedule:
     np.add.at(tiles, launch.items[:, 0], launch.items[:, 2] - launch.items[:, 1])
     if (schedule.visit_counts != np.repeat(tiles, launch.row_tiles)).any():
         raise UnsupportedError(
-            f"a trace cannot describe {launch.row_tiles} row tiles under a mask, because the "
-            "kernel computes every key tile that one of them sees for all of them; use "
-            "backend='simulator', or leave out trace="
+            "this decoding call cannot be traced, because the mask keeps different key tiles for "
+            f"its {launch.row_tiles} row tiles, but the kernel computes the same key tiles for all "
+            "row tiles; use backend='simulator', or leave out trace="
         )
     return schedule
 

@@ -292,8 +292,8 @@ def _refuse_of_other_backends(unknown: Iterable[str], backend: str) -> None:
                     having.append(f"backend={other!r}")
         if having:
             raise UnknownArgumentError(
-                f"run() has no argument {name!r} with backend={backend!r}, but with "
-                f"{', '.join(having)}; use one of these backends, or leave out the argument"
+                f"run() has the argument {name!r} only with {', '.join(having)}, not with "
+                f"backend={backend!r}; change backend=, or leave out the argument"
             )
 
 

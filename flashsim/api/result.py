@@ -50,8 +50,8 @@ class _Pass:
         """
         if self._trace is None:
             raise TraceError(
-                "there is no trace; pass trace=True to run (or to backward), with arrays in "
-                "which no axis has length 0"
+                "there is no trace; pass trace=True to run (or to backward), and arrays whose axes "
+                "all have a length of at least 1"
             )
         return self._trace
 

@@ -290,8 +290,8 @@ def grade(
             return
     if len(chosen) > 1:
         raise OptionError(
-            f"--exercise was passed {len(chosen)} times, but {str(file)!r} is no homework folder "
-            "with files of these exercises; pass --exercise once"
+            f"--exercise was passed {len(chosen)} times, which needs a homework folder with files "
+            f"of these exercises, got {str(file)!r}; pass --exercise once"
         )
     name = exercise[0] if exercise else None
     _grade_files(file, name, form, (gradescope, plot, save), limits, jobs)

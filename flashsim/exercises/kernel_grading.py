@@ -125,8 +125,8 @@ def _judged(
     runs, recorded = [], unpacked(data, _MOST)
     if len(recorded) != len(cases):
         raise TraceError(
-            f"the grader made {len(cases)} calls of the submission, but {len(recorded)} calls "
-            "were recorded"
+            f"the grader called the submission {len(cases)} times, but {len(recorded)} calls were "
+            "recorded"
         )
     for case, arrays, one in zip(cases, drawn, recorded, strict=True):
         values = list(one.values)

@@ -29,7 +29,7 @@ def _recorder_of(args: Iterable[Any]) -> Any:
                 continue
     raise FunctionError(
         "none of the call's arguments is computed from score, b, h, q or k, so the call cannot "
-        "be traced; pass at least one value that is"
+        "be traced; pass at least one value that is computed from them"
     )
 
 

@@ -147,7 +147,7 @@ class Touched:
             spec = graph.arrays[graph.nodes[self.access.node].value]
             raise UnsupportedError(
                 f"{graph.name} indexes the captured array {spec.name} with elements of another "
-                "captured array, whose values a Problem does not keep for the L2 model; use "
+                "captured array, but the L2 model does not know these elements; use "
                 "level='requested'"
             )
         nodes = (
@@ -250,7 +250,7 @@ class Requests:
             first, self.next = self.next, self.next + p.batch * p.heads * touched.count
             if self.next > INT32:
                 raise UnsupportedError(
-                    f"the L2 model numbers at most {INT32:,} pairs of a head and a tile, but the "
+                    f"the L2 model supports at most {INT32:,} pairs of a head and a tile, but the "
                     f"captured arrays of {access.graph.name} need more; use larger tiles, fewer "
                     "heads or a shorter sequence, or level='requested'"
                 )

@@ -71,8 +71,8 @@ class TileNumbers:
             if at > MOST_TILES:
                 raise UnsupportedError(
                     f"the L2 model replays at most {MOST_TILES:,} distinct tiles, but this "
-                    f"problem's tensors, counted up to {name}, have {at:,}; use larger tiles, "
-                    "fewer heads or a shorter sequence"
+                    f"problem's tensors have at least {at:,}; use larger tiles, fewer heads or a "
+                    "shorter sequence"
                 )
             sizes.append(np.tile(self._sizes(name, tensor), owners) if lines is None else lines)
         self.size = np.concatenate(sizes)

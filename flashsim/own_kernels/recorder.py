@@ -247,8 +247,8 @@ class Recorder:
         index, exists = its.coordinates(unique)
         if not exists.all():
             raise TraceError(
-                f"an access to {its.name} has offsets outside of the tensor; the frontend must "
-                "count such lanes as `outside`"
+                f"an access to {its.name} was recorded with offsets outside of the tensor; this is "
+                "a bug in flashsim, so please report it"
             )
         first = last = 0
         for n, along in zip(its.shape, index, strict=True):

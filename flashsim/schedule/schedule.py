@@ -421,9 +421,9 @@ def check_visits(stages: Iterable[Stage], problem: Problem, tiling: Tiling) -> N
     if any(stage.once for stage in stages) and not Schedule(problem, tiling).visited_once:
         longest = max(s.k_stop - s.k_start for s in problem.sequences)
         raise TilingError(
-            "in this algorithm, every query tile must see keys of exactly one key tile, which "
-            f"{tiling} tiles do not allow here; use algorithm='flash2-fused', or, if every query "
-            f"sees a key, a block_k of at least {longest}"
+            "this algorithm needs query tiles that each see keys of exactly one key tile, but with "
+            f"{tiling} tiles some see none or several; use algorithm='flash2-fused', or, if every "
+            f"query sees a key, a block_k of at least {longest}"
         )
 
 

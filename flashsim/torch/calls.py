@@ -128,8 +128,8 @@ class AttentionCall:
         for name, given in (("bias", p.bias is not None), ("sinks", p.sinks)):
             if given:
                 raise UnsupportedError(
-                    f"{self!r} has {name}, whose numbers are not recorded; run it with "
-                    f"flashsim.run(q, k, v, {name}=...)"
+                    f"{self!r} has {name}, but watch does not record its values; call "
+                    f"flashsim.run(q, k, v, {name}=...) instead"
                 )
         q, k, v = self._random(seed) if self.inputs is None else map(_numpy, self.inputs)
         for name in ("causal", "window", "softcap", "scale", "mask"):

@@ -41,8 +41,7 @@ def register(name: str) -> None:
     if "q_length" not in inspect.signature(masking_utils.sdpa_mask).parameters:
         raise UnsupportedError(
             "flashsim's attention needs transformers 5.4 or later, but found "
-            f"{transformers.__version__}, which makes masks in another way: pip install "
-            "--upgrade transformers"
+            f"{transformers.__version__}: pip install --upgrade transformers"
         )
     AttentionInterface.register(name, attend)
     AttentionInterface.register(f"paged|{name}", attend_paged)
@@ -109,9 +108,8 @@ class Band:
     def __torch_function__(cls, *_: Any) -> NoReturn:
         """Raise an error: a model that computes with a mask must request a mask tensor."""
         raise _NoTensor(
-            "this model computes with its attention mask as a tensor, which flashsim's "
-            "attention does not build; call model.set_attn_implementation('eager') for this "
-            "model"
+            "this model's own code reads the attention mask as a tensor, but flashsim's attention "
+            "creates no mask tensor; call model.set_attn_implementation('eager')"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -497,10 +495,10 @@ def _packed(x: Tensor, kept: Tensor | None) -> tuple[Tensor, Tensor, list[int]]:
 _SINKS = ("s_aux", "sinks")
 #: What a layer cannot have, by the argument that requests it.
 _REFUSED = {
-    "indices": "only those keys that an indexer chose",
-    "block_indices": "only those blocks of keys that an indexer chose",
+    "indices": "attention to only those keys that an indexer chose",
+    "block_indices": "attention to only those blocks of keys that an indexer chose",
     "cache": "a paged cache",
-    "output_attentions": "the probabilities, which it never holds",
+    "output_attentions": "returning the probabilities",
 }
 #: The other arguments of a layer that keep its call from the fast path of `attend`.
 _SPECIAL = frozenset((*_SINKS, "cu_seq_lens_q", *_REFUSED))
@@ -516,6 +514,6 @@ def _refuse(dropout: float, rest: dict[str, Any]) -> None:
         given = rest.get(name)
         if given is not None and given is not False:
             raise UnsupportedError(
-                f"flashsim's attention does not give a model {what} (argument {name}); use "
+                f"flashsim's attention does not support {what} (argument {name}); use "
                 "model.set_attn_implementation('eager'), which does"
             )

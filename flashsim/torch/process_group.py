@@ -150,7 +150,8 @@ class Inquiry:
         told = [x.tolist() for x in self._everyone]
         wrong = [rank for rank, (failed, *_) in enumerate(told) if failed]
         if wrong:
-            raise RankError(f"{_ranks(wrong)} failed; see the error that was printed there")
+            there = _ranks(wrong)
+            raise RankError(f"{there} failed; read the error message that {there} printed")
         if told.count(told[0]) < len(told):
             self._refuse(told)
         self._known.add(self._key)

@@ -29,8 +29,8 @@ class Archive:
             name = info.filename.removesuffix(".npy")
             if name in self._infos or name == info.filename:
                 raise ValueError(
-                    f"each member must be an array with a name of its own; {info.filename!r} "
-                    "appears twice, or its name does not end in .npy"
+                    f"each array in the file must have a unique name that ends in .npy, got "
+                    f"{info.filename!r}"
                 )
             self._infos[name] = info
 

@@ -51,7 +51,7 @@ def test_numpy_is_the_simulators_older_name(x):
     assert flashsim.compare(x.q, x.k, x.v, backend="numpy").traces[0].backend == "simulator"
     assert flashsim.quantize(x.q, x.k, x.v, backend="numpy").q.dtype.name == "float8_e4m3fn"
     assert BACKENDS == ("simulator", "numba", "cupy", "numba_cuda")
-    with pytest.raises(UnknownArgumentError, match="but with backend='numba'"):
+    with pytest.raises(UnknownArgumentError, match="only with backend='numba'"):
         run(x, backend="numpy", threads=1)
 
 

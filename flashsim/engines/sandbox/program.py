@@ -117,7 +117,7 @@ def replay(
     except Exception as error:  # any other error means that no tape wrote the text
         raise ProgramError(
             "flashsim cannot replay the recorded program, because it is malformed "
-            f"({type(error).__name__}); let only flashsim's machine write it"
+            f"({type(error).__name__}); do not change recorded programs"
         ) from None
     finally:
         REPLAYED.reset(before)
@@ -137,8 +137,8 @@ class _Player:
         """Perform one instruction."""
         if len(text) > MOST_LINE:
             raise ProgramError(
-                f"an instruction of the recorded program has more than {MOST_LINE:,} characters; "
-                "let only flashsim's machine write it"
+                f"an instruction of the recorded program has more than {MOST_LINE:,} characters, "
+                "the limit of flashsim's machine; do not change recorded programs"
             )
         line, name, arguments, named = json.loads(text)
         REPLAYED.set(int(line))
@@ -186,8 +186,8 @@ def _type(name: str) -> np.dtype:
     kind = numpy_dtype(name) if name in ("bfloat16", "float16") else np.dtype(name)
     if kind.kind not in "biuf" and name != "bfloat16":
         raise ProgramError(
-            f"the recorded program has a tile of type {name}, which no tile can have; let only "
-            "flashsim's machine write it"
+            f"the recorded program has a tile of type {name}, which flashsim's machine does not "
+            "support; do not change recorded programs"
         )
     return kind
 

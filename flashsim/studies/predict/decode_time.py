@@ -38,8 +38,8 @@ def launch(problem: Problem, splits: int | str, device: Device) -> decode_plan.D
     """
     if splits == "fa3":
         raise OptionError(
-            "the GPU's decode kernel chooses the number of splits by a rule of its own; use "
-            "splits='auto' or an integer"
+            "the GPU's decode kernel does not support splits='fa3', so its time cannot be "
+            "predicted; use splits='auto' or an integer"
         )
     p, lengths = problem, (problem.n_kv,) * problem.batch
     for name in ("shared_prefix", "latent"):

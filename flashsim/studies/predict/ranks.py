@@ -143,8 +143,8 @@ def spread(
     device = Device.get(device)
     if algorithm == DECODES:
         raise UnsupportedError(
-            f"{DECODES!r} can be timed only with a few queries, but each rank has many; use "
-            "algorithm='flash2'"
+            f"the time of {DECODES!r} can be predicted only for a few queries, but each rank has "
+            "many; use algorithm='flash2'"
         )
     if link is None and not device.link:
         raise OptionError(

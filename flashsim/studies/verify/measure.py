@@ -124,8 +124,8 @@ def passes_of(measured: Record) -> list[list[MeasuredPass]]:
     left = next(launches, None)
     if left is not None:
         raise TraceError(
-            f"the table has more launches than these cases make; the first of them is launch "
-            f"{left.number} ({left.kernel}); pass the same options as for the run that was measured"
+            f"the table has more kernel launches than flashsim predicts; launch {left.number} "
+            f"({left.kernel}) is the first additional one; pass the options of the measured run"
         )
     return found
 
@@ -190,9 +190,9 @@ def _pass(
         wanted = "dkdv" if stage.name == "fused" else stage.name
         if launch is None or stage_of(launch.kernel) != wanted:
             raise TraceError(
-                f"the table has {('no launch' if launch is None else launch.kernel)}, but stage "
-                f"{stage.name!r} of {case} must come next; pass the table that was measured with "
-                "these cases"
+                f"the next kernel in the table must belong to stage {stage.name!r} of {case}, got "
+                f"{('no kernel' if launch is None else launch.kernel)}; pass the table that was "
+                "measured with the same cases"
             )
         taken[stage.name] = [launch]
     return MeasuredPass(
