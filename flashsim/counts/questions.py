@@ -169,7 +169,7 @@ def summary(source: Answers) -> report.Table:
     )
     for tensor, row in tables.items():
         name = title(p, tensor, source.direction)
-        table.rows.append((name, *(row[op] for op in OPS), sum(row.values())))
+        table.add(name, *(row[op] for op in OPS), sum(row.values()))
     totals = [source.bytes(op) for op in OPS]
-    table.rows.append(("all", *totals, sum(totals)))
+    table.add("all", *totals, sum(totals))
     return table

@@ -105,9 +105,9 @@ class Dram:
                 for op in questions.OPS
             }
             totals = [sum(getattr(part, op).values()) for op in OPS]
-            table.rows.append((part.name, *asked.values(), *totals))
+            table.add(part.name, *asked.values(), *totals)
         totals = [self.bytes(op) for op in OPS]
-        table.rows.append(("all", *(r.bytes(op) for op in questions.OPS), *totals))
+        table.add("all", *(r.bytes(op) for op in questions.OPS), *totals)
         return table
 
     def _empty(self) -> report.Table:

@@ -261,18 +261,16 @@ class KernelTrace:
             mine, known = a[at], code >= 0
             size = self.record.tensors[code].itemsize if known else 0
             rows, cols = self.geometry.rows[at], self.geometry.cols[at]
-            table.rows.append(
-                (
-                    self.record.lines[line][1],
-                    OPS[op] if op != REDUCE else "atomic",
-                    self.tensors[code] if known else "-",
-                    len(mine),
-                    int(mine["active"].sum()) * size,
-                    int(mine["masked"].sum()) * size,
-                    int(mine["outside"].sum()) * size,
-                    int(mine["sectors"].sum()) * SECTOR,
-                    f"{rows.max()} x {cols.max()}" if known else "-",
-                )
+            table.add(
+                self.record.lines[line][1],
+                OPS[op] if op != REDUCE else "atomic",
+                self.tensors[code] if known else "-",
+                len(mine),
+                int(mine["active"].sum()) * size,
+                int(mine["masked"].sum()) * size,
+                int(mine["outside"].sum()) * size,
+                int(mine["sectors"].sum()) * SECTOR,
+                f"{rows.max()} x {cols.max()}" if known else "-",
             )
         return table
 
