@@ -455,7 +455,7 @@ def test_rows_are_filled_up_to_16_bytes():
     ],
 )
 def test_hoppers_backwards_multiply_whole_sixteens(d, dv, stage, columns):
-    """dQ^T, and wide dK and dV, are whole chunks of 64. C++ adds LSE and delta up to 128 columns."""
+    """dQ^T, and wide dK and dV, are whole chunks of 64. C++ adds LSE and delta up to d = 128."""
     p = Problem(64, head_dim=d, head_dim_v=dv, dtype="bfloat16")
     algorithm = "flash2-fused" if stage == "fused" else "flash2"
     traffic = cases.predict(p, algorithm, "backward", Tiling(64, 64), "H200")
